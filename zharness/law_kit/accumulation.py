@@ -72,6 +72,9 @@ def count_matches(comparisons: Sequence[Comparison]) -> int:
 
 
 def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Return the owner of the accumulation in the configured training: the engine if it can, otherwise the caller."""
+    """Return the owner of the accumulation in the configured training.
+
+    The owner is the engine if the engine claims that it can accumulate, and otherwise the code that calls the engine.
+    """
     engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER

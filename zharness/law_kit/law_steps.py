@@ -11,7 +11,10 @@ from zharness.law_kit.scenarios import Scenario
 
 
 class StepsKind(Enum):
-    """The kinds of functions that make a law's steps. They differ in the argument that the function takes."""
+    """The kinds of functions that make a law's steps.
+
+    They differ in the argument of the function, and in whether plain PyTorch makes the same steps.
+    """
 
     SCENARIO = "scenario"  # takes a Participant; observer and judge are the same for all scenarios
     TRANSFORM = "transform"  # takes an engine, the model's spec and a batch

@@ -212,7 +212,7 @@ class ProgramExecutor:
             self.advance_weights_version()
 
     def edit_weight(self) -> None:
-        """Fill a weight with a value on rank 0, and with another value, which must be discarded, on other ranks."""
+        """Fill a weight on rank 0. The other ranks write another value, which the engine has to discard."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
         with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)

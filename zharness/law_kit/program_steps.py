@@ -30,7 +30,7 @@ EVAL_MODE_ACTS = (Act.EVALUATION, Act.EVALUATION_GRAD)
 
 
 def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str, bool]:
-    """Return the keyword argument that enables a part of the model in every second micro-batch.
+    """Return keyword arguments that enable a part of the model in every second micro-batch.
 
     The dictionary is empty if the model has no such part.
     """

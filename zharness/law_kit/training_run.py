@@ -74,8 +74,8 @@ def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetr
 def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
     """Train the plain model from its initial weights, and return its loss and gradient norm in each step.
 
-    The training does not use the engine's numbers. If the model's dtype is narrower than float32, it uses float32
-    master weights.
+    The training does not use the engine's numbers. If the model's dtype is narrower than float32, the training uses
+    float32 master weights.
     """
     weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     optimizer = build(weights, run.optimizer)

@@ -32,7 +32,7 @@ def observe_consolidate(ctx: RankContext) -> None:
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each name, the position of the first name whose tensor shares memory with this one."""
+    """Return, for each name, the position of the first name whose tensor shares memory with the name's tensor."""
     first_positions: dict[int, int] = {}
     return {
         name: torch.tensor(

@@ -81,9 +81,9 @@ def choose_backward_calls(
 ) -> Sequence[Callable[[Tensor], object]]:
     """Return the ways to call backward, which successive windows use in turn.
 
-    If the engine owns the accumulation, claims ``scale``, and division by ``steps`` is exact, one of them calls
-    ``engine.scale``. It is left out if the division rounds, because DeepSpeed's ``scale`` then rounds the loss
-    differently from its ``backward``, and its result is none of those that the judge accepts.
+    One of them is ``engine.scale`` followed by torch's backward if the engine owns the accumulation, claims ``scale``,
+    and division by ``steps`` is exact. If the division rounds, this way is left out, because DeepSpeed's ``scale`` then
+    rounds the loss differently from its ``backward``, and the judge does not accept the result.
     """
     scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
     if owner is AccumulationOwner.ENGINE and scales:

@@ -1,4 +1,4 @@
-"""Define the law training.clip_and_norm: the reported norm is that of all gradients, and the step clips by it."""
+"""Define the law training.clip_and_norm: the reported norm is that of all gradients, and clipping uses this norm."""
 
 from __future__ import annotations
 

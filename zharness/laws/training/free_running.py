@@ -1,8 +1,8 @@
 """Define the law training.free_running: differences between weights are explained by those between gradients.
 
-The judge uses only the engine's gradients, not its weights or optimizer state. It applies the optimizer's formula in
-all steps, starting from the initial weights. From the difference between each gradient and plain PyTorch's it computes
-a bound on the difference between the weights.
+The judge uses only the engine's gradients, not its weights or optimizer state. From the initial weights, the judge
+applies the optimizer's formula in all steps. From the difference between each gradient and plain PyTorch's, the judge
+computes a bound on the difference between the engine's weights and the result of the formula.
 """
 
 from __future__ import annotations
