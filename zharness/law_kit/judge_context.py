@@ -53,7 +53,7 @@ class JudgeContext:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which the engine reduces gradients: the declared one, or the cell's dtype if none is declared."""
+        """The dtype in which the engine reduces gradients: the declared one, or the cell's dtype if it is None."""
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
