@@ -1,4 +1,4 @@
-"""Cells: one law on one engine, with its id and its seed."""
+"""Define a cell, which is one law on one engine, stage, world size, dtype and model, and parse its id."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ID = re.compile(
 class Cell:
     """One law on one engine at one stage, world size, dtype and model.
 
-    ``engine`` is a registered name or ``package.module:factory``, followed by ``==RELEASE`` where a release was
-    requested. ``model`` is a model of the workload or ``package.module:factory``, followed by ``(key=value)`` where it
-    is made smaller. ``variant`` is the law's variant; ``engine_variant`` names engine options that must not change a
-    number, or a configuration file.
+    ``engine`` is the name of a registered engine or ``package.module:factory``, followed by ``==RELEASE`` if a certain
+    release was requested. ``model`` is the name of one of zharness's models or ``package.module:factory``, followed by
+    ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty.
+    ``engine_variant`` names engine options that must not change a number, or a configuration file.
     """
 
     law: str
@@ -36,31 +36,31 @@ class Cell:
 
     @property
     def engine_label(self) -> str:
-        """The engine's name in the id: ``engine``, or ``engine{variant}``."""
+        """The engine as it appears in the cell's id: ``engine``, or ``engine{engine_variant}`` if the cell has one."""
         return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
 
     @property
     def id(self) -> str:
         """The cell's id, ``group.law[engine-zero3-w2-fp32-model]``, which is also its pytest id.
 
-        ``-variant`` follows the model if the law has variants, ``{variant}`` the engine if an engine variant was
-        requested.
+        If the cell has a law variant, ``-variant`` follows the model. If it has an engine variant, ``{engine_variant}``
+        follows the engine.
         """
         tail = f"-{self.variant}" if self.variant else ""
         return f"{self.law}[{self.engine_label}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
 
     def seed(self, salt: int = 0) -> int:
-        """Return a 31-bit seed that follows from the id, so that the id alone determines what the cell computes.
+        """Return a 31-bit seed that is derived from the cell's id and ``salt``.
 
-        Law, engine, stage and variants are left out of the digest: cells that differ only in those train the same model
-        on the same data, so their numbers can be compared.
+        Cells that differ only in law, engine, stage or variants get the same seed, so that they train the same model on
+        the same data and their numbers can be compared. Another ``salt`` gives another seed.
         """
         key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell whose id is ``text``. Raises UsageError if ``text`` is not a cell id."""
+        """Return the cell whose id is ``text``. Raise UsageError if ``text`` is not a cell id."""
         match = _ID.fullmatch(text)
         if match is None:
             raise UsageError(
@@ -81,7 +81,7 @@ class Cell:
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas, as in ``0,1,2``, without duplicates. Raises UsageError for anything else."""
+    """Parse integers separated by commas, such as ``0,1,2``, and drop duplicates. Raise UsageError for other text."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -89,5 +89,5 @@ def parse_integers(text: str) -> tuple[int, ...]:
 
 
 def is_cell_id(text: str) -> bool:
-    """Return whether ``text`` has the form of a cell id."""
+    """Return whether ``text`` has the form of a cell id, such as ``training.grads[reference-zero3-w2-fp32-mlp]``."""
     return _ID.fullmatch(text) is not None

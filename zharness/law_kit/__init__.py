@@ -1,1 +1,1 @@
-"""What laws are built from: the contexts of ranks and judges, scenarios, programs, plain training."""
+"""The building blocks of laws: contexts of ranks and judges, scenarios, programs, and judges of optimizer steps."""

@@ -1,4 +1,4 @@
-"""Accumulation windows: how a rank trains one, and how its gradients are judged."""
+"""Train one accumulation window on a rank, and judge the gradients that the engine computes for the window."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def accumulate(
     label: str,
     backward: Callable[[Tensor], object],
 ) -> None:
-    """Run forward and ``backward`` of every micro-step of ``window``, without the optimizer step at the boundary.
+    """Run forward and ``backward`` for every micro-batch of ``window``, but not the optimizer step at the boundary.
 
-    Losses are recorded under ``label``. A caller that owns the accumulation divides the loss; an engine that owns it
-    gets a step after each micro-batch.
+    The losses are recorded under ``label``. If the caller owns the accumulation, this function divides each loss by the
+    number of micro-batches. If the engine owns the accumulation, this function calls ``engine.step()`` after each
+    micro-batch except the last.
     """
     for micro in window:
         loss = ctx.loss(engine, micro, label)
@@ -44,10 +45,11 @@ def judge_engine_divided_gradients(
     divided_locals: Sequence[Sequence[LocalResult]],
     exact: bool | Exactness = False,
 ) -> Iterator[Comparison]:
-    """Compare the gradients of a window in which the engine divides either the loss or the gradient.
+    """Compare the gradients of a window in which the engine divides either each loss or the gradient.
 
-    ``divided_locals`` are the plain local results of divided losses. Results of undivided losses are computed only if
-    some gradient differs from those. If some gradient differs from both, yield the comparisons with fewer mismatches: a
+    ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If some gradient differs
+    from these, the gradients are also compared with those of undivided losses, which are divided afterwards. If some
+    gradient differs from both, this function yields the comparisons of the way that more gradients match, because a
     wrong engine is usually right in most gradients.
     """
     by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
@@ -65,11 +67,14 @@ def judge_engine_divided_gradients(
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
-    """Return the number of comparisons without a mismatch."""
+    """Return the number of comparisons that have no mismatch."""
     return sum(comparison.mismatch is None for comparison in comparisons)
 
 
 def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
-    """Return who owns the accumulation of the configured training: the engine if it claims that, else its caller."""
+    """Return the owner of the accumulation in the configured training.
+
+    The owner is the engine if the engine claims that it can accumulate, and otherwise the code that calls the engine.
+    """
     engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER

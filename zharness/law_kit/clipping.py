@@ -1,4 +1,4 @@
-"""The factor by which an engine clips gradients, judged by the norm that it reports."""
+"""Compute the factor by which an engine clips gradients, and check the norm that the engine reports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-
 
 @dataclass(frozen=True)
 class ClipFactor:
-    """The factor by which gradients are clipped: 1 without clipping, NaN where the norm is NaN, as in torch.
+    """The factor by which an engine multiplies gradients to clip them: 1 without clipping, NaN if the norm is NaN.
 
-    ``uncertainty`` is the relative distance by which an engine's factor may differ beyond the roundings of torch's
-    formula, because the engine reports no norm.
+    ``uncertainty`` is the relative error of the factor beyond the roundings of torch's formula. The uncertainty is
+    greater than 0 if the engine does not report the norm from which it computed the factor.
     """
 
     value: float = 1.0
@@ -31,10 +31,10 @@ class ClipFactor:
 
     @classmethod
     def from_norm(cls, limit: float, norm: Tensor, error: Tensor, reported_norm: Tensor | None) -> ClipFactor:
-        """Return the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``.
+        """Return the factor by which torch.nn.utils.clip_grad_norm_ clips gradients to the maximum norm ``limit``.
 
-        The factor is computed from ``reported_norm``. If that is None, it is computed from ``norm``, and the engine's
-        norm may be up to ``error`` smaller or larger.
+        The factor is computed from ``reported_norm``. If ``reported_norm`` is None, the factor is computed from
+        ``norm``, and its uncertainty allows for an engine whose norm is smaller or larger by up to ``error``.
         """
         if reported_norm is not None:
             return cls(float(compute_clip_factor(limit, reported_norm)))
@@ -45,7 +45,7 @@ class ClipFactor:
         )
 
     def apply_to(self, grad: BoundedTensor) -> BoundedTensor:
-        """Return ``grad`` times the factor; ``grad`` itself without clipping."""
+        """Return ``grad`` times the factor, or ``grad`` itself if gradients are not clipped."""
         if self == ClipFactor():
             return grad
         value = torch.tensor(self.value, dtype=torch.float64)
@@ -55,7 +55,7 @@ class ClipFactor:
 
 
 def compute_clip_factor(limit: float, norm: Tensor) -> Tensor:
-    """Return torch.nn.utils.clip_grad_norm_'s factor to ``limit``, in float64."""
+    """Return the factor by which torch.nn.utils.clip_grad_norm_ clips a norm to ``limit``, in float64."""
     return (limit / (norm.double() + 1e-6)).clamp(max=1.0)
 
 
@@ -63,7 +63,7 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add a hint to a mismatch of a norm that the engine did not report, which is recorded as NaN."""
+    """Add a hint to a mismatch whose actual value is NaN, which is recorded if the engine reported no norm."""
     absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
@@ -71,11 +71,12 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
 def judge_clip_factor(
     ctx: JudgeContext, label: str, step: int, grads: Mapping[str, Tensor], limit: float
 ) -> Generator[Comparison, None, ClipFactor]:
-    """Compare every rank's norm recorded under ``label`` with the norm of all ``grads``; return the clip factor.
+    """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
-    The factor is torch.nn.utils.clip_grad_norm_'s to ``limit``; 1 where no norm was recorded. An engine that clips and
-    reports no norm fails training.clip_and_norm; here its factor is known only within the error of the norm.
-    DeepSpeed's stage 0 averages the norm over ranks, which rounds once more for each rank.
+    The clip factor is the one by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was recorded
+    under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this function then
+    computes the factor within the error of the norm. The bound of the norm allows one more rounding for each rank,
+    because DeepSpeed averages the norm over ranks at stage 0.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
@@ -87,7 +88,10 @@ def judge_clip_factor(
 def judge_reported_norm(
     ctx: JudgeContext, label: str, step: int, norm: Tensor, error: Tensor
 ) -> Generator[Comparison, None, Tensor | None]:
-    """Compare the norm recorded under ``label`` with ``norm``, within ``error``; return rank 0's norm, if any."""
+    """Check that every rank's norm recorded under ``label`` equals ``norm`` within ``error``, and return rank 0's norm.
+
+    The return value is None if rank 0 recorded no norm.
+    """
     reported = [record.get("norm") for record in ctx.rank_records(label, step)]
     for rank, rank_norm in enumerate(reported):
         if rank_norm is not None:

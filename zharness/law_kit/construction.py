@@ -1,4 +1,4 @@
-"""Check a new engine: that it implements the protocol, and that its factory did not change the model."""
+"""Build an engine, and check that it implements the protocol and that its factory did not change the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Layout = Mapping[str, tuple[Piece, ...]]
 
 
 def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> tuple[Engine, Layout]:
-    """Build an engine around ``model`` and return it with the layout of its parameters.
+    """Build an engine around ``model``, and return the engine with the layout of its parameters.
 
-    Raises EngineContractError, which names the method, module, parameter or buffer, if the result is not an Engine or
-    the model was changed.
+    Raise EngineContractError if the factory did not return an Engine, or if it changed the model. The message names the
+    method, module, parameter or buffer.
     """
     snapshot = ModelSnapshot.capture(model)
     engine = factory(model, config)
@@ -35,7 +35,7 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
 
 
 def require_engine(candidate: object) -> None:
-    """Raise EngineContractError, which names everything that is missing, unless ``candidate`` is an Engine."""
+    """Raise EngineContractError, which names all missing methods, if ``candidate`` does not implement Engine."""
     verbs = sorted(
         {"__call__", *(name for name in dir(Engine) if not name.startswith("_"))} - {"module", "capabilities"}
     )
@@ -52,9 +52,10 @@ def require_engine(candidate: object) -> None:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """The state of a model before an engine wraps it: training flags, names, and copies of weights and buffers.
+    """A copy of a model's training flags, names, weights and buffers, made before an engine wraps the model.
 
-    ``weights`` and ``buffers`` hold a tied tensor once, and no tensor of the meta device, which has no values.
+    ``weights`` and ``buffers`` contain a tied tensor once, and no tensor on the meta device, because such tensors have
+    no values.
     """
 
     training_flags: Mapping[str, bool]
@@ -65,7 +66,7 @@ class ModelSnapshot:
 
     @classmethod
     def capture(cls, model: nn.Module) -> ModelSnapshot:
-        """Return a snapshot of ``model``."""
+        """Return a snapshot of the flags, names, weights and buffers of ``model``."""
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         return cls(
             get_training_flags(model),
@@ -76,9 +77,10 @@ class ModelSnapshot:
         )
 
     def require_unchanged(self, model: nn.Module, layout: Layout) -> None:
-        """Raise EngineContractError if a training flag, a name, a buffer or a weight has changed.
+        """Raise EngineContractError if a flag, a name, a buffer or a weight of ``model`` has changed.
 
-        Only weights that are whole on this rank are compared.
+        Flags are each module's training flag and each parameter's ``requires_grad``. Only the weights that are
+        unsharded on this rank are compared.
         """
         changed = changed_flags(self.training_flags, get_training_flags(model))
         if changed:
@@ -107,9 +109,10 @@ class ModelSnapshot:
         )
 
     def _require_unchanged_buffers(self, buffers: Mapping[str, Tensor], weights_converted: bool) -> None:
-        """Raise EngineContractError if a buffer has changed; its dtype may change if ``weights_converted``.
+        """Raise EngineContractError if a buffer has changed.
 
-        precision.buffers_keep_dtype judges whether buffers may be converted together with the weights.
+        The dtypes of buffers may change if ``weights_converted``, because the law precision.buffers_keep_dtype judges
+        whether an engine may convert buffers together with the weights.
         """
         for name, before in self.buffers.items():
             now = buffers[name]
@@ -122,41 +125,41 @@ class ModelSnapshot:
 
 
 def changed_flags(before: Mapping[str, bool], after: Mapping[str, bool]) -> list[str]:
-    """Return the names of the flags that differ."""
+    """Return the names of the flags that differ between ``before`` and ``after``."""
     return [name for name, flag in before.items() if after.get(name, flag) != flag]
 
 
 def get_training_flags(model: nn.Module) -> dict[str, bool]:
-    """Return the training flag of every module, by name."""
+    """Return a dictionary from the name of each module to its training flag."""
     return {name: module.training for name, module in model.named_modules()}
 
 
 def get_requires_grad(parameters: Mapping[str, Tensor]) -> dict[str, bool]:
-    """Return whether each parameter requires a gradient, by name."""
+    """Return a dictionary from the name of each parameter to its ``requires_grad``."""
     return {name: parameter.requires_grad for name, parameter in parameters.items()}
 
 
 def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Clone all tensors that are not on the meta device, by name."""
+    """Return a dictionary with a copy of every tensor that is not on the meta device."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 def get_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor, by name."""
+    """Return a dictionary from the name of each tensor to its dtype."""
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def list_state_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of all parameters and buffers, including every name of a tied tensor."""
+    """Return the names of all parameters and buffers of ``model``, including every name of a tied tensor."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return tuple(name for name, _ in named)
 
 
 def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> bool:
-    """Return whether a parameter is whole on this rank: neither a DTensor nor a shard.
+    """Return whether ``weight`` is unsharded on this rank, which means that it is neither a DTensor nor a shard.
 
-    The shard of a parameter of one element has the shape of the whole parameter, even on ranks where it is padding. In
-    that case the layout decides.
+    If a parameter has one element, its shard has the shape of the full parameter, even on the ranks where the shard is
+    padding. The layout, ``pieces``, then says whether this rank has the element.
     """
     if type(weight) is not nn.Parameter or weight.shape != before.shape:
         return False
@@ -165,22 +168,22 @@ def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> b
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing the class: that import takes a second."""
+    """Return whether ``tensor`` is a DTensor. The DTensor class is not imported, because the import takes a second."""
     return hasattr(tensor, "to_local")
 
 
 def has_same_values(before: Tensor, after: Tensor) -> bool:
-    """Return whether ``after`` holds the values of ``before``, rounded to its dtype."""
+    """Return whether ``after`` equals ``before``, rounded to the dtype of ``after``."""
     return torch.equal(before.to(after.device, after.dtype), after.detach())
 
 
 def describe_changed_weight(name: str) -> str:
-    """Return the message for a weight that differs from the initial one."""
+    """Return the error message for an engine that changed the initial values of the parameter ``name``."""
     return f"the engine changed the initial weights of {name!r}; training starts from the weights of the model"
 
 
 def require_initial_weights(params: Any, model: nn.Module) -> None:
-    """Raise EngineContractError unless ``params`` are the weights of ``model``, by name, shape and value."""
+    """Raise EngineContractError if ``params`` differ from the model's parameters in names, shapes or values."""
     found, expected = require_mapping("full_params", params), dict(model.named_parameters())
     check_names("full_params", expected, found)
     for name, weight in expected.items():
@@ -191,9 +194,9 @@ def require_initial_weights(params: Any, model: nn.Module) -> None:
 
 
 def require_gradients(grads: Any, model: nn.Module) -> None:
-    """Raise EngineContractError unless ``grads`` have names and shapes of parameters of ``model``.
+    """Raise EngineContractError if a gradient's name or shape is not that of a parameter of ``model``.
 
-    Gradients may be missing: the laws judge that.
+    A gradient may be missing here, because the laws check which parameters have gradients.
     """
     found, expected = require_mapping("full_grads", grads), dict(model.named_parameters())
     if not found.keys() <= expected.keys():
@@ -203,7 +206,10 @@ def require_gradients(grads: Any, model: nn.Module) -> None:
 
 
 def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise EngineContractError if the shape is not the expected one; ``source`` is the engine's method."""
+    """Raise EngineContractError if ``actual`` does not have the shape of ``expected``.
+
+    ``source`` is the name of the engine's method that returned ``actual``.
+    """
     if actual.shape != expected.shape:
         raise EngineContractError(
             f"{source}[{name!r}]: the engine returned shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -211,7 +217,7 @@ def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> N
 
 
 def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
-    """Return ``value``. Raises EngineContractError unless it is a dictionary; ``source`` is the engine's method."""
+    """Return ``value``, or raise EngineContractError, which names the method ``source``, if it is not a dictionary."""
     if not isinstance(value, Mapping):
         raise EngineContractError(
             f"{source}: the engine returned a {type(value).__name__}, expected a dictionary of tensors by original name"
@@ -220,7 +226,7 @@ def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
 
 
 def require_cpu_tensor(source: str, name: str, value: Any) -> Tensor:
-    """Return ``value`` detached and on CPU. Raises EngineContractError unless it is a tensor."""
+    """Return ``value``, detached and on the CPU. Raise EngineContractError if ``value`` is not a tensor."""
     if not isinstance(value, Tensor):
         raise EngineContractError(
             f"{source}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor"

@@ -1,4 +1,4 @@
-"""A training as a user configures it: the optimizer, clipping and accumulation."""
+"""Define the configured training, which is the optimizer, clipping and accumulation that the user chose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_OPTIMIZER = OptimizerSpec(
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """An optimizer, the norm to which gradients are clipped, and the number of micro-batches of one step."""
+    """The optimizer, the norm for gradient clipping, and the number of micro-batches in each optimizer step."""
 
     optimizer: OptimizerSpec = DEFAULT_OPTIMIZER
     clip: float | None = 1.0

@@ -1,4 +1,4 @@
-"""The dtypes of the matrix, and the loss scale under which each is trained."""
+"""Define the dtypes in which engines are tested, and the loss scale for each dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine reports about its optimizer: learning rates, loss scale and skipped steps."""
+"""Record and check the learning rates, loss scale and number of skipped steps that an engine reports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from zharness.parity import Comparison, Part, compare_bitwise
 
 
 def collect_engine_facts(engine: Engine) -> dict[str, Tensor]:
-    """Return the learning rates, loss scale and skipped steps that the engine reports now, by name."""
+    """Return the learning rates, loss scale and number of skipped steps that the engine currently reports, by name."""
     return build_facts(engine.observe())
 
 
 def build_facts(observations: Observations) -> dict[str, Tensor]:
-    """Return the learning rates, loss scale and skipped steps of ``observations``, without those that are absent."""
+    """Return the learning rates, loss scale and number of skipped steps in ``observations``, by name.
+
+    Values that the engine does not report are left out.
+    """
     rates = () if isinstance(observations.learning_rates, Absent) else observations.learning_rates
     values = {learning_rate_fact(group): rate for group, rate in enumerate(rates)}
     facts = {LOSS_SCALE_FACT: observations.loss_scale, SKIPPED_STEPS_FACT: observations.skipped_steps}
@@ -28,9 +31,10 @@ def build_facts(observations: Observations) -> dict[str, Tensor]:
 
 
 def compare_engine_facts(ctx: JudgeContext, spec: OptimizerSpec, step: int, steps_made: int) -> Iterator[Comparison]:
-    """Compare the learning rates, loss scale and skipped steps that every rank recorded after ``steps_made`` steps.
+    """Check the learning rates, loss scale and number of skipped steps that every rank recorded at ``step``.
 
-    No step was skipped. The learning rate of each group is the one that the next step uses.
+    The optimizer has made ``steps_made`` steps, and the expected number of skipped steps is 0. The expected learning
+    rate of each parameter group is that of the next step.
     """
     parameters = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_parameters())
     factor = spec.schedule[min(steps_made, len(spec.schedule) - 1)]
@@ -47,5 +51,5 @@ LOSS_SCALE_FACT, SKIPPED_STEPS_FACT = "loss scale", "skipped steps"
 
 
 def learning_rate_fact(group: int) -> str:
-    """Return the name of the fact for a parameter group's learning rate."""
+    """Return the name under which the learning rate of the parameter group with index ``group`` is recorded."""
     return f"learning rate of group {group}"

@@ -1,4 +1,4 @@
-"""Hints about the cause of a mismatch."""
+"""Add hints about the cause to mismatches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zharness.parity import Comparison
 
 
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
-    """Add a hint to a mismatch of a weight that the step did not move at all."""
+    """Add a hint to a mismatch of a weight if the step did not change the weight at all."""
     return add_hint(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:
-    """Return ``comparison`` with ``hint`` if it is a mismatch, else unchanged."""
+    """Return ``comparison`` with ``hint`` if it is a mismatch, and otherwise unchanged."""
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))

@@ -1,4 +1,4 @@
-"""The context in which a judge compares every rank's evidence with the baseline."""
+"""Define the context in which a law's judge compares the evidence of every rank with the baseline."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how f
 
 @dataclass(frozen=True)
 class JudgeContext:
-    """What a law judges: the evidence of every rank, and the baseline that it has to match.
+    """The input of a law's judge: the evidence of every rank, and the baseline that the evidence has to match.
 
-    ``evidence[rank]`` holds that rank's records. ``declared_reduce_dtype`` is the dtype in which the engine declares
-    that it reduces gradients; None stands for the cell's dtype. ``training`` is the user's configured training.
+    ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
+    engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
+    configured.
     """
 
     baseline: Baseline
@@ -52,19 +53,20 @@ class JudgeContext:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which the engine reduces gradients."""
+        """The dtype in which the engine reduces gradients: the declared one, or the cell's dtype if it is None."""
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter's gradients are reduced, if the engine reports them in ``grad_dtype``.
+        """Return the dtype in which the gradients of the parameter ``name`` are reduced.
 
-        If the parameter's own dtype in the model is narrower than the cell's, it may be reduced in that dtype.
+        ``grad_dtype`` is the dtype of the engine's gradient. If it is the parameter's dtype in the model and narrower
+        than the cell's dtype, the engine may reduce in this dtype.
         """
         narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
 
     def get_param_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that a parameter may have in the engine: the cell's, or the model's own if narrower."""
+        """Return the narrower one of the cell's dtype and the parameter's dtype in the model."""
         return max(self.dtype, self.baseline.parameter_dtypes[name], key=unit_roundoff)
 
     @property
@@ -73,19 +75,19 @@ class JudgeContext:
         return self.baseline.world_size
 
     def rank_records(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
-        """Return what each rank recorded under ``label`` at ``step``, by rank."""
+        """Return a list with the tensors that each rank recorded under ``label`` at ``step``."""
         return [evidence.get(label, step) for evidence in self.evidence]
 
     def has_record(self, label: str) -> bool:
-        """Return whether rank 0 recorded anything under ``label``; ``rank_records`` raises if another rank did not."""
+        """Return whether rank 0 recorded anything under ``label``. If only some ranks did, ``rank_records`` raises."""
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor, with the owners of its elements that the engine declared."""
+        """Return the location of a tensor, including which rank owns which elements according to the engine."""
         return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
-        """Compare every rank's loss bitwise with the baseline's loss of the same micro-batch."""
+        """Check that every rank's loss is bitwise equal to the baseline's loss on the same micro-batch."""
         for rank, record in enumerate(self.rank_records(label, step)):
             local = expected[rank].loss
             comparison = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
@@ -94,7 +96,7 @@ class JudgeContext:
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Compare every rank's own tensors bitwise with the baseline's for that rank."""
+        """Check that each rank's tensors recorded under ``label`` are bitwise equal to the rank's expected tensors."""
         for rank, record in enumerate(self.rank_records(label, step)):
             check_names(label, expected[rank], record)
             for name, tensor in expected[rank].items():
@@ -113,12 +115,13 @@ class JudgeContext:
         suspects: Mapping[str, Sequence[Sequence[LocalResult]]] | None = None,
         explain: bool = True,
     ) -> Iterator[Comparison]:
-        """Compare every rank's full gradients with the mean of the local ones times ``scale``, and with each other.
+        """Compare every rank's full gradients with the mean of all local gradients times ``scale``, and between ranks.
 
-        ``micros[m][rank]`` are the local results of micro-step m. With ``exact`` the comparison is bitwise, else it
-        uses the bound of the reduction and notes why tier X does not apply. ``suspects[hint][loss]`` are other local
-        gradients: a mismatch that equals their sum gets ``hint``. Without ``explain`` a mismatch gets no hint about its
-        cause; for a large gradient the search for a hint takes many comparisons.
+        ``micros[m][rank]`` is the baseline's result on micro-batch m of that rank. If ``exact`` is true, the comparison
+        is bitwise. Otherwise it uses the bound of the reduction, and its note says why tier X does not apply.
+        ``suspects[hint][loss]`` holds other local gradients; if a wrong gradient equals their sum, the mismatch gets
+        ``hint``. If ``explain`` is false, this method does not search for hints, because the search takes many
+        comparisons for a large gradient.
         """
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -137,10 +140,10 @@ class JudgeContext:
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
     ) -> BoundedGrads:
-        """Return the gradients that ``compare_reduced_grads`` expects, each with its bound, for a step without records.
+        """Return the gradients that ``compare_reduced_grads`` expects, with bounds, if the engine recorded none.
 
-        ``grad_dtypes`` are the dtypes of the engine's gradients; a gradient without an entry there may be as
-        narrow as its parameter.
+        ``grad_dtypes`` maps the names of parameters to the dtypes of the engine's gradients. The gradient of a
+        parameter without an entry may have the narrowest dtype that the parameter may have.
         """
         bounded_grads = {}
         for name in self.baseline.parameter_names:
@@ -153,7 +156,7 @@ class JudgeContext:
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Return one parameter's local gradients by rank and micro-step; a rank that did not use it has zeros."""
+        """Return one parameter's local gradients as ``[rank][micro-batch]``; ranks that did not use it have zeros."""
         return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
 
     def _compare_reduced_grad(
@@ -166,7 +169,7 @@ class JudgeContext:
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """Compare the reduced gradient of one parameter on every rank."""
+        """Compare the reduced gradient of one parameter with its expected value on every rank, and between ranks."""
         known = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         yield from self.compare_grad_in_pieces(
@@ -183,10 +186,11 @@ class JudgeContext:
         exact: bool | Exactness = False,
         scale: float = 1.0,
     ) -> list[Comparison]:
-        """Compare one large gradient on every rank piece by piece; return an empty list if it is small or wrong.
+        """Compare one large gradient on every rank, piece by piece.
 
-        Gradients that are equal on all ranks are compared once. A bound is computed only for pieces that differ from
-        torch's own mean.
+        Return an empty list if the gradient is small or wrong, so that the caller compares it as a whole. A gradient
+        that is equal on all ranks is compared once. A bound is computed only for the pieces that differ from torch's
+        own mean.
         """
         first = rank_grads[0]
         if first.numel() <= CHUNK_ELEMENTS or any(term.shape != first.shape for row in local_grads for term in row):
@@ -197,7 +201,7 @@ class JudgeContext:
         )
 
         def compare(piece: slice, values: Tensor) -> list[Comparison]:
-            """Compare one piece of rank 0's gradient."""
+            """Compare one piece of rank 0's gradient with the mean of the local gradients."""
             terms = [[term[piece] for term in row] for row in flat]
             if self.baseline.loss_scale == 1 and any(
                 torch.equal(mean.to(values.dtype), values) for mean in means_in_torch_orders(terms, scale, reduce_dtype)
@@ -214,10 +218,10 @@ class JudgeContext:
     def compare_pieces_once(
         self, rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
     ) -> list[Comparison]:
-        """Compare a large tensor that is bitwise equal on all ranks once, piece by piece, and report it for every rank.
+        """Compare a large tensor that is equal on all ranks piece by piece, once, and return the result for every rank.
 
-        ``compare(piece, values)`` compares rank 0's elements of one piece. Return an empty list if the tensor is
-        small, differs between ranks, or is wrong.
+        ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Return an empty list if the
+        tensor is small, differs between ranks, or is wrong.
         """
         values = rank_tensors[0].flatten()
         if values.numel() <= CHUNK_ELEMENTS or not all(
@@ -242,9 +246,10 @@ class JudgeContext:
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-step]`` times ``scale``.
+        """Compare one gradient on every rank with the mean of ``local_grads[rank][micro-batch]`` times ``scale``.
 
-        A mismatch gets a hint about its cause, which may be one of ``suspects``; if that is None, it gets no hint.
+        A mismatch gets a hint about its cause; ``suspects`` holds gradients that may explain it. If ``suspects`` is
+        None, mismatches get no hint.
         """
         terms = [[scale * grad.double() for grad in row] for row in local_grads]
         flat, reduce_dtype = [term for row in terms for term in row], self.get_reduce_dtype(name, rank_grads[0].dtype)
@@ -274,17 +279,20 @@ class JudgeContext:
             yield attach_plain_values(explained, partial(self._compute_plain_mean, terms, reduce_dtype, actual.dtype))
 
     def _compute_plain_mean(self, terms: GradientTerms, reduce_dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
-        """Return the mean of all terms as plain PyTorch computes it in the reduce dtype, under the loss scale."""
+        """Return the mean of all terms as plain PyTorch computes it in the reduce dtype and with the loss scale."""
         scale = self.baseline.loss_scale
         stack = torch.stack([(scale * term).to(reduce_dtype) for row in terms for term in row])
         return stack.mean(0).to(grad_dtype) / scale
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
-        """Return whether tier X applies to the mean over these micro-steps, and the reason if it does not."""
+        """Return whether tier X applies to the mean of the gradients of these micro-batches, and if not, the reason."""
         return certify_exactness(self.baseline, steps, self.dtype, objective)
 
     def has_single_reduction_order(self) -> bool:
-        """Return whether every summation order gives the same mean: at most two ranks, or sums that round nothing."""
+        """Return whether the mean over ranks is the same in every order of summation.
+
+        The mean is the same if there are at most two ranks, or if the sums do not round.
+        """
         return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
 
     def compute_local_grads(
@@ -294,12 +302,12 @@ class JudgeContext:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
-        """Return the baseline's local results at micro-step ``step``, by rank."""
+        """Return the loss and local gradients that the baseline computes on micro-batch ``step``, for each rank."""
         return self.baseline.run_all_ranks(step, params, objective, weigh)
 
 
 def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
-    """Yield comparisons up to the first mismatch; later ones would only follow from it."""
+    """Yield comparisons up to and including the first mismatch, because later mismatches only follow from it."""
     for comparison in comparisons:
         yield comparison
         if comparison.mismatch is not None:
@@ -307,7 +315,7 @@ def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Compar
 
 
 def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[LocalResult]]) -> Tensor:
-    """Return one rank's gradient of ``name``; zeros if only other ranks used the parameter."""
+    """Return one rank's gradient of the parameter ``name``, or zeros if only other ranks used the parameter."""
     if name in local.grads:
         return local.grads[name]
     other = next(peer.grads[name] for row in micros for peer in row if name in peer.grads)
@@ -315,7 +323,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch whose values are the expected ones times a factor."""
+    """Add a hint to a mismatch if the actual values are the expected values times one factor."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])

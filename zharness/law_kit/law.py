@@ -1,4 +1,4 @@
-"""A law as data: what to observe on every rank, and how to judge it."""
+"""Define a law as data: a function that records tensors on every rank, a judge of these tensors, and conditions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from zharness.parity import Comparison, Tier
 
 @dataclass(frozen=True)
 class Variant:
-    """A spelling or setting of a law that makes a cell of its own; the empty name is left out of the cell id.
+    """A spelling or setting of a law that makes a cell of its own.
 
-    ``features``: what the engine has to claim beyond the law's own features.
-    ``compares_engine_with_itself``: the judge compares the engine's numbers with each other alone, so that an engine
-    with its own kernels can be judged.
-    ``exact_by_sum``: the variant is exact if gradients are summed over ranks; if they are averaged, it is exact only at
-    world sizes that are powers of two.
-    ``applies_to_user_models``: the variant applies to a user's model as well as to the models of the law.
-    ``training_run``: the training of several steps whose curves a report shows.
-    ``is_step_count``: the name is the number of steps of the configured training; any other positive number names a
-    variant too.
+    ``name`` is the last part of the cell id; an empty name is left out of it. ``features`` are the features that the
+    engine has to claim in addition to the law's features. ``compares_engine_with_itself`` says that the judge compares
+    the engine's numbers only with each other, so that the variant also applies to an engine with its own kernels.
+    ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks; if they are averaged, the
+    variant is exact only at world sizes that are powers of two. ``applies_to_user_models`` says that the variant also
+    applies to a user's model. ``training_run`` is the training of several steps whose curves a report shows, or None.
+    ``is_step_count`` says that the name is the number of steps of the configured training, and that every other
+    positive number names a variant too.
     """
 
     name: str = ""
@@ -40,7 +39,7 @@ class Variant:
     is_step_count: bool = False
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
-        """Return the training whose curves a report shows; ``training`` is the configured one."""
+        """Return the training whose curves a report shows, or None. ``training`` is what the user configured."""
         return make_training_run(training, int(self.name)) if self.is_step_count else self.training_run
 
 
@@ -48,16 +47,15 @@ class Variant:
 class Law:
     """One statement that must hold on every engine.
 
-    ``observe`` runs on every rank with an engine. ``judge`` runs once, in a process that never imported the engine, and
-    yields comparisons in the order in which an error would have entered.
-
-    ``tier``: how comparisons on random weights are bounded; the exact model is judged at tier X where it is certified.
-    ``models``: the workload's models that the law applies to. ``features``: what the engine has to claim.
-    ``kept_because``: why the law is kept although other laws kill the same mutants.
-    ``dtypes``: the dtypes that the law applies to. ``steps``: the steps that an exported short script makes; None if
-    only the law's own judge can decide what is right. ``weights_stay_integers``: the exact model's weights are integers
-    in every step. ``steps_are_verbs``: a mismatch's step is the position of a verb in a program, not a micro-batch that
-    could be run again.
+    ``observe`` runs on every rank with an engine and records tensors. ``judge`` runs once, in a process that never
+    imported the engine, and yields comparisons in the order in which an error would have occurred. ``tier`` says how
+    comparisons on random weights are bounded; the exact model is judged at tier X where exactness is certified.
+    ``models`` are the names of the models that the law applies to. ``features`` are the features that the engine has to
+    claim. ``kept_because`` says why the law is kept although other laws kill the same mutants. ``dtypes`` are the
+    dtypes that the law applies to. ``steps`` are the steps of the short script that ``zharness export`` writes, or None
+    if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
+    integers in every step. ``steps_are_verbs`` says that the step of a mismatch is the position of a verb in a program,
+    not a micro-batch that could be run again.
     """
 
     name: str
@@ -75,7 +73,7 @@ class Law:
     steps_are_verbs: bool = False
 
     def get_variant(self, name: str) -> Variant:
-        """Return the variant of that name. Raises UsageError when there is none."""
+        """Return the variant with this name. Raise UsageError if the law has no such variant."""
         for variant in self.variants:
             if variant.name == name:
                 return variant
@@ -86,10 +84,10 @@ class Law:
         )
 
     def required_features(self, variant: str) -> tuple[Feature, ...]:
-        """Return all features that a cell of ``variant`` requires. Raises UsageError for an unknown variant."""
+        """Return all features that a cell of this law variant requires. Raise UsageError for an unknown variant."""
         return self.features + self.get_variant(variant).features
 
     @property
     def user_model_variants(self) -> tuple[str, ...]:
-        """The names of the variants that apply to a user's model."""
+        """The names of the law variants that apply to a user's model."""
         return tuple(variant.name for variant in self.variants if variant.applies_to_user_models)

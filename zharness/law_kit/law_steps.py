@@ -1,4 +1,4 @@
-"""The steps of a law as `zharness export` writes them: what a caller does with an engine."""
+"""Describe the steps of a law for `zharness export`, which writes them as a script that calls an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from zharness.law_kit.scenarios import Scenario
 
 
 class StepsKind(Enum):
-    """The argument of the function that makes a law's steps, and whether plain PyTorch makes the same steps."""
+    """The kinds of functions that make a law's steps.
+
+    They differ in the argument of the function, and in whether plain PyTorch makes the same steps.
+    """
 
     SCENARIO = "scenario"  # takes a Participant; observer and judge are the same for all scenarios
     TRANSFORM = "transform"  # takes an engine, the model's spec and a batch
@@ -21,10 +24,11 @@ class StepsKind(Enum):
 
 @dataclass(frozen=True)
 class LawSteps:
-    """The function that makes a law's steps; a law that has one can be exported as a short script.
+    """The function that makes a law's steps. A law with such a function can be exported as a short script.
 
-    ``scenario`` is the setting of a function of kind SCENARIO. ``comparison_part`` names the file in
-    zharness/export/parts that compares the engine's numbers. ``rounds`` marks steps that round even on an exact model.
+    ``kind`` says which argument the function takes. ``scenario`` is passed to a function of kind SCENARIO.
+    ``comparison_part`` is the name of the file in zharness/export/parts that compares the engine's numbers. ``rounds``
+    says that the steps round even on an exact model.
     """
 
     function: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Judge one optimizer step alone: replay its formula on the numbers that the engine had before it."""
+"""Judge one optimizer step: apply the optimizer's formula to the numbers that the engine had before the step."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The labels and the step under which weights and optimizer state were recorded before an optimizer step.
+    """The labels and the number under which ranks recorded weights and optimizer state before an optimizer step.
 
-    ``skipped_steps`` counts the steps before that were skipped. ``idle_steps`` counts, by parameter, the steps in which
-    it had no gradient, so that the optimizer left it out.
+    ``skipped_steps`` is the number of earlier steps that the engine skipped. ``idle_steps`` maps the name of a
+    parameter to the number of earlier steps in which the parameter had no gradient, so that the optimizer did not
+    update it.
     """
 
     step: int
@@ -55,10 +56,10 @@ def judge_step(
     recorded_step: RecordedStep,
     clip_factor: ClipFactor = NO_CLIPPING,
 ) -> Iterator[Comparison]:
-    """Compare weights and state one step after ``recorded_step`` with the replay of the optimizer's formula.
+    """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    The optimizer has made ``recorded_step.step`` steps before, less the skipped ones: the engine's step counts have to
-    agree, and the schedule has advanced that far. The step uses the gradients times ``clip_factor``.
+    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped ones. The engine's step
+    counts and the schedule have to agree with this number. The formula uses the gradients times ``clip_factor``.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
@@ -97,7 +98,7 @@ def judge_step(
 
 @dataclass(frozen=True)
 class ParameterStep:
-    """One parameter's weight and state before and after a step, its gradient, and the clip factor."""
+    """The weight and optimizer state of one parameter before and after a step, its gradient, and the clip factor."""
 
     weight: Tensor
     weight_after: Tensor
@@ -108,9 +109,9 @@ class ParameterStep:
     clip_factor: ClipFactor = NO_CLIPPING
 
     def compare_in_pieces(self, optimizer: str, location: TensorLocation) -> list[Comparison]:
-        """Compare a large parameter piece by piece; return an empty list if it is small or wrong.
+        """Compare a large parameter piece by piece. Return an empty list if the parameter is small or wrong.
 
-        A piece that equals torch.optim's own step on the same numbers bitwise needs no bound.
+        No bound is computed for a piece that is bitwise equal to the result of torch.optim on the same numbers.
         """
         shaped = [
             self.weight_after,
@@ -129,7 +130,7 @@ class ParameterStep:
         torch_results = dict(zip(parts, run_torch_steps(optimizer, [*parts.values()]), strict=False))
 
         def compare_piece(piece: slice) -> list[Comparison]:
-            """Compare one piece with torch's step, or else with the replay."""
+            """Compare one piece with the result of torch.optim, and if they differ, with the optimizer's formula."""
             part = parts[piece.start]
             return part.compare_with_torch(torch_results.get(piece.start, {}), location) or list(
                 part.compare_with_replay(optimizer, location)
@@ -138,13 +139,13 @@ class ParameterStep:
         return compare_in_chunks(compare_piece, count)
 
     def slice_elements(self, piece: slice) -> ParameterStep:
-        """Return the step of these elements of a flat parameter."""
+        """Return the step of the elements ``piece`` of a flat parameter."""
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
-        """Return matches if weight and state equal ``torch_tensors`` bitwise, else an empty list.
+        """Return matches if weight and state are bitwise equal to ``torch_tensors``, and otherwise an empty list.
 
-        ``torch_tensors`` has the weight under the empty name.
+        ``torch_tensors`` holds the state by key, and the weight under the empty key.
         """
         engine_tensors = {**self.state_after, "": self.weight_after}
         if not torch_tensors or any(
@@ -164,7 +165,7 @@ class ParameterStep:
         return [*moments, compare_torch_step(location, self.weight, self.weight_after)]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> ParameterStep:
-        """Return the step with ``function`` applied to every tensor except step counts."""
+        """Return a copy of the step in which ``function`` is applied to every tensor except step counts."""
 
         def map_state(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             """Apply ``function`` to every tensor of an optimizer state except the step count."""
@@ -182,7 +183,7 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state after the step, and then the weight, with the replay of ``optimizer``."""
+        """Compare the state and then the weight after the step with the bounded result of the optimizer's formula."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
@@ -201,7 +202,7 @@ class ParameterStep:
 
 @dataclass(frozen=True)
 class ClippedSgdStep:
-    """A weight, its gradient, and the factor by which the gradient is clipped before an SGD step at a rate of 1."""
+    """A weight, its gradient, and the clip factor, before an SGD step with a learning rate of 1."""
 
     weight: Tensor
     grad: Tensor
@@ -210,11 +211,11 @@ class ClippedSgdStep:
     def compare_in_pieces(
         self, ctx: JudgeContext, records: Sequence[Tensor], location: TensorLocation
     ) -> list[Comparison]:
-        """Compare a large weight after the step on every rank; return an empty list if it is small or wrong."""
+        """Compare a large weight after the step on every rank. Return an empty list if the weight is small or wrong."""
         weight, grad = self.weight.flatten(), self.grad.flatten()
 
         def compare_piece(piece: slice, weight_after: Tensor) -> list[Comparison]:
-            """Compare one piece of the weight after the step."""
+            """Compare one piece of the weight after the step with ``weight - clip_factor * grad``."""
             part = ClippedSgdStep(weight[piece], grad[piece], self.clip_factor)
             if torch.equal(part.weight - part.grad * self.clip_factor.value, weight_after):
                 return [compare_torch_step(location, part.weight, weight_after)]
@@ -224,23 +225,23 @@ class ClippedSgdStep:
         return ctx.compare_pieces_once(records, compare_piece) if same_shape else []
 
     def compare_weight(self, location: TensorLocation, weight_after: Tensor) -> Comparison:
-        """Compare the weight after the step with w - factor x g."""
+        """Compare the weight after the step with ``weight - clip_factor * grad``."""
         right = BoundedTensor.exact(self.weight) - self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         return compare_within_bound(location, right.value, weight_after, right.error)
 
 
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
-    """Return an upper bound of the replay's error of a moment.
+    """Return an upper bound on the error of a moment (such as Adam's ``exp_avg``) from the optimizer's formula.
 
-    A moment is a weighted mean of the moment before the step and the gradient's contribution, so the sizes of the
-    moments before and after the step bound its rounding.
+    The new moment is a weighted mean of the old moment and a term from the gradient, so the absolute values of the old
+    and the new moment bound its rounding.
     """
     size = after.float().abs() if before is None else after.float().abs() + before.float().abs()
     return 16 * unit_roundoff(after.dtype) * size
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """Return the match of a weight that equals torch's step bitwise, with an upper bound of the replay's error."""
+    """Return the match of a weight that is bitwise equal to torch's result, with a bound on the formula's error."""
     change = weight_after.float() - weight.float()
     sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
     return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
@@ -252,10 +253,10 @@ def list_state_tensors(state: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iterator[Mapping[str, Tensor]]:
-    """Yield weight and state of each piece of one parameter after torch.optim's own step.
+    """Yield the weight and state of each piece of one parameter after torch.optim's own step.
 
-    The weight has the empty name. Yield nothing if torch refuses the state, because an engine may have recorded a
-    wrong one.
+    The weight has the empty key. Yield nothing if torch raises an error on the state, because an engine may have
+    recorded a wrong state.
     """
     leaves = [part.weight.detach().clone() for part in steps]
     optimizer = optimizer_class(optimizer_name)(leaves, **steps[0].hyperparameters)
@@ -282,7 +283,7 @@ def run_plain_step(
 ) -> Tensor:
     """Return the weight, or the entry ``key`` of its state, after torch.optim's own step on the same numbers.
 
-    Raises KeyError if ``state`` lacks some of the entries that torch keeps.
+    Raise KeyError if ``state`` lacks an entry that torch keeps.
     """
     leaf = weight.detach().clone()
     leaf.grad = grad.value.to(leaf.dtype)
@@ -296,7 +297,7 @@ def run_plain_step(
 def compare_published_weights(
     ctx: JudgeContext, recorded_step: RecordedStep, params_label: str
 ) -> Iterator[Comparison]:
-    """Compare the weights that the model computes with, on every rank, with the optimizer's, rounded to their dtype."""
+    """Check that every rank's model weights equal the optimizer's master weights, rounded to the model's dtype."""
     for rank, (masters, published) in enumerate(
         zip(
             ctx.rank_records(recorded_step.params_label, recorded_step.step),
@@ -312,9 +313,9 @@ def compare_published_weights(
 def compare_step_counts(
     ctx: JudgeContext, state: OptimizerState, steps: int, step: int, idle_steps: Mapping[str, int] | None = None
 ) -> Iterator[Comparison]:
-    """Compare the engine's step counts with ``steps``, less the ``idle_steps`` of each parameter.
+    """Check that the engine's step counts equal ``steps`` minus each parameter's ``idle_steps``.
 
-    Before the first step, all state has to be zero.
+    Before a parameter's first step, all of its optimizer state has to be zero.
     """
     for name, entries in state.items():
         expected_count = steps - (idle_steps or {}).get(name, 0)
@@ -328,7 +329,7 @@ def compare_step_counts(
 
 
 def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:
-    """Return one parameter's optimizer arguments in one step: group overrides, and lr times the schedule's factor."""
+    """Return one parameter's optimizer arguments in one step, with group overrides and the scheduled learning rate."""
     group = next((g for g in spec.groups if fnmatchcase(name, g.pattern)), GroupSpec(name, {}))
     merged = {**spec.args, **group.overrides}
     factor = spec.schedule[min(step, len(spec.schedule) - 1)]
@@ -336,7 +337,7 @@ def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str,
 
 
 def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Turn ``parameter/key`` entries into a dictionary for each parameter."""
+    """Convert a flat dictionary with keys ``parameter/key`` into a dictionary of one dictionary per parameter."""
     nested: dict[str, dict[str, Tensor]] = {}
     for path, tensor in flat.items():
         name, _, key = path.rpartition("/")
@@ -345,7 +346,7 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
-    """Compare the names and values of weights and state between ranks."""
+    """Check that all ranks recorded the same names and values of weights and optimizer state."""
     for label in (recorded_step.params_label, recorded_step.state_label):
         records = ctx.rank_records(label, recorded_step.step)
         for record in records[1:]:

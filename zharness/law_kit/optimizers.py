@@ -1,4 +1,4 @@
-"""The optimizers that several laws train with."""
+"""Define the optimizers that several laws use."""
 
 from __future__ import annotations
 

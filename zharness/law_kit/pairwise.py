@@ -1,4 +1,4 @@
-"""Sets of engine options in which every pair of compatible engine variants occurs."""
+"""Choose few sets of engine options such that every pair of compatible engine variants occurs in one of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zharness.engines.options import Options, merge_options
 
 
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
-    """Yield engine options such that every variant, and every compatible pair of variants, occurs in one of them.
+    """Yield engine options such that every variant and every pair of compatible variants occurs in some of them.
 
-    The search is greedy: a row starts with a missing pair and then adds the compatible variants that bring the
-    most missing pairs. The rows are few, but not always the fewest possible.
+    The search is greedy: it starts a set with a pair that has not occurred yet, and then repeatedly adds the compatible
+    variant that covers the most such pairs. There may be a smaller number of sets that covers all pairs.
     """
     missing = [{name} for name in variants]
     missing += [
@@ -34,12 +34,12 @@ def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, A
 
 
 def is_compatible_with_row(name: str, row: set[str], variants: Mapping[str, Options]) -> bool:
-    """Return whether a variant is compatible with every variant of ``row``."""
+    """Return whether the variant ``name`` is compatible with every variant in ``row``."""
     return all(are_options_compatible(variants[name], variants[other]) for other in row)
 
 
 def are_options_compatible(first: Options, second: Options) -> bool:
-    """Return whether two sets of options give no key two different values."""
+    """Return whether the two sets of options are compatible, which means that no key has different values in them."""
     return all(
         are_options_compatible(first[key], second[key])
         if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)

@@ -1,4 +1,4 @@
-"""Global settings and random generators of the process, which an engine has to leave to its caller."""
+"""Record and compare the global settings and random generators of the process, which an engine must not change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_process_state() -> dict[str, Tensor]:
-    """Return the global settings of this process and thread, and the state of its random generators, as tensors."""
+    """Return the global settings of this process and thread and the state of its random generators as tensors."""
     values = {
         "recording of gradients": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -41,7 +41,7 @@ def read_process_state() -> dict[str, Tensor]:
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
-    """Compare the process state that each rank recorded under ``label`` at later ``steps`` with that at the first."""
+    """Check that the process state each rank recorded under ``label`` is the same in all ``steps``."""
     for rank, before in enumerate(ctx.rank_records(label, steps[0])):
         for step in steps[1:]:
             after = ctx.rank_records(label, step)[rank]

@@ -1,4 +1,4 @@
-"""Run a program on an engine and record after every verb what the judge compares."""
+"""Run a program (a random sequence of verbs) on an engine, and record tensors after every verb for the judge."""
 
 from __future__ import annotations
 
@@ -41,24 +41,25 @@ WEIGHT_CHANGING_ACTS = (Act.LOAD, Act.IDLE, Act.EDIT)
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """An output that the caller keeps, its micro-batch, and a copy of the micro-batch from before the forward."""
+    """The output of a forward, its micro-batch, and a copy of the micro-batch from before the forward."""
 
     output: Tensor
     batch: Batch
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the micro-batch has other values than before, or requires gradients."""
+        """Return whether the micro-batch's values changed since before the forward, or require gradients."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
 
 @dataclass
 class ProgramExecutor:
-    """Executes a program on one rank's engine and records what the judge compares.
+    """An executor that runs a program on one rank's engine and records the tensors that the judge compares.
 
-    ``outputs`` holds, by micro-batch, the forwards whose backward has not run yet. ``weights_version``
-    counts the changes of the weights. After every step the ``other_engines`` are trained too, without records.
+    ``outputs`` maps the number of a micro-batch to its forward if the backward has not run yet. ``weights_version``
+    counts the changes of the weights. ``other_engines`` are also trained after every step, but nothing is recorded
+    about them.
     """
 
     ctx: RankContext
@@ -70,7 +71,10 @@ class ProgramExecutor:
     weights_version: int = 0
 
     def execute_verb(self, position: int, verb: Verb, caller: CallerState) -> None:
-        """Execute one verb and record what can be compared after it; ``caller`` is the state before it."""
+        """Execute one verb and record the tensors that can be compared after it.
+
+        ``caller`` is the state of the calling code before the verb.
+        """
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward(position, verb, caller.micro_batches_drawn)
@@ -104,16 +108,16 @@ class ProgramExecutor:
             self.execute_between_steps(verb, caller)
 
     def get_batch(self, verb: Verb, micro: int) -> Batch:
-        """Return this rank's micro-batch, changed as the verb's marks say."""
+        """Return this rank's micro-batch with the changes that the verb's marks (its options) specify."""
         return apply_input_marks(self.ctx.batch(micro), verb, self.ctx.rank, micro)
 
     def make_leaf_inputs(self, micro: int) -> Tensor:
-        """Return this rank's inputs as a leaf that requires a gradient."""
+        """Return a copy of this rank's inputs that is a leaf tensor with ``requires_grad=True``."""
         inputs: Tensor = self.ctx.batch(micro).inputs
         return inputs.clone().requires_grad_()
 
     def model_kwargs(self, micro: int) -> dict[str, bool]:
-        """Return the extra keyword arguments of the model for a micro-batch."""
+        """Return the additional keyword arguments that the model gets with this micro-batch."""
         return make_model_kwargs(self.program, self.ctx.spec, micro)
 
     def run_forward(self, batch: Batch, micro: int) -> Tensor:
@@ -122,12 +126,12 @@ class ProgramExecutor:
         return output
 
     def make_forward_result(self, batch: Batch, micro: int) -> ForwardResult:
-        """Run the forward of a micro-batch and return what its backward needs."""
+        """Run the forward of a micro-batch, and return the output with the micro-batch, as needed for the backward."""
         before = batch.map_tensors(torch.clone)
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """Run a forward in the mode of the verb; keep the output of an ordinary forward."""
+        """Run a forward in the mode that the verb names. If the verb is an ordinary forward, keep its output."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
             result = self.make_forward_result(batch, micro)
@@ -136,7 +140,7 @@ class ProgramExecutor:
             self.outputs[micro] = result
 
     def backward(self, position: int, verb: Verb, result: ForwardResult) -> None:
-        """Run the verb's backward, and record whether the caller's own tensors changed."""
+        """Run the verb's backward, and record whether it changed the caller's output, loss or inputs."""
         output = result.output
         loss = second_loss(output) if Mark.OTHER in verb.marks else self.ctx.spec.loss(output, result.batch.target)
         caller_tensors = {"output": output, "loss": loss}
@@ -153,7 +157,7 @@ class ProgramExecutor:
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 
     def run_failing_micro_batch(self, verb: Verb, micro: int) -> None:
-        """Run a micro-batch that raises halfway; after a failed backward, zero the gradients that it left."""
+        """Run a micro-batch whose forward or backward raises an error. After a failed backward, zero the gradients."""
         batch = self.get_batch(verb, micro)
         with inject_interruption(self.engine.module, verb.act):
             output = self.run_forward(batch, micro)
@@ -177,7 +181,7 @@ class ProgramExecutor:
             tensor.fill_(OVERWRITE_VALUE)
 
     def step(self, position: int, caller: CallerState) -> None:
-        """Call the engine's step. Before an accumulation boundary, record weights and state, which must not change."""
+        """Call the engine's step. Before an accumulation boundary, also record the weights, which must not change."""
         self.outputs.clear()
         self.engine.step()
         if not caller.is_boundary:
@@ -193,7 +197,7 @@ class ProgramExecutor:
         self.advance_weights_version()
 
     def execute_between_steps(self, verb: Verb, caller: CallerState) -> None:
-        """Execute a verb that needs neither a micro-batch nor a gradient."""
+        """Execute a verb that needs neither a micro-batch nor a gradient, such as saving or loading a checkpoint."""
         act = verb.act
         if act is Act.SAVE:
             self.engine.save(self.checkpoint_dir / str(0 if Mark.OLD in verb.marks else caller.save_count))
@@ -208,18 +212,18 @@ class ProgramExecutor:
             self.advance_weights_version()
 
     def edit_weight(self) -> None:
-        """Fill a weight on rank 0; the other ranks write another value, which must not last."""
+        """Fill a weight on rank 0. The other ranks write another value, which the engine has to discard."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
         with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
 
     def advance_weights_version(self) -> None:
-        """Record the weights after a change of them."""
+        """Count a change of the weights, and record the weights after it."""
         self.weights_version += 1
         self.record_weights_version()
 
     def record_weights_version(self) -> None:
-        """Record the current weights, optimizer state and facts of the engine."""
+        """Record the engine's current weights, optimizer state, learning rates, loss scale and gathered bytes."""
         # Count gathered bytes after other collectives: gloo frees what it has sent only a moment later.
         observations = self.ctx.record_training_state(self.engine, self.weights_version)
         self.ctx.record("facts", build_facts(observations), self.weights_version)
@@ -229,7 +233,7 @@ class ProgramExecutor:
 
 
 def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
-    """Train one micro-batch and make one optimizer step."""
+    """Train the engine on one micro-batch and make one optimizer step."""
     batch = ctx.batch(micro)
     engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
     engine.step()
@@ -237,7 +241,10 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
-    """Run ``program`` on an engine while ``other_engine_count`` more engines train in the same process. Collective."""
+    """Run ``program`` on an engine, and train ``other_engine_count`` more engines in the same process.
+
+    Every rank has to call this function.
+    """
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()

@@ -1,4 +1,4 @@
-"""The features that a program needs of an engine."""
+"""Find the features that an engine has to claim before it can run a program."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARK_FEATURES = {
 
 
 def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
-    """Return why an engine with these capabilities cannot run ``program``; the empty string if it can."""
+    """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not claim stage {program.stage} in {program.dtype}"
     if program.stage in capabilities.own_kernels:
@@ -50,7 +50,7 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
 
 
 def find_required_features(program: Program) -> list[Feature]:
-    """Return the features that ``program`` requires beyond plain training."""
+    """Return the features that ``program`` requires in addition to plain training."""
     used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
     used += [ACT_FEATURES.get(verb.act) for verb in program.verbs]
     used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]

@@ -1,4 +1,4 @@
-"""Interrupt a forward or a backward halfway, and check that the exception reaches the caller."""
+"""Interrupt a forward or a backward halfway by an exception, and check that the exception reaches the caller."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from zharness.workload.programs import Act
 
 @contextmanager
 def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
-    """Raise InterruptedError halfway through a forward or backward within the block, and catch it at the block's end.
+    """Raise InterruptedError halfway through a forward or backward in the ``with`` block, and catch it after the block.
 
-    It is raised after the forward of the second child module that runs (or of the only one), or before the backward of
-    that child or of the next one that has a backward.
-
-    Raises EngineContractError if the exception did not reach the caller, or if no backward ran through that child;
-    HarnessFault if no child ran that could be interrupted.
+    In a forward, the exception is raised after the second child module that runs (or after the only one). In a
+    backward, it is raised before the backward of that child, or of the next child whose output requires a gradient.
+    This context manager raises EngineContractError if the exception did not reach the caller, or if the backward did
+    not run through the chosen child. It raises HarnessFault if no child ran that could be interrupted.
     """
     children = [*module.children()]
     calls, chosen, raised = count(1), list[nn.Module](), list[Act]()
 
     def interrupt(*_: object) -> None:
-        """Raise InterruptedError and remember it."""
+        """Raise InterruptedError, and record that it was raised."""
         raised.append(act)
         raise InterruptedError
 
     def forward_hook(child: nn.Module, _inputs: object, output: Any) -> None:
-        """Raise in the chosen child's forward, or register the hook that raises in its backward."""
+        """Raise InterruptedError in the chosen child's forward, or register the hook that raises in its backward."""
         if next(calls) < min(2, len(children)) or chosen:
             return
         if act is Act.FAILED_FORWARD:

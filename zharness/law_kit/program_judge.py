@@ -1,4 +1,4 @@
-"""Judge a program verb by verb against plain PyTorch."""
+"""Compare what an engine recorded after each verb of a program with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ EARLY_STEP_HINT = "a step was made before the window was full"
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The number of steps that the optimizer has made, and the number in which each parameter had a gradient."""
+    """The number of steps that the optimizer has made, and for each parameter the number of steps with a gradient."""
 
     steps: int = 0
     by_parameter: Mapping[str, int] = field(default_factory=dict)
 
     def with_step(self, names: Mapping[str, object]) -> StepCounts:
-        """Return the counts after one more step, with gradients for ``names``."""
+        """Return the counts after one more step in which the parameters ``names`` had gradients."""
         return StepCounts(
             self.steps + 1, {**self.by_parameter, **{name: self.by_parameter.get(name, 0) + 1 for name in names}}
         )
@@ -75,7 +75,7 @@ class StepCounts:
 
 @dataclass
 class ProgramJudge:
-    """Runs the program on plain PyTorch for every rank, and compares the engine's records with it."""
+    """A judge that runs the program on plain PyTorch for every rank and compares the engine's records with it."""
 
     ctx: JudgeContext
     program: Program
@@ -91,7 +91,7 @@ class ProgramJudge:
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
-        """Compare what was recorded after one verb; ``caller`` is the caller's state before it."""
+        """Compare the records of one verb with plain PyTorch; ``caller`` is the calling code's state before it ran."""
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward_verbs[caller.micro_batches_drawn] = verb
@@ -123,7 +123,7 @@ class ProgramJudge:
             self.zeroed_grads, self.window_grads = [], []
 
     def get_plain_module(self, weights_version: int) -> torch.nn.Module:
-        """Return the plain model in training mode, with the engine's weights of that version and without gradients."""
+        """Return the plain model in training mode with the weights that the engine had at ``weights_version``."""
         if self.cached_module is None or self.cached_module[0] != weights_version:
             self.cached_module = (
                 weights_version,
@@ -134,7 +134,7 @@ class ProgramJudge:
         return module.train()
 
     def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
-        """Compare every rank's output with plain PyTorch's, bitwise."""
+        """Check that every rank's output is bitwise equal to plain PyTorch's."""
         for rank, record in enumerate(self.ctx.rank_records("output", position)):
             found = compare_bitwise(
                 self.ctx.location("output", Part.FORWARD, position, rank),
@@ -150,7 +150,7 @@ class ProgramJudge:
             yield found
 
     def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
-        """Return the plain model's output of a micro-batch with the weights of that version."""
+        """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
         baseline = self.ctx.baseline
         module = self.get_plain_module(weights_version).train(verb.act not in EVAL_MODE_ACTS)
         with get_grad_mode(verb.act):
@@ -162,7 +162,7 @@ class ProgramJudge:
         return output.detach()
 
     def judge_backward(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
-        """Add the local gradients of one backward, and compare the reduced ones if they were recorded."""
+        """Compute the local gradients of one backward, and compare the reduced gradients if they were recorded."""
         micro = caller.micro_batches_drawn if verb.act is Act.NO_SYNC else caller.select_output(verb)
         if verb.act is Act.NO_SYNC:
             self.forward_verbs[micro] = verb
@@ -175,7 +175,7 @@ class ProgramJudge:
             yield from self.compare_window_grads(position)
 
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
-        """Compare the gradients recorded at ``position`` with those of all backwards since the last step."""
+        """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
         self.last_grads_position = position
         ranks = self.sum_factor
         suspects = (
@@ -193,16 +193,16 @@ class ProgramJudge:
 
     @property
     def sum_factor(self) -> int:
-        """The world size where gradients are summed over ranks, 1 where they are averaged."""
+        """The world size if the engine sums gradients over ranks, or 1 if it averages them."""
         return self.ctx.world_size if self.program.reduction == Reduction.SUM.value else 1
 
     @property
     def grad_scale(self) -> float:
-        """The factor between the engine's gradients since the last step and the mean of the local ones."""
+        """The factor by which the mean of the local gradients is multiplied to get the engine's gradients."""
         return len(self.window_grads) * self.sum_factor / self.program.window
 
     def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
-        """Return plain PyTorch's loss and gradients of one backward on one rank."""
+        """Return the loss and the gradients that plain PyTorch computes for one backward on one rank."""
         baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
         batch = apply_input_marks(baseline.batch(rank, micro), self.forward_verbs[micro], rank, micro)
         output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
@@ -210,21 +210,21 @@ class ProgramJudge:
         return run_backward(module, loss, baseline.loss_scale)
 
     def compute_plain_input_grad(self, act: Act, rank: int, micro: int) -> Tensor:
-        """Return plain PyTorch's gradient of one rank's summed output with respect to its inputs."""
+        """Return plain PyTorch's gradient of the sum of one rank's output with respect to the inputs."""
         baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
         model_kwargs = make_model_kwargs(self.program, baseline.spec, micro)
         leaf = baseline.batch(rank, micro).inputs.clone().requires_grad_()
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
 
     def judge_look(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare what the engine reported between other verbs with its recorded weights, state and gradients."""
+        """Compare the state that the engine reported between other verbs with its recorded weights and gradients."""
         if caller.has_reduced_gradients:
             yield from self.compare_window_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
     def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare a step at a boundary with the replay; before a boundary nothing may have moved."""
+        """Compare a step at a boundary with the optimizer's formula; before a boundary, no weight may change."""
         if not caller.is_boundary:
             for label, early in (("params", "early"), ("state", "early-state")):
                 for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
@@ -234,7 +234,7 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: the engine's if it recorded them, else the expected ones with bounds."""
+        """Return the gradients of a step: those that the engine recorded, or else the expected ones with bounds."""
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
@@ -245,7 +245,7 @@ class ProgramJudge:
     def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
         """Compare the reported norm with that of ``grads`` and return the clipped gradients.
 
-        An engine that clips and reports no norm fails training.clip_and_norm.
+        If an engine clips but reports no norm, the law training.clip_and_norm fails instead.
         """
         if self.program.clip is None:
             return grads
@@ -257,7 +257,7 @@ class ProgramJudge:
         return {name: factor.apply_to(grad) for name, grad in grads.items()}
 
     def judge_update(self, position: int, grads: BoundedGrads, pending: PendingGradients) -> Iterator[Comparison]:
-        """Compare the new weights and state with the replay of the formula on the engine's own numbers."""
+        """Compare the new weights and state with the optimizer's formula, applied to the engine's own numbers."""
         spec = OPTIMIZERS[self.program.optimizer]
         yield from judge_parameter_updates(
             self.ctx, spec, grads, self.weights_version, self.step_counts, position, pending
@@ -266,7 +266,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
-        """Compare weights and state bitwise with those that were saved."""
+        """Check that weights and optimizer state are bitwise equal to those that were saved."""
         self.step_counts = step_counts
         self.weights_version += 1
         for what in ("params", "masters", "state"):
@@ -274,7 +274,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_edit(self) -> Iterator[Comparison]:
-        """Compare the edited weight, also in the masters, with what rank 0 wrote; all else must be unchanged."""
+        """Check that the weight and its master have rank 0's value, and that all other weights are unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
         for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
             after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
@@ -293,13 +293,13 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_rank_agreement(self) -> Iterator[Comparison]:
-        """Compare the ranks with each other and the published weights with the masters; nothing may stay gathered."""
+        """Check that ranks agree, that weights equal rounded master weights, and that nothing is still gathered."""
         yield from compare_ranks_after_step(self.ctx, RecordedStep(self.weights_version))
         yield from compare_published_weights(self.ctx, RecordedStep(self.weights_version, "masters"), "params")
         yield from self.judge_engine_facts()
 
     def judge_engine_facts(self) -> Iterator[Comparison]:
-        """Compare learning rates, loss scale, skipped steps and gathered bytes."""
+        """Check the learning rates, loss scale, number of skipped steps and number of gathered bytes of every rank."""
         yield from compare_engine_facts(
             self.ctx, OPTIMIZERS[self.program.optimizer], self.weights_version, self.step_counts.steps
         )
@@ -309,13 +309,13 @@ class ProgramJudge:
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the local gradients of an engine that sums what it has over ranks again at every backward."""
+    """Return the local gradients of a wrong engine that sums earlier gradients over ranks in every backward."""
     pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
     return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
-    """Return the local results with every gradient times ``factor``."""
+    """Return the local results with every gradient multiplied by ``factor``."""
     return [
         [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
         for row in micros
@@ -331,7 +331,7 @@ def judge_parameter_updates(
     position: int,
     pending: PendingGradients,
 ) -> Iterator[Comparison]:
-    """Compare each parameter's update with the replay at its own step count; without a gradient none is allowed."""
+    """Compare each parameter's update with the optimizer's formula; one without a gradient must not change."""
     before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
     old_state = unflatten(ctx.rank_records("state", weights_version)[0])
     new_state = unflatten(ctx.rank_records("state", weights_version + 1)[0])
@@ -376,14 +376,14 @@ def judge_unmoved_state(
     state_after: Mapping[str, Mapping[str, Tensor]],
     position: int,
 ) -> Iterator[Comparison]:
-    """Compare the optimizer state of a parameter without a gradient with its state before the step."""
+    """Check that the step did not change the optimizer state of a parameter without a gradient."""
     for key, tensor in state_before.get(name, {}).items():
         found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
         yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
 
 
 def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
-    """Yield the comparisons of everything that ``program`` recorded, in the order of its verbs."""
+    """Yield the comparisons of everything that was recorded while ``program`` ran, in the order of its verbs."""
     judge = ProgramJudge(ctx, program)
     yield from compare_initial_weights(ctx)
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)

@@ -1,4 +1,7 @@
-"""The any-order laws: a long legal program, drawn from the cell's seed, in which every verb is judged."""
+"""Build the any-order laws, which run a random program of engine verbs and compare the engine after every verb.
+
+The program is drawn from the cell's seed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from zharness.workload.programs import Verb, join_words
 
 
 def observe_any_order(ctx: RankContext) -> None:
-    """Run the drawn program on ranks whose random generators differ; record its verbs and their results."""
+    """Run the program drawn from the cell's seed, and record its verbs and their results.
+
+    The ranks' random generators differ while the program runs.
+    """
     template = TEMPLATES_BY_MODEL[ctx.spec.name][ctx.variant]
     program = template.make_program(ctx.seed, ctx.config.dtype, ctx.capabilities)
     ctx.record("verbs", {"text": torch.tensor([*join_words(program.verbs).encode()], dtype=torch.uint8)})
@@ -34,7 +40,7 @@ def observe_any_order(ctx: RankContext) -> None:
 
 
 def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the program verb by verb, and the state of the process at its end."""
+    """Judge every verb of the program, and check that the program did not change the process's global settings."""
     template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
     text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
     verbs = tuple(parse_verb(word) for word in text.split())
@@ -44,7 +50,7 @@ def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
-    """Add a hint to a mismatch with the verbs up to the one that went wrong."""
+    """Add a hint to a mismatch that lists the verbs of the program up to the wrong one."""
     wrong = comparison.mismatch
     if wrong is None or not wrong.step:
         return comparison
@@ -62,7 +68,7 @@ def any_order_law(
     features: tuple[Feature, ...],
     dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> Law:
-    """Build the any-order law of ``group``, with one variant for each of ``templates``."""
+    """Build the law ``group``.any_order with one law variant for each program template in ``templates``."""
     return Law(
         name=f"{group}.any_order",
         statement=statement,

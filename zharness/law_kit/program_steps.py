@@ -1,4 +1,4 @@
-"""Calls of the model by the verbs of a program, which the engine and plain PyTorch run with the same code."""
+"""Define the calls of the model in a program, so that the engine and plain PyTorch run the same code."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ EVAL_MODE_ACTS = (Act.EVALUATION, Act.EVALUATION_GRAD)
 
 
 def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str, bool]:
-    """Return the keyword argument that turns a part of the model on in every second micro-batch, if there is one."""
+    """Return keyword arguments that enable a part of the model in every second micro-batch.
+
+    The dictionary is empty if the model has no such part.
+    """
     if any(layer.kind is LayerKind.SOMETIMES for layer in program.walk()):
         return {"odd": micro % 2 == 1}
     return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}
 
 
 def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
-    """Return the micro-batch of ``rank``, changed as the marks of ``verb`` say."""
+    """Return the micro-batch of ``rank`` with the changes that the marks (options) of ``verb`` specify."""
     if Mark.FEW in verb.marks:
         # At least two rows: a matrix-vector product rounds differently if its weights have another alignment.
         rows = 2 + (rank + micro) % max(1, batch.num_samples - 2)
@@ -46,19 +49,19 @@ def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
 
 
 def call_with_extra_kwargs(batch: Batch, call: Callable[..., Any], extra_kwargs: dict[str, bool]) -> Any:
-    """Call ``call`` with the batch's inputs and ``extra_kwargs``."""
+    """Call the function ``call`` with the inputs of ``batch`` and with ``extra_kwargs``."""
     return batch.feed(lambda *args, **kwargs: call(*args, **kwargs, **extra_kwargs))
 
 
 def get_grad_mode(act: Act) -> Any:
-    """Return the context manager of the grad mode in which a forward runs."""
+    """Return the context manager for a forward: ``inference_mode()``, ``no_grad()``, or one without effect."""
     if act is Act.INFERENCE:
         return torch.inference_mode()
     return torch.no_grad() if act in NO_GRAD_ACTS else nullcontext()
 
 
 def compute_input_grad(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """Return the gradient of the summed output by the inputs, computed with autograd.grad or torch.func.grad."""
+    """Return the gradient of the summed output with respect to the inputs, from autograd.grad or torch.func.grad."""
     if act is Act.TRANSFORM:
         grad: Tensor = torch.func.grad(lambda x: call(x).sum())(leaf.detach())
         return grad
@@ -67,6 +70,6 @@ def compute_input_grad(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor)
 
 
 def choose_edited_parameter(spec: ModelSpec, seed: int, weights_version: int) -> str:
-    """Return the name of the parameter that an edit of this weights version fills; versions take turns."""
+    """Return the name of the parameter that an edit at ``weights_version`` fills; each version fills the next one."""
     names = [name for name, parameter in spec.model(seed).named_parameters() if parameter.requires_grad]
     return names[weights_version % len(names)]

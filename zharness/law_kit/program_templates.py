@@ -1,4 +1,4 @@
-"""The templates from which the programs of the any-order laws are drawn."""
+"""Define the templates from which the programs of the any-order laws are drawn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 
 @dataclass(frozen=True)
 class ProgramTemplate:
-    """The phrases of one variant's program, and the configuration of the engine that runs it.
+    """The phrases (short sequences of verbs) of one law variant's program, and the configuration of its engine.
 
-    A phrase that is known to fail on some engine has a variant of its own, so that the other phrases are judged in full
-    whatever order a seed draws. ``features`` are those that the variant requires. ``other_engine_count`` more engines
-    of the simplest configuration train in turn with this one.
+    If a phrase is known to fail on some engine, it is in a variant of its own, so that the other phrases are judged
+    completely in every order. ``features`` are the features that the variant requires. ``opening`` and ``closing`` are
+    the phrases at the start and the end of the program. ``other_engine_count`` is the number of additional engines, in
+    the simplest configuration, that train in turn with this one.
     """
 
     phrases: tuple[str, ...]
@@ -34,13 +35,13 @@ class ProgramTemplate:
     other_engine_count: int = 0
 
     def draw_verbs(self, seed: int) -> list[Verb]:
-        """Return all phrases in an order drawn from ``seed``, between the opening and the closing."""
+        """Return the verbs of all phrases, in an order drawn from ``seed``, between the opening and the closing."""
         random = Random(f"{seed} {self.optimizer} {self.phrases}")  # noqa: S311 - an order, no secret
         drawn = random.sample(self.phrases, len(self.phrases))
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """Return the drawn program, without verbs and marks that the engine does not claim or that become illegal."""
+        """Return the drawn program without verbs and marks that the engine does not claim and without illegal verbs."""
         claimed_verbs = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)
@@ -49,17 +50,17 @@ class ProgramTemplate:
         return self.make_program_of_verbs(legal_verbs((), claimed_verbs, window=self.window), dtype)
 
     def make_program_of_verbs(self, verbs: tuple[Verb, ...], dtype: str = "fp32") -> Program:
-        """Return the program of these verbs in this template's configuration."""
+        """Return the program that runs ``verbs`` in the configuration of this template."""
         return Program((), verbs, 0, 0, dtype, self.optimizer, self.clip, self.window, self.reduction)
 
 
 def is_act_claimed(verb: Verb, capabilities: Capabilities) -> bool:
-    """Return whether the engine claims the act of ``verb``, regardless of its marks."""
+    """Return whether the engine claims the kind of call that ``verb`` makes, regardless of the marks of ``verb``."""
     return verb.act not in ACT_FEATURES or capabilities.refusal(ACT_FEATURES[verb.act]) is None
 
 
 def drop_unclaimed_marks(verb: Verb, dtype: str, capabilities: Capabilities) -> Verb:
-    """Return ``verb`` without marks that the engine does not claim or that mean something else in ``dtype``."""
+    """Return ``verb`` without the marks (options) that the engine does not claim or that ``dtype`` does not allow."""
     refused = {mark for mark, feature in MARK_FEATURES.items() if capabilities.refusal(feature) is not None}
     refused |= {Mark.TENSOR} if dtype == "fp16" else set()
     return replace(verb, marks=tuple(mark for mark in verb.marks if mark not in refused))

@@ -1,4 +1,4 @@
-"""A backward that raises halfway on purpose."""
+"""Run a backward that raises an exception on purpose."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.autograd import backward
 
 
 class DeliberateError(Exception):
-    """Raised on purpose within a backward or a recomputation."""
+    """The exception that a law raises on purpose in a backward or in the recomputation of a checkpointed block."""
 
 
 class RaisingBackward(torch.autograd.Function):
-    """Returns its input unchanged; its backward raises DeliberateError."""
+    """An autograd.Function that returns a copy of its input in forward and raises DeliberateError in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -29,13 +29,13 @@ class RaisingBackward(torch.autograd.Function):
 
 
 def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Run ``block`` on an input whose backward raises, after the backward of ``block`` and all later layers."""
+    """Run ``block`` such that the backward raises DeliberateError after it has run through ``block``."""
     broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(broken)
 
 
 def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """Return 1 if the DeliberateError within the backward of ``loss`` reaches the caller, 0 if it is lost."""
+    """Return 1 if the DeliberateError raised in the backward of ``loss`` reaches the caller, and 0 if it does not."""
     try:
         backward(loss, retain_graph=retain_graph)
     except DeliberateError:

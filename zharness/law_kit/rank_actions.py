@@ -1,4 +1,4 @@
-"""Actions on a rank that several laws share."""
+"""Define actions on a rank that several laws use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from zharness.law_kit.rank_context import RankContext
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Create a folder that every rank sees, and remove it afterwards. Collective."""
+    """Create a folder that every rank can use, and remove the folder after the ``with`` block.
+
+    Every rank has to enter this context manager.
+    """
     paths = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(paths)
     try:
@@ -31,7 +34,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> None:
-    """Train one step and record everything that ``judge_step`` needs."""
+    """Train one step and record everything that ``judge_step`` compares."""
     ctx.record_training_state(engine, step)
     engine.backward(ctx.loss(engine, step))
     ctx.record("grads", engine.full_grads(), step)
@@ -42,7 +45,7 @@ def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> No
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
-    """Put the engine's module into eval mode within the block."""
+    """Put the engine's module into eval mode in the ``with`` block, and into train mode afterwards."""
     engine.module.eval()
     try:
         yield
@@ -51,12 +54,15 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Return another loss of the same forward: linear with integer factors, so exact on the exact model."""
+    """Return a second loss of the same output. It is linear with integer factors, so it is exact on the exact model."""
     return 2 * output.sum(dim=-1).mean()
 
 
 def run_on_rank_0(action: Callable[[], Any]) -> None:
-    """Run ``action`` on rank 0 between two barriers, so that no rank reads files while it changes them. Collective."""
+    """Run ``action`` on rank 0 between two barriers, so that no other rank reads files while ``action`` changes them.
+
+    Every rank has to call this function.
+    """
     dist.barrier()
     if dist.get_rank() == 0:
         action()
@@ -64,7 +70,7 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 
 
 def load_raises(load: Callable[[], None]) -> Tensor:
-    """Return 1 if ``load`` raises, else 0."""
+    """Return 1 if ``load`` raises an exception, and otherwise 0."""
     try:
         load()
     except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
@@ -73,6 +79,6 @@ def load_raises(load: Callable[[], None]) -> Tensor:
 
 
 def collect_training_state(engine: Engine) -> dict[str, Tensor]:
-    """Return weights and optimizer state by name."""
+    """Return the engine's weights and optimizer state in one dictionary."""
     state = engine.full_optimizer_state()
     return {**engine.full_params(), **{f"{n}/{k}": value for n, entry in state.items() for k, value in entry.items()}}

@@ -1,4 +1,4 @@
-"""The context in which a rank runs a law: it builds engines, draws batches and records snapshots."""
+"""Define the context in which a rank runs a law, which builds engines, returns micro-batches and records tensors."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from zharness.workload.models import SAMPLES
 
 
 def scalar(value: float) -> Tensor:
-    """Return a count or flag as the float64 tensor in which it is recorded."""
+    """Return ``value``, which is a count or a flag, as a float64 tensor that can be recorded."""
     return torch.tensor(value, dtype=torch.float64)
 
 
 class RankContext:
-    """One rank of a cell.
+    """The context in which a law runs on one rank.
 
-    ``capabilities`` are those by which the planner selected the cell. ``records`` writes this rank's evidence.
-    ``training`` is the user's configured training.
+    ``spec`` is the model with its data and loss. ``capabilities`` are the claims of the engine by which the cell was
+    selected. ``records`` writes this rank's evidence. ``training`` is the training that the user configured.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class RankContext:
         self._contamination = ProcessConditions({}, ())
 
     def build_engine(self, **overrides: Any) -> Engine:
-        """Build a new engine around the model in its initial weights; ``overrides`` are fields of EngineConfig.
+        """Build a new engine around the model with its initial weights. ``overrides`` replace fields of EngineConfig.
 
-        ``options`` are merged into those of the cell. Raises EngineContractError if the factory returns something that
-        is not an Engine, or changes the model.
+        The override ``options`` is merged into the options of the cell. Raise EngineContractError if the factory
+        returns an object that is not an Engine, or if it changes the model.
         """
         return self.build_engine_around(self.spec.model(self.seed), **overrides)
 
     def build_engine_around(self, model: nn.Module, **overrides: Any) -> Engine:
-        """Build a new engine around ``model``, which stays on the meta device if it is there."""
+        """Build a new engine around ``model``, which is moved to this rank's device unless it is on the meta device."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         options = merge_options(self.config.options, overrides.pop("options", {}))
@@ -91,11 +91,11 @@ class RankContext:
         return engine
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's micro-batch at micro-step ``step``, on its device."""
+        """Return this rank's micro-batch number ``step``, on its device and in the cell's dtype."""
         return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
 
     def loss(self, call: Callable[..., Any] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
-        """Run the forward of this rank's micro-batch, record its loss under ``label``, and return it."""
+        """Run the forward of this rank's micro-batch, record the loss under ``label``, and return the loss."""
         batch = self.batch(step)
         loss = self.spec.loss(batch.feed(call), batch.target)
         self.record(label, {"loss": loss}, step)
@@ -104,7 +104,8 @@ class RankContext:
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Record a copy of ``tensors`` under ``label`` and ``step``.
 
-        Raises HarnessFault if there is such a record already, because a judge would see only the first.
+        Raise HarnessFault if tensors are already recorded under this label and step, because a judge would see only the
+        first.
         """
         checked = require_mapping(label, tensors)
         self._records.write_snapshot(
@@ -112,9 +113,10 @@ class RankContext:
         )
 
     def record_weights(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Record the weights that the model computes with, and the optimizer's under ``masters``.
+        """Record the weights of the model under ``params``, and the master weights under ``masters``.
 
-        Return the engine's observations, so that no caller gathers the masters a second time.
+        Return the engine's observations, which contain the master weights, so that the caller does not gather them
+        again.
         """
         weights = require_mapping("full_params", engine.full_params())
         observations = engine.observe()
@@ -128,7 +130,7 @@ class RankContext:
         return observations
 
     def record_training_state(self, engine: Engine, step: int, suffix: str = "") -> Observations:
-        """Record what a step changes: weights, masters and optimizer state, under labels that end in ``suffix``.
+        """Record weights, master weights and optimizer state under labels that end in ``suffix``.
 
         Return the engine's observations.
         """
@@ -137,11 +139,11 @@ class RankContext:
         return observations
 
     def record_optimizer_state(self, label: str, engine: Engine, step: int) -> None:
-        """Record the engine's optimizer state, with one entry ``parameter/key`` for each tensor."""
+        """Record the engine's optimizer state as a flat dictionary with keys ``parameter/key``."""
         self.record(label, flatten_optimizer_state(engine.full_optimizer_state()), step)
 
     def accumulation_owners(self) -> tuple[AccumulationOwner, ...]:
-        """Return the owners of the accumulation that the engine claims: the engine, its caller, or both."""
+        """Return who may own the accumulation according to the engine's claims: the engine, its caller, or both."""
         features = {
             AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
             AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,
@@ -149,12 +151,12 @@ class RankContext:
         return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
 
     def finish(self) -> None:
-        """Complete this rank's evidence file."""
+        """Write the layout and the process conditions to this rank's evidence file, and close the file."""
         self._records.finish(self._layout, self._contamination)
 
 
 def flatten_optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Flatten an engine's optimizer state into one entry ``parameter/key`` for each tensor."""
+    """Convert an engine's optimizer state into a flat dictionary with keys ``parameter/key``."""
     return {
         f"{name}/{key}": value
         for name, entries in require_mapping("full_optimizer_state", state).items()

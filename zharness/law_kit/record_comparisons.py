@@ -1,4 +1,4 @@
-"""Comparisons of recorded weights and losses that several laws share."""
+"""Compare recorded weights, losses and other tensors, as several laws do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALE_FORWARD_HINT = "the forward used the weights from before"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights that the engine reports before training with the initial weights of the model."""
+    """Check that the weights which the engine reports before training equal the model's initial weights."""
     wanted = dict(ctx.baseline.build_module().named_parameters())
     record = ctx.rank_records("params", 0)[0]
     check_names("full_params", wanted, record)
@@ -27,10 +27,10 @@ def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
 def compare_forward(
     ctx: JudgeContext, step: int, local: list[LocalResult], micro: int | None = None
 ) -> Iterator[Comparison]:
-    """Compare losses with those of the baseline at the weights that the engine reports.
+    """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
-    If a wrong loss is the one that the weights before the last step give, the mismatch is attributed to the gather.
-    ``micro`` is the micro-batch if it differs from ``step``.
+    If a wrong loss equals the loss at the weights from before the last step, the mismatch is attributed to the gather
+    of weights. ``micro`` is the number of the micro-batch; None means that it equals ``step``.
     """
     micro_step = step if micro is None else micro
     for comparison in ctx.compare_losses(micro_step, local):
@@ -41,7 +41,7 @@ def compare_forward(
 
 
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
-    """Move a mismatch to the gather if the loss is the one that the weights before the last step give."""
+    """Attribute a mismatch to the gather of weights if the loss was computed from the weights before the last step."""
     before = ctx.rank_records("params", step - 1)[0]
     stale = ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss
     if float(stale) != mismatch.actual:
@@ -52,7 +52,7 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
 def compare_records(
     ctx: JudgeContext, expected_label: str, actual_label: str, expected_step: int, step: int, part: Part
 ) -> Iterator[Comparison]:
-    """Compare bitwise what every rank recorded under two labels: ``expected_label`` and ``actual_label``."""
+    """Check that what every rank recorded under ``actual_label`` is bitwise equal to that under ``expected_label``."""
     pairs = zip(ctx.rank_records(expected_label, expected_step), ctx.rank_records(actual_label, step), strict=True)
     for rank, (expected, found) in enumerate(pairs):
         check_names(f"what a rank reports as {actual_label}", expected, found)

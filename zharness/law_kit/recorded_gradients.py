@@ -1,4 +1,4 @@
-"""Record the gradient that each backward gives to each parameter of a plain model."""
+"""Record the gradient that each backward computes for each parameter of a plain PyTorch model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RecordedGradients = Mapping[
 
 
 def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
-    """Return a dictionary that collects, by parameter, the split gradient of every backward from now on."""
+    """Return a dictionary to which every later backward adds its gradients, split into entries, by parameter."""
     recorded: dict[str, list[list[Tensor]]] = {}
 
     def save_gradient(name: str, grad: Tensor) -> None:
-        """Append the gradient of one backward."""
+        """Append the gradient that one backward computed for the parameter ``name``."""
         recorded.setdefault(name, []).append(split_gradient(grad))
 
     for name, parameter in module.named_parameters():
@@ -29,22 +29,22 @@ def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
 
 
 def drain_gradients(gradients: dict[str, list[list[Tensor]]]) -> RecordedGradients:
-    """Return the collected gradients and empty the dictionary."""
+    """Return the collected gradients, and empty the dictionary."""
     drained = {name: tuple(grads) for name, grads in gradients.items()}
     gradients.clear()
     return drained
 
 
 def has_split_gradients(gradients: RecordedGradients) -> bool:
-    """Return whether any gradient has several entries: they may be large although their sum is small."""
+    """Return whether any gradient consists of several entries, which may be large although their sum is small."""
     return any(len(grad) > 1 for grads in gradients.values() for grad in grads)
 
 
 def split_gradient(grad: Tensor) -> list[Tensor]:
-    """Split ``grad`` into dense tensors that add up to it; a row of a sparse gradient occurs once in each of them.
+    """Split ``grad`` into dense tensors whose sum is ``grad``; each contains every sparse row at most once.
 
-    A sparse gradient without rows gives zeros. An engine may divide every entry of a sparse gradient by the world size
-    before they are added, as DDP does.
+    An empty sparse gradient becomes a tensor of zeros. The entries are kept apart because an engine may divide each of
+    them by the world size before it adds them, as DDP does.
     """
     if grad.layout is torch.strided:
         return [grad.detach().clone()]
@@ -59,10 +59,10 @@ def split_gradient(grad: Tensor) -> list[Tensor]:
 
 
 def densify(grad: Tensor) -> Tensor:
-    """Return a gradient without its graph, as a dense tensor."""
+    """Return ``grad`` as a dense tensor that is detached from its graph."""
     return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor."""
+    """Return the sum of a sequence of at least one tensor."""
     return torch.stack([*tensors]).sum(0)

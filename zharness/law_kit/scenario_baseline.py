@@ -1,4 +1,4 @@
-"""Run a scenario on plain PyTorch."""
+"""Run a scenario, which is a script of calls, on plain PyTorch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ from zharness.workload import Batch
 def make_plain_participant(
     baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
 ) -> Participant:
-    """Return the participant of one rank that runs a plain model in ``dtype``."""
+    """Return a participant that runs the scenario on a plain model in ``dtype``, as the rank ``rank``."""
     module = baseline.build_module().to(dtype)
 
     def get_batch(step: int) -> Batch:
-        """Return the rank's micro-batch in ``dtype``."""
+        """Return micro-batch ``step`` of this rank in ``dtype``."""
         batch = baseline.batch(rank, step)
         return Batch(batch.inputs.to(dtype), batch.target.to(dtype))
 
     def backward(loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Run torch's own backward."""
+        """Run torch's own backward on ``loss``."""
         torch.autograd.backward(loss, retain_graph=retain_graph)
 
     @torch.no_grad()
     def step() -> None:
-        """Write all weights that have a gradient without changing them, as an optimizer step with a rate of 0 does."""
+        """Modify all weights that have a gradient in place, without a change of value.
+
+        An optimizer step with learning rate 0 does the same.
+        """
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.sub_(torch.zeros_like(parameter))
 
     def recompute(function: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
-        """Call ``function`` without checkpointing."""
+        """Call ``function`` without activation checkpointing."""
         return function(*args)
 
     return Participant(
@@ -65,12 +68,13 @@ def make_plain_participant(
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """What a scenario on the plain model gives: values, each model's gradients, and those of the follow-up training.
+    """The result of a scenario on the plain model: returned values, and the gradients of each model.
 
-    ``backward_grads`` holds, for each parameter, the gradient of every backward in order, split into entries: a sparse
-    gradient may have several entries of one row, a dense one is a single entry. The judge compares with the
-    last one to see whether an engine keeps it alone or drops it. ``backward_grads_after`` holds those of the follow-up
-    training.
+    ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training, which is one ordinary
+    micro-batch after the scenario. ``backward_grads`` holds, for each parameter, the gradient of every backward in
+    order, split into entries: a dense gradient is one entry, and a sparse gradient may have several entries for one
+    row. From the last backward's gradient the judge sees whether an engine keeps only this gradient, or drops it.
+    ``backward_grads_after`` holds the same for the follow-up training.
     """
 
     values: NamedTensors
@@ -88,7 +92,7 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    """Run a scenario and the follow-up training on plain models, as one rank."""
+    """Run a scenario, and then one ordinary micro-batch, on plain models, as the rank ``rank``."""
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(
@@ -109,7 +113,7 @@ def run_plain_scenario(
 
 
 def collect_grads(module: nn.Module) -> NamedTensors:
-    """Return the dense gradients of a module's parameters, by name."""
+    """Return the gradients of the module's parameters as dense tensors, by name."""
     return {name: densify(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
@@ -117,10 +121,10 @@ def collect_grads(module: nn.Module) -> NamedTensors:
 def run_exact_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
 ) -> ScenarioResult:
-    """Run a scenario in the cell's dtype. Raises HarnessFault if the results in float64 differ.
+    """Run a scenario in the cell's dtype and in float64, and return the result in the cell's dtype.
 
-    They differ where something was rounded. The result is the same for every engine and stage, so it is cached; it
-    takes about 20 KB.
+    Raise HarnessFault if the two results differ, because the scenario then rounds. The result is cached, because it is
+    the same for every engine and stage; a cached result takes about 20 KB.
     """
     result, wide = (
         run_plain_scenario(baseline, variant, scenario, rank, precision) for precision in (dtype, torch.float64)
@@ -135,5 +139,5 @@ def run_exact_scenario(
 
 
 def run_scenario_on_all_ranks(ctx: JudgeContext, scenario: Scenario) -> list[ScenarioResult]:
-    """Return the scenario's result on every rank's plain model, in rank order."""
+    """Return the result of the scenario on the plain model, for each rank."""
     return [run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype) for rank in range(ctx.world_size)]

@@ -1,4 +1,4 @@
-"""Compare what an engine recorded in a scenario with plain PyTorch."""
+"""Compare the tensors that an engine recorded in a scenario with those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
     """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        """Compare values, gradients, and the follow-up training of every engine."""
+        """Compare values and gradients of every engine, and those of the micro-batch trained after the scenario."""
         results = run_scenario_on_all_ranks(ctx, scenario)
         yield from ctx.compare_values("values", [result.values for result in results])
         for number in range(scenario.engine_count):
@@ -33,7 +33,7 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
 def compare_scenario_grads(
     ctx: JudgeContext, results: Sequence[ScenarioResult], label: str, engine_index: int
 ) -> Iterator[Comparison]:
-    """Compare the gradients that an engine recorded under ``label`` with the exact sum, or the mean, over ranks."""
+    """Compare the gradients that an engine recorded under ``label`` with the exact sum or the mean over ranks."""
     summed, setting = ctx.has_record(Reduction.SUM.value), ctx.rank_records("setting")[0]
     scale = (ctx.world_size if summed else 1) / int(setting["divisor"])
     exact = summed or division_exactness(ctx.world_size)
@@ -53,7 +53,7 @@ def compare_scenario_grads(
 def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
-    """Compare the gradients of the follow-up training, and check that no parameter stays gathered."""
+    """Compare the gradients of the micro-batch trained after the scenario, and check that nothing is still gathered."""
     yield from compare_scenario_grads(ctx, results, "after", engine_index)
     for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
         for name, count in counts.items():
@@ -63,10 +63,10 @@ def judge_after_effects(
 def split_reduction_terms(
     rank_grads: Sequence[NamedTensors], backward_grads: Sequence[RecordedGradients]
 ) -> list[list[NamedTensors]]:
-    """Return rows of gradients by rank that add up to ``rank_grads``: one row for each entry of each backward.
+    """Split ``rank_grads`` into rows, one for each entry of each backward, whose sum over rows is ``rank_grads``.
 
-    An engine may reduce and round each entry alone, so their sizes bound the error: the sum of large entries may be
-    small. The last row subtracts the gradients that the scenario zeroed in between.
+    An engine may reduce and round each entry separately, so the rounding error depends on the size of the entries,
+    which may be large although their sum is small. The last row subtracts the gradients that the scenario zeroed.
     """
     entries_by_rank = [
         {name: [entry for grad in grads for entry in grad] for name, grads in rank_backwards.items()}
@@ -87,7 +87,7 @@ def split_reduction_terms(
 def make_backward_suspects(
     results: Sequence[ScenarioResult], engine_index: int, scale: float
 ) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
-    """Return the gradients of an engine that keeps only the last of several backwards, or drops it."""
+    """Return the gradients of two wrong engines: one keeps only the last of several backwards, the other drops it."""
     alone, without = [], []
     for result in results:
         last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}
@@ -100,9 +100,9 @@ def make_backward_suspects(
 
 
 def zeros_for_unused_params(ctx: JudgeContext, label: str, engine_index: int) -> NamedTensors:
-    """Return zeros for every trained parameter whose gradient rank 0 reports.
+    """Return zeros for every trainable parameter whose gradient rank 0 reports.
 
-    A parameter that no rank used has to have a gradient of zeros.
+    If no rank used a parameter but the engine reports its gradient, the gradient has to be zero.
     """
     reported = ctx.rank_records(label, engine_index)[0]
     parameters = ctx.baseline.build_module().named_parameters()

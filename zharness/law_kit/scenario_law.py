@@ -1,4 +1,4 @@
-"""Build the law of one scenario."""
+"""Build the law that compares an engine with plain PyTorch in one scenario."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scenario_law(
     model: str = "blocks",
     variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
-    """Build the law of ``scenario``, named after the scenario's script."""
+    """Build the law of ``scenario``. The law has the name of the scenario's script."""
     return Law(
         name=f"{group}.{scenario.script.__name__}",
         statement=statement,

@@ -1,10 +1,11 @@
-"""Scenarios: what a caller does with a model, written once and run on the engine and on plain PyTorch.
+"""Define scenarios, which are scripts of calls that run on the engine and on plain PyTorch.
 
-Every scenario is exact. Weights, inputs and losses are integers over powers of two, and gradients are summed over
-ranks. The judge also runs it in float64: where both precisions agree bitwise nothing was rounded, so the engine has to
-agree bitwise too, in whatever order it sums. (An engine that averages stays exact where the world size is a power of
-two; elsewhere the bound of the reduction applies.) After the scenario the engine makes a step that moves nothing and
-trains one ordinary micro-batch, which has to be right as well, and no parameter may stay gathered.
+Every scenario is exact: weights, inputs and losses are integers divided by powers of two, and gradients are summed over
+ranks. The judge also runs the scenario in float64. If the results in both precisions are bitwise equal, no operation
+rounded, so the engine has to be bitwise equal too, in whatever order it sums. An engine that averages gradients is
+exact if the world size is a power of two; at other world sizes, the bound of the reduction applies. After the scenario,
+the engine makes a step with learning rate 0 and trains one ordinary micro-batch. The gradients of this micro-batch have
+to be right too, and no parameter may stay gathered.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ NamedTensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Participant:
-    """The engine or the plain model of one rank, so that one script drives either.
+    """The engine or the plain model of one rank, with methods through which one script can run on both.
 
-    ``allow_uneven_use()`` is a block in which ranks may use different parameters. ``gather_weights(names)`` is a block
-    in which full weights may be edited by name; ``keeps_edits`` says whether this participant's edits last: the plain
-    model's and rank 0's do. ``recompute`` is torch.utils.checkpoint.checkpoint on the engine and a plain call on the
-    plain model, because gradients have to be the same. ``partner`` is a second engine or model with the same initial
-    weights, where the scenario has one.
+    ``allow_uneven_use()`` returns a context manager in which ranks may use different parameters.
+    ``gather_weights(names)`` returns a context manager in which full weights can be edited by name. ``keeps_edits``
+    says whether such edits are kept, which is true for the plain model and for the engine on rank 0. ``recompute`` is
+    torch.utils.checkpoint.checkpoint on the engine and a plain call on the plain model, because both have to give the
+    same gradients. ``partner`` is a second engine or plain model with the same initial weights, or None if the scenario
+    uses only one.
     """
 
     call: Callable[..., Any]
@@ -65,20 +67,20 @@ class Participant:
     partner: Participant | None = None
 
     def inputs(self, step: int = 0) -> Tensor:
-        """Return the inputs of micro-step ``step``."""
+        """Return the inputs of micro-batch ``step``."""
         inputs: Tensor = self.get_batch(step).inputs
         return inputs
 
     def leaf_inputs(self, step: int = 0) -> Tensor:
-        """Return the inputs of micro-step ``step`` as a leaf that requires a gradient."""
+        """Return a copy of the inputs of micro-batch ``step`` that is a leaf tensor with ``requires_grad=True``."""
         return self.inputs(step).clone().requires_grad_()
 
     def loss(self, output: Tensor, step: int = 0) -> Tensor:
-        """Return the workload's loss of ``output``."""
+        """Return the loss of ``output`` for the target of micro-batch ``step``."""
         return self.spec.loss(output, self.get_batch(step).target)
 
     def training_loss(self, step: int = 0) -> Tensor:
-        """Run the forward of micro-step ``step`` and return its loss."""
+        """Run the forward of micro-batch ``step`` and return its loss."""
         return self.loss(self.call(self.inputs(step)), step)
 
 
@@ -86,12 +88,12 @@ ScenarioScript = Callable[[Participant], NamedTensors | None]
 
 
 def train_follow_up(participant: Participant) -> None:
-    """Train one ordinary micro-batch after the scenario."""
+    """Run forward and backward of one ordinary micro-batch after the scenario."""
     participant.backward(participant.training_loss(FOLLOW_UP_MICRO))
 
 
 class UnusedGrads(Enum):
-    """The gradient that an engine may report for a parameter that no rank used; plain PyTorch has none."""
+    """The gradients that an engine may report for a parameter that no rank used. In plain PyTorch ``.grad`` is None."""
 
     NONE_IF_CLAIMED = "none where Feature.NO_GRADIENT is claimed, else zeros are accepted"
     ALWAYS_NONE = "none, whatever is claimed"
@@ -99,9 +101,9 @@ class UnusedGrads(Enum):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A script and its setting: the number of engines, and the micro-batches by which they divide gradients.
+    """A script with its settings: the number of engines, the number of micro-batches in a step, and the reduction.
 
-    An engine that leaves accumulation to its caller divides nothing.
+    If the engine leaves accumulation to its caller, gradients are not divided by the number of micro-batches.
     """
 
     script: ScenarioScript
@@ -112,9 +114,9 @@ class Scenario:
 
 
 def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: Capabilities) -> Reduction:
-    """Return the reduction that is exact on this engine, sum or mean, and ``preferred`` if both are.
+    """Return the reduction, sum or mean, that is exact on this engine, or ``preferred`` if both are exact.
 
-    A mean over three ranks rounds, and so does a sum that the engine computes by scaling such a mean.
+    A mean over three ranks rounds, and so does a sum that the engine computes from such a mean.
     """
     if capabilities.refusal(Feature.SUM) is not None:
         return Reduction.MEAN
@@ -124,16 +126,16 @@ def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: 
 
 
 def get_detached_weights(module: nn.Module, names: Sequence[str]) -> NamedTensors:
-    """Return the named weights without their graph."""
+    """Return the weights ``names`` of ``module``, detached from their graph."""
     weights = dict(module.named_parameters())
     return {name: weights[name].detach() for name in names}
 
 
 def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
-    """Return an observer that runs the scenario on the engine."""
+    """Return a function that runs the scenario on the engine and records the results."""
 
     def observe(ctx: RankContext) -> None:
-        """Run the scenario, a step that moves nothing, and the follow-up training; record values and gradients."""
+        """Run the scenario, a step with learning rate 0, and one more micro-batch; record values and gradients."""
         owns = scenario.accumulation_steps > 1 and AccumulationOwner.ENGINE in ctx.accumulation_owners()
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = scenario.accumulation_steps if owns else 1
@@ -174,7 +176,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
 
 
 def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participant | None) -> Participant:
-    """Return the participant that runs ``engine`` on this rank."""
+    """Return the participant that runs a scenario on ``engine`` on this rank."""
     return Participant(
         call=engine,
         module=engine.module,

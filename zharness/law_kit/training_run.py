@@ -1,4 +1,4 @@
-"""A training of several steps: its settings, and its curves on the engine and on plain PyTorch."""
+"""Compute the training curves (loss and gradient norm in each step) of an engine and of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The settings of a training: optimizer, number of steps, clipping norm, and micro-batches of a step."""
+    """The settings of a training: optimizer, number of steps, norm for clipping, and micro-batches per step."""
 
     optimizer: OptimizerSpec
     steps: int
@@ -29,23 +29,23 @@ class TrainingRun:
     accumulation: int = 1
 
     def micro_steps(self, step: int) -> range:
-        """Return the micro-steps of one step."""
+        """Return the numbers of the micro-batches of optimizer step ``step``."""
         return range(step * self.accumulation, (step + 1) * self.accumulation)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The mean loss of one step, and the 2-norm of the whole gradient before clipping."""
+    """The mean loss of one step, and the 2-norm of all gradients together before clipping."""
 
     loss: float
     norm: float
 
 
 def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
-    """Return loss and gradient norm in every step, of the engine and of a plain model trained from the same start.
+    """Return the loss and the gradient norm in every step, for the engine and for a plain model.
 
-    The engine has to have recorded "loss" at each micro-step and "grads" at each step. Rounding alone makes the curves
-    drift apart, so they are shown and never judged.
+    Both start from the same initial weights. The engine has to have recorded "loss" for each micro-batch and "grads" in
+    each step. The curves drift apart by rounding alone, so reports show them, but no law judges them.
     """
     engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
     return {
@@ -55,7 +55,7 @@ def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve
 
 
 def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingCurve:
-    """Return both series, rounded for JSON."""
+    """Return the values of the engine and of the baseline, rounded for JSON."""
     return {
         "engine": [round_for_json(value, SIGNIFICANT_DIGITS) for value in engine],
         "baseline": [round_for_json(value, SIGNIFICANT_DIGITS) for value in baseline],
@@ -63,7 +63,7 @@ def build_curve(engine: Iterable[float], baseline: Iterable[float]) -> TrainingC
 
 
 def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
-    """Return the engine's recorded losses and gradient norms by step."""
+    """Return the loss and gradient norm that the engine recorded in each step."""
     metrics = []
     for step in range(run.steps):
         losses = [record["loss"] for micro in run.micro_steps(step) for record in ctx.rank_records("loss", micro)]
@@ -72,9 +72,10 @@ def collect_engine_metrics(ctx: JudgeContext, run: TrainingRun) -> list[StepMetr
 
 
 def train_baseline(ctx: JudgeContext, run: TrainingRun) -> list[StepMetrics]:
-    """Train the plain model on its own and return its metrics by step.
+    """Train the plain model from its initial weights, and return its loss and gradient norm in each step.
 
-    Where its dtype is narrower than float32, it has float32 masters.
+    The training does not use the engine's numbers. If the model's dtype is narrower than float32, the training uses
+    float32 master weights.
     """
     weights = {name: p.detach().clone() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     optimizer = build(weights, run.optimizer)
@@ -102,7 +103,7 @@ def mean_loss(losses: Sequence[Tensor]) -> float:
 
 
 def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
-    """Return the 2-norm of all elements together, in float64."""
+    """Return the 2-norm of all elements of all gradients together, in float64."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
     return torch.stack(norms).square().sum().sqrt()
 
@@ -110,10 +111,10 @@ def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
 def total_norm_and_bound(
     grads: Mapping[str, Tensor], dtypes: Iterable[torch.dtype] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the 2-norm of all elements together in float64, and the largest difference of an engine's norm.
+    """Return the 2-norm of all elements of ``grads`` in float64, and a bound on the error of an engine's norm.
 
-    An engine sums squares in float32 or in the widest of ``dtypes``, by default the gradients' own; a sum of so many
-    terms in bf16 has no bound.
+    An engine is assumed to sum the squares in float32 or in the widest of ``dtypes``, which are by default the dtypes
+    of the gradients. A sum of that many terms in bf16 would have no bound.
     """
     norm = total_norm(grads)
     grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
@@ -122,5 +123,5 @@ def total_norm_and_bound(
 
 
 def make_training_run(training: TrainingConfig, steps: int) -> TrainingRun:
-    """Return ``steps`` steps of the configured training."""
+    """Return a training run of ``steps`` steps with the configured training's optimizer, clipping and accumulation."""
     return TrainingRun(training.optimizer, steps, training.clip, training.accumulation)

@@ -1,4 +1,4 @@
-"""The laws: what ranks record of an engine, and how a process that never imported the engine judges it."""
+"""Collect all laws. A law records tensors of an engine on every rank; a process without the engine judges them."""
 
 from zharness.law_kit.dtypes import DTYPES, LOSS_SCALES
 from zharness.law_kit.judge_context import JudgeContext

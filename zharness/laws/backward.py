@@ -1,4 +1,4 @@
-"""The laws of backward: every call that plain PyTorch allows on an output or a loss."""
+"""Build the laws of the group ``backward``: backward gives plain PyTorch's gradients in every form torch allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, Scen
 
 
 def engine_backward(participant: Participant) -> NamedTensors:
-    """Call engine.backward twice: without retain_graph the second call raises, as in plain PyTorch."""
+    """Call engine.backward twice. The second call has to raise, as in plain PyTorch without retain_graph."""
     loss = participant.training_loss()
     participant.backward(loss)
     try:
@@ -30,18 +30,18 @@ def engine_backward(participant: Participant) -> NamedTensors:
 
 
 def tensor_backward(participant: Participant) -> None:
-    """Call loss.backward()."""
+    """Call ``loss.backward()``."""
     backward(participant.training_loss())
 
 
 def non_scalar(participant: Participant) -> None:
-    """Call ``out.backward(g)`` with an integer ``g``."""
+    """Call ``out.backward(g)`` with a tensor ``g`` of integers as the gradient of the output."""
     batch = participant.get_batch(0)
     backward(participant.call(batch.inputs), batch.target)
 
 
 def joint_loss(participant: Participant) -> None:
-    """Run backward of one loss that uses the outputs of two engines."""
+    """Run backward on one loss that is computed from the outputs of two engines."""
     assert participant.partner is not None
     backward(
         participant.loss(participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2)))
@@ -49,18 +49,18 @@ def joint_loss(participant: Participant) -> None:
 
 
 def bypass(participant: Participant) -> None:
-    """Run backward of one loss over two engines, plus a term that a submodule computes outside either forward."""
+    """Run backward on a loss over two engines, plus a term that a submodule computes outside the engines' forwards."""
     assert participant.partner is not None
     joint_output = participant.call(participant.inputs()) + 2 * participant.partner.call(participant.inputs(2))
     backward(participant.loss(joint_output) + participant.module.head(participant.inputs()).sum())
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """Run backward of a second loss that the forward computes on the side, not from the output."""
+    """Run backward on a second loss that is computed within the forward, not from the output."""
     losses: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Compute the second loss from a weight and the hidden values."""
+        """Compute the second loss from a weight and the hidden values, and run the block."""
         losses.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
@@ -70,7 +70,7 @@ def auxiliary_loss(participant: Participant) -> None:
 
 
 def without_grad(participant: Participant) -> NamedTensors:
-    """Run forwards under no_grad and inference_mode before and between training; they must leave nothing behind."""
+    """Run forwards under no_grad and inference_mode before and between training. They must not affect the gradients."""
     with torch.no_grad():
         values = {"no_grad": participant.call(participant.inputs())}
     loss = participant.training_loss()
@@ -81,10 +81,10 @@ def without_grad(participant: Participant) -> NamedTensors:
 
 
 def autograd_grad(participant: Participant) -> NamedTensors:
-    """Take gradients of an output by its input, once and for a batch of cotangents; no parameter gets a gradient.
+    """Compute gradients of an output with respect to the input, for one gradient of the output and for a batch of them.
 
-    Gradients by parameters are taken too, but not compared: an engine may return those of one rank's loss, or those of
-    all ranks' losses where parameters are sharded.
+    No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: if
+    parameters are sharded, an engine may return those of one rank's loss or those of all ranks' losses.
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
@@ -99,7 +99,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
 
 
 def backward_inputs(participant: Participant) -> NamedTensors:
-    """Call ``backward(inputs=[x])`` twice on one graph in the middle of training."""
+    """Call ``backward(inputs=[x])`` twice on one graph while another micro-batch's gradients are accumulated."""
     backward(participant.training_loss(2))
     leaf = participant.leaf_inputs()
     loss = participant.loss(participant.call(leaf))
@@ -110,14 +110,14 @@ def backward_inputs(participant: Participant) -> NamedTensors:
 
 
 def recurrent(participant: Participant) -> None:
-    """Feed an output back into the model, and run one backward over several forwards."""
+    """Pass an output to the model as its input, and run one backward through several forwards."""
     first = participant.call(participant.inputs())
     again = participant.call(first)
     backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
 
 
 class NamedTupleOutput(NamedTuple):
-    """A model output of two tensors."""
+    """A model output that is a named tuple of two tensors."""
 
     output: Tensor
     extra: Tensor
@@ -125,7 +125,7 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """A model output in a dataclass, a container that torch does not look into."""
+    """A model output that is a dataclass, a container whose tensors torch does not find."""
 
     output: Tensor
     extra: Tensor
@@ -147,7 +147,7 @@ OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], 
 
 
 def outputs(participant: Participant) -> None:
-    """Train with outputs in every container, of which the loss uses one; at the end use both outputs."""
+    """Train with outputs in every container while the loss uses one output, and finally with both outputs."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
     packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
@@ -155,18 +155,18 @@ def outputs(participant: Participant) -> None:
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
-    """Run one backward for each of two outputs."""
+    """Run a separate backward from each of two outputs."""
     packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
     backward(packed.extra.sum())
     backward(participant.loss(packed.output))
 
 
 class TiledLoss(torch.autograd.Function):
-    """A loss that runs its own backward within its forward, tile by tile, as tiled and fused logits losses do."""
+    """A loss that runs a backward within its forward for each tile of its input, as fused logits losses do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum over all tiles, and save the gradient of ``hidden``."""
+        """Return the sum of the losses of all tiles, and save the gradient with respect to ``hidden``."""
         total = torch.zeros((), dtype=hidden.dtype)
         grads: list[Tensor] = []
         for tile in torch.split(hidden, 2):
@@ -182,19 +182,19 @@ class TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the saved gradient times the incoming one."""
+        """Return the saved gradient multiplied by the gradient of the loss."""
         (hidden_grad,) = ctx.saved_tensors
         return grads[0] * hidden_grad, None
 
 
 def backward_in_forward(participant: Participant) -> None:
-    """Use a loss that computes the head's gradient before the caller's own backward begins."""
+    """Train with a loss that computes the gradient of the head before the caller runs backward."""
     hidden = participant.call(participant.inputs())
     backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """Let one backward and two retained ones raise halfway, then zero the gradients and train the micro-batch again."""
+    """Raise an error halfway in three backwards (two of them retain the graph), zero the gradients and train again."""
     raised = backward_raises(
         participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
     )
@@ -213,7 +213,7 @@ def backward_law(
     engines: int = 1,
     accumulation: int = 1,
 ) -> Law:
-    """Build the law of one scenario; ``features`` are required in addition to those of the group."""
+    """Build the law of one scenario. ``features`` are required in addition to the features of the group."""
     scenario = Scenario(script, engines, accumulation)
     return scenario_law(
         "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)

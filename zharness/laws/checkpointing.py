@@ -1,7 +1,7 @@
-"""The laws of activation checkpointing: gradients equal those of the same model without checkpointing.
+"""Build the laws of the group ``checkpointing``: activation checkpointing does not change any gradient.
 
-The plain model does not checkpoint at all (``Participant.recompute``), except where torch's reentrant form itself gives
-other gradients.
+The plain model does not use checkpointing (``Participant.recompute``), except in the scenario in which torch's
+reentrant checkpointing itself changes the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
 
 
 def make_checkpoint_runner(participant: Participant) -> BlockRunner:
-    """Return a function that runs a block under the variant's kind of checkpoint."""
+    """Return a function that runs a block with the kind of checkpointing that the law variant names."""
     return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=participant.variant == REENTRANT)
 
 
@@ -38,18 +38,18 @@ def block(participant: Participant) -> None:
 
 
 def nested(participant: Participant) -> None:
-    """Checkpoint a block within a checkpoint."""
+    """Checkpoint a block within a checkpointed function."""
     run_checkpointed = make_checkpoint_runner(participant)
 
     def run_nested(block: Block, hidden: Tensor) -> Tensor:
-        """Run the block within two checkpoints."""
+        """Run the block within two nested checkpoints."""
         return run_checkpointed(lambda h: run_checkpointed(block, h), hidden)
 
     backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
 
 
 def whole_model(participant: Participant) -> NamedTensors:
-    """Checkpoint the whole model."""
+    """Checkpoint the whole model, and return the gradient with respect to its input."""
     leaf = participant.leaf_inputs()
     backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
     assert leaf.grad is not None
@@ -69,11 +69,11 @@ def two_regions(participant: Participant) -> None:
 
 
 def frozen(participant: Participant) -> None:
-    """Checkpoint a frozen layer beside trained ones, and a frozen layer alone."""
+    """Checkpoint a frozen layer separately, and a second time together with a trainable block."""
     run_checkpointed = make_checkpoint_runner(participant)
 
     def run_regions(block: Block, hidden: Tensor) -> Tensor:
-        """Checkpoint a frozen layer alone, then a frozen layer together with the block."""
+        """Checkpoint a frozen layer separately, and then a frozen layer together with the block."""
         return run_checkpointed(
             lambda h: block(participant.module.frozen(h)), run_checkpointed(participant.module.frozen, hidden)
         )
@@ -82,14 +82,17 @@ def frozen(participant: Participant) -> None:
 
 
 def plain_inputs(participant: Participant) -> None:
-    """Checkpoint the first layer, whose input requires no gradient: if reentrant, torch computes none for the layer."""
+    """Checkpoint the first layer, whose input does not require a gradient.
+
+    In this case torch's reentrant checkpointing computes no gradients for the layer's parameters.
+    """
     recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
     hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
     backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
 
 
 def accumulation(participant: Participant) -> None:
-    """Checkpoint a block in two micro-batches."""
+    """Accumulate gradients over two micro-batches whose forwards checkpoint a block."""
     for micro in (0, 2):
         backward(
             participant.loss(
@@ -99,7 +102,7 @@ def accumulation(participant: Participant) -> None:
 
 
 def non_scalar(participant: Participant) -> None:
-    """Call ``out.backward(g)`` through a checkpointed block."""
+    """Call ``out.backward(g)`` on an output that is computed by a checkpointed block."""
     backward(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant)),
         participant.get_batch(0).target,
@@ -107,14 +110,14 @@ def non_scalar(participant: Participant) -> None:
 
 
 class RaisesOnRecompute:
-    """A block that raises when it is called for the second time, which is its recomputation."""
+    """A block that raises DeliberateError in its second call, which is the recomputation."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
         self.calls = 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Run the block; raise DeliberateError in the second call."""
+        """Run the block. Raise DeliberateError in the second call."""
         self.calls += 1
         if self.calls == 2:
             raise DeliberateError
@@ -122,10 +125,10 @@ class RaisesOnRecompute:
 
 
 def exception(participant: Participant) -> NamedTensors:
-    """Let the recomputation raise, then zero the gradients and train the micro-batch again."""
+    """Raise an error in the recomputation, then zero the gradients and train the same micro-batch again."""
 
     def run_raising_region(block: Block, hidden: Tensor) -> Tensor:
-        """Checkpoint a block that raises when it is recomputed."""
+        """Checkpoint a block that raises DeliberateError when it is recomputed."""
         result: Any = checkpoint(RaisesOnRecompute(block), hidden, use_reentrant=participant.variant == REENTRANT)
         return result  # type: ignore[no-any-return]
 
@@ -140,7 +143,7 @@ def exception(participant: Participant) -> NamedTensors:
 
 
 def dropout(participant: Participant) -> None:
-    """Checkpoint a block with dropout; its recomputation has to draw the numbers that its forward drew."""
+    """Checkpoint a block with dropout. The recomputation has to use the same dropout mask as the forward."""
     torch.manual_seed(participant.rank)
     loss = participant.loss(
         participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant), dropping=True)
@@ -150,7 +153,7 @@ def dropout(participant: Participant) -> None:
 
 
 def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature, kept_because: str) -> Law:
-    """Build the law of one scenario, with a variant for each kind of checkpointing."""
+    """Build the law of one scenario, with a law variant for each kind of checkpointing."""
     return scenario_law(
         "checkpointing",
         Scenario(script),

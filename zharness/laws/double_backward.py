@@ -1,4 +1,4 @@
-"""The laws of more than one backward on one graph."""
+"""Define the laws of the group ``double_backward``: several backwards on one graph give plain PyTorch's gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zharness.workload import Batch
 
 
 def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
-    """Run one backward in the spelling that ``variant`` names."""
+    """Run one backward with the function that the law variant names."""
     if variant == "tensor":
         torch.autograd.backward(loss, retain_graph=retain_graph)
     elif variant == "scale":
@@ -40,7 +40,7 @@ def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool)
 
 
 def observe_retained_then_zero_grad(ctx: RankContext) -> None:
-    """Run backward of a loss with a retained graph, zero the gradients, run backward of another loss, and train on."""
+    """Run backward with a retained graph, zero the gradients, run backward of a second loss, and train another step."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     batch = ctx.batch(0)
     ctx.record("params", engine.full_params(), 0)
@@ -60,10 +60,10 @@ def observe_retained_then_zero_grad(ctx: RankContext) -> None:
 
 
 def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the second loss's alone, replay the step, and judge the next micro-batch."""
+    """Compare the gradients with those of the second loss only, and check the step and the next micro-batch."""
 
     def objective(output: Tensor, _batch: Batch) -> Tensor:
-        """Return the second loss, which uses no target."""
+        """Return the second loss, which does not use the batch."""
         return second_loss(output)
 
     second = ctx.compute_local_grads(0, objective=objective)
@@ -83,14 +83,14 @@ def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def retained_same_loss(participant: Participant) -> None:
-    """Run two backwards of one loss, which give exactly twice the gradient: doubling rounds nothing."""
+    """Run two backwards of one loss, which give exactly twice the gradient, because doubling does not round."""
     loss = participant.training_loss()
     torch.autograd.backward(loss, retain_graph=True)
     torch.autograd.backward(loss)
 
 
 def retain_leaks_nothing(participant: Participant) -> NamedTensors:
-    """Run retained backwards, the last of which raises, then zero the gradients and train another micro-batch."""
+    """Run two backwards with retained graphs, the second of which raises, then zero the gradients and train again."""
     loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_second_backward))
     torch.autograd.backward(loss, retain_graph=True)
     raised = backward_raises(loss, True)
@@ -100,7 +100,7 @@ def retain_leaks_nothing(participant: Participant) -> NamedTensors:
 
 
 class RaisesOnSecondBackward(torch.autograd.Function):
-    """Returns its input unchanged; every backward after the first raises DeliberateError."""
+    """An autograd.Function that returns a copy of its input. Every backward after the first raises DeliberateError."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class RaisesOnSecondBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return the gradient unchanged the first time, then raise."""
+        """Return the gradient unchanged in the first backward, and raise DeliberateError in later ones."""
         ctx.backwards += 1
         if ctx.backwards > 1:
             raise DeliberateError
@@ -118,13 +118,13 @@ class RaisesOnSecondBackward(torch.autograd.Function):
 
 
 def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Run ``block`` on an input whose second backward raises."""
+    """Run ``block`` such that the second backward raises DeliberateError after it has run through ``block``."""
     guarded: Tensor = RaisesOnSecondBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(guarded)
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
-    """Run a second backward after a step: plain PyTorch refuses it, because the step wrote its weights."""
+    """Run a second backward after an optimizer step. Plain PyTorch raises, because the step modified the weights."""
     loss = participant.training_loss()
     participant.backward(loss, retain_graph=True)
     participant.step()
@@ -139,7 +139,7 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
 
 
 def gradient_penalty(participant: Participant) -> NamedTensors:
-    """Run backward of an ordinary loss plus a penalty on the input gradient of a loss with curvature."""
+    """Run backward of a loss plus a penalty on the gradient of a nonlinear function with respect to the input."""
     leaf = participant.leaf_inputs()
     output = participant.call(leaf)
     (input_grad,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
@@ -153,7 +153,10 @@ OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 
 
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``loss`` plus the sum of squares of its scaled weight gradients, and the scaled gradients by name."""
+    """Return the loss plus the sum of squares of its weight gradients, and these gradients by name.
+
+    The gradients are multiplied by ``grad_scale`` before they are squared.
+    """
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     raw_grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
     grads = {name: grad_scale * grad for name, grad in zip(weights, raw_grads, strict=True) if grad is not None}
@@ -161,7 +164,10 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 
 
 def weight_penalty(participant: Participant) -> NamedTensors:
-    """Add a penalty on weight gradients to the loss; return those gradients if each rank has its own."""
+    """Run backward of a loss plus a penalty on its weight gradients.
+
+    In the law variant in which weight gradients are those of each rank's own loss, return them.
+    """
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
     torch.autograd.backward(total)
     return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
@@ -172,9 +178,10 @@ WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare gradients with those of all ranks' losses plus a penalty on reduced gradients.
+    """Compare the gradients with those of all ranks' losses plus a penalty on the reduced gradients.
 
-    With the mean over N ranks, the gradients within the penalty are divided by N, and so are the gradients of the sum.
+    If gradients are averaged over N ranks, the gradients in the penalty are divided by N, and so are those of the total
+    loss.
     """
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
@@ -191,7 +198,10 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the plain gradients of all ranks' losses, with a penalty on ``grad_scale`` times their gradients."""
+    """Return plain PyTorch's gradients of the sum of all ranks' losses plus a penalty, multiplied by ``grad_scale``.
+
+    The penalty is the sum of squares of the losses' gradients, which are also multiplied by ``grad_scale``.
+    """
     module = baseline.build_module().to(dtype)
     participants = [
         make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.world_size)
@@ -202,7 +212,7 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
 
 
 def retained_law(script: ScenarioScript, statement: str, *, kept_because: str) -> Law:
-    """Build the law of a scenario that retains a graph."""
+    """Build the law of a scenario in which a backward retains the graph."""
     features = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
     return scenario_law("double_backward", Scenario(script), statement, kept_because=kept_because, features=features)
 

@@ -1,4 +1,4 @@
-"""The laws of a user's model: its configured training, and its own activation checkpointing."""
+"""Define the laws of a user's model: its configured training and its activation checkpointing match plain PyTorch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
 
 
 def build_configured_engine(ctx: RankContext) -> Engine:
-    """Build an engine around the model, with the user's configured training."""
+    """Build an engine around the model with the optimizer, clipping and accumulation that the user configured."""
     training = ctx.training
     return ctx.build_engine(
         optimizer=training.optimizer,
@@ -46,7 +46,7 @@ def build_configured_engine(ctx: RankContext) -> Engine:
 
 
 def observe_configured(ctx: RankContext) -> None:
-    """Train the user's configured training, and record the weights, gradients, norm and state of every step."""
+    """Run the training that the user configured, and record weights, gradients, norm and state in every step."""
     training, owner = ctx.training, select_accumulation_owner(ctx)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     ctx.record("setting", {"own kernels": torch.tensor(own_kernels), "engine": torch.tensor(owner is owner.ENGINE)})
@@ -65,9 +65,10 @@ def observe_configured(ctx: RankContext) -> None:
 
 
 def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step of the configured training from the weights that the engine has before it.
+    """Judge each step of the configured training, starting from the engine's weights before the step.
 
-    If the engine has its own kernels, training.kernels judges its gradients instead.
+    If the engine has its own kernels, its gradients are not compared here, because the law training.kernels judges
+    them.
     """
     yield from compare_initial_weights(ctx)
     for step in range(int(ctx.variant)):
@@ -82,9 +83,9 @@ def judge_configured(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare losses bitwise, and gradients with the mean over micro-batches.
+    """Compare the losses of one step bitwise, and the gradients with the mean over micro-batches and ranks.
 
-    An engine that owns the accumulation may divide the loss or the gradient.
+    If the engine owns the accumulation, it may divide either the loss or the gradient.
     """
     parts, params = ctx.training.accumulation, ctx.rank_records("params", step)[0]
     micros = make_training_run(ctx.training, int(ctx.variant)).micro_steps(step)
@@ -98,7 +99,7 @@ def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
-    """Build the model with its own activation checkpointing enabled. Raises UsageError for a model that has none."""
+    """Build the model and enable its own activation checkpointing. Raise UsageError if the model has none."""
     model: Any = spec.build()
     if not can_checkpoint(model):
         raise UsageError(
@@ -113,19 +114,19 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
 
 
 def can_checkpoint(model: nn.Module) -> bool:
-    """Return whether the model has and supports activation checkpointing in the form of transformers' models."""
+    """Return whether the model supports activation checkpointing with the methods of models in transformers."""
     return callable(getattr(model, "gradient_checkpointing_enable", None)) and bool(
         getattr(model, "supports_gradient_checkpointing", False)
     )
 
 
 def add_checkpointing(spec: ModelSpec, kind: str) -> ModelSpec:
-    """Return ``spec`` with a model that uses its own activation checkpointing."""
+    """Return a copy of ``spec`` whose model uses its own activation checkpointing."""
     return replace(spec, build=partial(build_checkpointed_model, spec, kind))
 
 
 def observe_checkpointing(ctx: RankContext) -> None:
-    """Run backward with the model's own activation checkpointing, and record the loss and the gradients."""
+    """Run backward while the model uses its own activation checkpointing, and record the loss and the gradients."""
     engine = ctx.build_engine_around(add_checkpointing(ctx.spec, ctx.variant).model(ctx.seed))
     engine.backward(ctx.loss(engine, step=0))
     ctx.record("grads", engine.full_grads())
@@ -133,7 +134,7 @@ def observe_checkpointing(ctx: RankContext) -> None:
 
 
 def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch's under the same checkpointing."""
+    """Compare losses and gradients with those of plain PyTorch with the same activation checkpointing."""
     spec = add_checkpointing(ctx.baseline.spec, ctx.variant)
     plain = replace(ctx, baseline=replace(ctx.baseline, spec=spec))
     local = plain.compute_local_grads(step=0)

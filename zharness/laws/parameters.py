@@ -1,4 +1,7 @@
-"""The laws of every kind of parameter, and of changes to parameters after construction."""
+"""Define the laws of the group ``parameters``: every kind of parameter trains as in plain PyTorch.
+
+Some laws change the parameters after the engine was built.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +27,19 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
 def every_kind(participant: Participant) -> None:
-    """Train tied, frozen, unused, empty, tiny, uneven, transposed and shared parameters of three dtypes."""
+    """Train a model with tied, frozen, unused, empty, tiny, transposed and shared parameters of three dtypes."""
     backward(participant.training_loss())
 
 
 def branch(participant: Participant) -> None:
-    """Use a branch in the first forward but not in the second; zero the gradients in between."""
+    """Use a branch of the model in the first forward, zero the gradients, and run a second forward without it."""
     backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
     backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
 
 
 def frozen_and_unfrozen(participant: Participant) -> None:
-    """Change which parameters train after construction, and change it again."""
+    """Freeze and unfreeze parameters after the engine was built, and do so again between two backwards."""
     participant.module.frozen.requires_grad_(True)
     participant.module.twice.requires_grad_(False)
     backward(participant.training_loss())
@@ -47,14 +50,17 @@ def frozen_and_unfrozen(participant: Participant) -> None:
 
 
 def outside_its_module(participant: Participant) -> None:
-    """Read a weight by attribute outside any forward, together with the ordinary loss and alone."""
+    """Run backward of losses that read a weight by attribute, outside any forward.
+
+    The first loss also contains the ordinary training loss.
+    """
     weight = participant.module.first.weight
     backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
     backward(participant.module.by_attribute.weight.sum())
 
 
 def edited(participant: Participant) -> None:
-    """Edit full weights between two micro-batches, by name and by attribute; only rank 0's edits last."""
+    """Edit full weights between two micro-batches, by name and by attribute. Only rank 0's edits are kept."""
     backward(participant.training_loss())
     with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
@@ -64,7 +70,7 @@ def edited(participant: Participant) -> None:
 
 
 def late_submodule(participant: Participant) -> None:
-    """Attach a submodule after construction that uses a parameter of the model, and remove it after backward."""
+    """Add a submodule that uses a parameter of the model after the engine was built, and remove it after backward."""
     late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
     late.weight = dict(participant.module.named_parameters())["first.weight"]
     participant.module.late = nn.Sequential(late, nn.ReLU())
@@ -76,7 +82,7 @@ OTHER_RANKS = "others"
 
 
 def used_on_some_ranks(participant: Participant) -> None:
-    """Take a branch on rank 0 alone, or on all other ranks; then take it on no rank."""
+    """Use a branch of the model only on rank 0, or only on all other ranks; then use it on no rank."""
     with participant.allow_uneven_use():
         backward(
             participant.loss(
@@ -89,7 +95,7 @@ def used_on_some_ranks(participant: Participant) -> None:
 
 
 def sparse(participant: Participant) -> None:
-    """Look up rows of a table several times and in several micro-batches; never look up some rows."""
+    """Train an embedding table in two micro-batches that use some rows several times and other rows never."""
     backward(participant.training_loss())
     backward(participant.training_loss(2))
 
@@ -101,13 +107,13 @@ BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, T
 
 
 def observe_stay_put(ctx: RankContext) -> None:
-    """Train steps that use the branch, skip it, or have no backward."""
+    """Train several steps that use a branch of the model, do not use it, or have no backward."""
     engine = ctx.build_engine(optimizer=ADAMW)
     train_with_branches(ctx, engine)
 
 
 def observe_unfrozen(ctx: RankContext) -> None:
-    """Unfreeze a frozen module after construction, then train steps that use the branch or skip it."""
+    """Unfreeze a module after the engine was built, then train steps with and without a branch of the model."""
     engine = ctx.build_engine(optimizer=ADAMW)
     for parameter in engine.module.frozen.parameters():  # type: ignore[union-attr]
         parameter.requires_grad_(True)
@@ -115,7 +121,7 @@ def observe_unfrozen(ctx: RankContext) -> None:
 
 
 def train_with_branches(ctx: RankContext, engine: Engine) -> None:
-    """Train steps that use the branch or not, and record everything that ``judge_stay_put`` needs."""
+    """Train steps with and without a branch of the model, and record everything that ``judge_stay_put`` compares."""
     for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
         ctx.record_training_state(engine, step)
         batch = ctx.batch(step)
@@ -129,15 +135,16 @@ def train_with_branches(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step by the gradients that the engine reports for the parameters that the plain model uses.
+    """Judge each step with the gradients that the engine reports for the parameters that the plain model uses.
 
-    An engine may report zeros for the other parameters, but must not move them. Other laws judge the gradients.
+    The engine may report zeros for the other parameters, but the step must not change them. Other laws judge the
+    gradients.
     """
     yield from judge_branch_steps(ctx, ctx.baseline.build_module())
 
 
 def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step, and check that the unfrozen parameters had a gradient."""
+    """Judge each step, and check that the parameters of the unfrozen module had gradients."""
     module: Any = ctx.baseline.build_module()
     module.frozen.requires_grad_(True)
     yield from judge_branch_steps(ctx, module)
@@ -146,9 +153,9 @@ def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Comparison]:
-    """Replay each step for the parameters that some rank used; all others must be bitwise unchanged.
+    """Compare each step with AdamW's formula for the parameters that some rank used. Others must not change at all.
 
-    Each parameter's step count is the number of steps that used it.
+    The expected step count of a parameter is the number of steps that used it.
     """
     yield from compare_initial_weights(ctx)
     idle_steps = dict.fromkeys(ctx.baseline.parameter_names, 0)
@@ -161,7 +168,7 @@ def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Compari
 
 
 def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
-    """Return the names of the plain model's parameters that get a gradient, even of zeros, on some rank."""
+    """Return the names of the plain model's parameters that get a gradient on some rank, even if it is zero."""
     module.zero_grad()
     for rank in range(ctx.world_size):
         batch = ctx.baseline.batch(rank, step)
@@ -170,7 +177,7 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
 
 
 def observe_deferred(ctx: RankContext) -> None:
-    """Build the engine around a model on the meta device; record its initial weights and one backward's gradients."""
+    """Build the engine around a model on the meta device, and record its initial weights and gradients."""
     with torch.device("meta"):
         model = ctx.spec.build()
     engine = ctx.build_engine_around(
@@ -183,7 +190,7 @@ def observe_deferred(ctx: RankContext) -> None:
 
 
 def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the initial weights, losses and gradients with those of the eagerly built model."""
+    """Compare the initial weights, losses and gradients with those of the same model built on a real device."""
     yield from compare_initial_weights(ctx)
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
@@ -199,7 +206,10 @@ def parameter_law(
     model: str = "changing",
     variants: tuple[str, ...] = ("",),
 ) -> Law:
-    """Build the law of one scenario. Gradients are averaged where that is exact; other groups sum them."""
+    """Build the law of one scenario.
+
+    Gradients are averaged over ranks if the mean is exact, because the laws of other groups sum gradients.
+    """
     return scenario_law(
         "parameters",
         Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN),

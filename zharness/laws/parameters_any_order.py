@@ -1,4 +1,7 @@
-"""The any-order law of tied, frozen and unused parameters."""
+"""Define the any-order law for a model with tied, frozen and unused parameters.
+
+The law runs a random program of engine verbs and compares the engine after every verb.
+"""
 
 from __future__ import annotations
 

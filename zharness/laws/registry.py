@@ -1,4 +1,4 @@
-"""All laws by name."""
+"""Collect all laws by name, and find laws by name or pattern."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in modul
 
 
 def get_law(name: str) -> Law:
-    """Return the law ``name``. Raises UsageError if there is none."""
+    """Return the law with this name. Raise UsageError if there is no such law."""
     if name not in LAWS:
         raise UsageError.unknown_name("law", name, LAWS, "`zharness list laws` prints every law")
     return LAWS[name]
 
 
 def find_laws(patterns: tuple[str, ...]) -> list[Law]:
-    """Return the laws that match any of the glob ``patterns``; without patterns, all laws.
+    """Return the laws that match any of the glob ``patterns``, or all laws if ``patterns`` is empty.
 
-    Raises UsageError for a pattern that matches no law.
+    Raise UsageError if a pattern matches no law.
     """
     for pattern in patterns:
         if not any(matches_pattern(name, pattern) for name in LAWS):
@@ -58,5 +58,5 @@ def find_laws(patterns: tuple[str, ...]) -> list[Law]:
 
 @cache
 def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a law's name matches a glob, or belongs to the group of that name."""
+    """Return whether the law's name matches the glob ``pattern``, or the law belongs to the group ``pattern``."""
     return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

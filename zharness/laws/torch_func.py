@@ -1,4 +1,4 @@
-"""The laws of torch.func transforms, called on the engine itself."""
+"""Define the laws of the group ``torch_func``: torch.func transforms of an engine give plain PyTorch's results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Transform = Callable[[Call, ModelSpec, Batch], Mapping[str, Tensor]]
 
 
 def grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return torch.func.grad of the loss by the inputs."""
+    """Return torch.func.grad of the loss with respect to the inputs."""
     return {"input": torch.func.grad(lambda inputs: spec.loss(call(inputs), batch.target))(batch.inputs)}
 
 
 def vmap_grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return vmap(grad): one gradient for each sample, stacked."""
+    """Return the stacked per-sample gradients, computed by torch.func.vmap of torch.func.grad."""
 
     def sample_loss(inputs: Tensor, target: Tensor) -> Tensor:
         """Return the loss of one sample."""
@@ -51,26 +51,26 @@ def vmap_grad(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]
 
 
 def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
-    """Return the loss as a function of the inputs."""
+    """Return a function that computes the loss from the inputs."""
     return lambda inputs: spec.loss(call(inputs), batch.target)
 
 
 def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
-    """Return ``call`` together with 1-D, 2-D and batched inputs, by shape."""
+    """Return ``call`` with a 1-D, a 2-D and a 3-D input, by the name of the shape."""
     return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
 
 
 def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient and the value of grad_and_value, and the loss of a forward without transform."""
+    """Return the gradient and value of torch.func.grad_and_value, and the loss of a forward without a transform."""
     gradient, value = torch.func.grad_and_value(make_loss_function(call, spec, batch))(batch.inputs)
     return {"input": gradient, "value": value, "forward": make_loss_function(call, spec, batch)(batch.inputs)}
 
 
 def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient and the auxiliary output of grad of a call with keyword arguments."""
+    """Return the gradient and the auxiliary output of torch.func.grad, for a call with a keyword argument."""
 
     def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the output as auxiliary value."""
+        """Return the loss, and the output as the auxiliary value."""
         output: Tensor = call(x=inputs)
         return spec.loss(output, batch.target), output
 
@@ -80,13 +80,13 @@ def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def vjp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the output of vjp, and the gradient that its pullback computes after the forward has ended."""
+    """Return the output of torch.func.vjp, and the gradient that its function computes after the forward has ended."""
     output, pullback = torch.func.vjp(call, batch.inputs)[:2]
     return {"output": output, "input": pullback(batch.target)[0]}
 
 
 def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return outputs and tangents of forward mode; each input is its own tangent."""
+    """Return the outputs and tangents of torch.func.jvp, where each input is its own tangent."""
     pairs = {
         shape: torch.func.jvp(function, (x,), (x,)) for shape, (function, x) in make_calls_by_shape(call, batch).items()
     }
@@ -95,20 +95,20 @@ def jvp(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def jacrev(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the Jacobian by reverse mode."""
+    """Return the Jacobian of the output, computed by torch.func.jacrev (reverse mode)."""
     return {shape: torch.func.jacrev(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
 
 
 def jacfwd(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the Jacobian by forward mode."""
+    """Return the Jacobian of the output, computed by torch.func.jacfwd (forward mode)."""
     return {shape: torch.func.jacfwd(function)(x) for shape, (function, x) in make_calls_by_shape(call, batch).items()}
 
 
 def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the Hessian by forward over reverse, and by reverse over reverse."""
+    """Return the Hessian, computed by forward over reverse mode and by reverse over reverse mode."""
 
     def sum_of_squares(inputs: Tensor) -> Tensor:
-        """Return the sum of squares of the output."""
+        """Return the sum of the squares of the output."""
         return call(inputs).pow(2).sum()
 
     inputs = batch.inputs[0]
@@ -119,18 +119,18 @@ def hessian(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def vmap(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the model's output, mapped over the samples."""
+    """Return the model's output, computed by torch.func.vmap over the samples."""
     return {"output": torch.func.vmap(call)(batch.inputs)}
 
 
 def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient of this rank's own loss by every parameter, computed with functional_call."""
+    """Return the gradients of this rank's own loss with respect to all parameters, using functional_call."""
     is_engine = isinstance(call, Engine)
     module = call.module if is_engine else call
     weights = call.full_params() if is_engine else {name: p.detach() for name, p in call.named_parameters()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:
-        """Return the loss with these parameters."""
+        """Return the loss of the model with the parameters ``params``."""
         output: Tensor = torch.func.functional_call(module, params, (batch.inputs,))
         return spec.loss(output, batch.target)
 
@@ -138,7 +138,11 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 
 
 def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return two differences that have to be 0: jacrev - single gradients, and vmap(grad) - samples x grad."""
+    """Return two differences that have to be 0.
+
+    The first one is jacrev minus the single rows from autograd.grad. The second one is vmap(grad) minus the number of
+    samples times grad.
+    """
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])
     output = call(leaf)
@@ -149,11 +153,11 @@ def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """A fused linear loss that uses torch.func within its own forward."""
+    """An autograd.Function for a fused linear layer and loss, which uses torch.func in its forward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the loss and save its gradients, computed with grad_and_value."""
+        """Return the loss, and save its gradients, which torch.func.grad_and_value computes."""
 
         def loss(hidden: Tensor, weight: Tensor) -> Tensor:
             """Return the sum of the positive outputs."""
@@ -166,15 +170,15 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the saved gradients times the incoming one."""
+        """Return the saved gradients multiplied by the gradient of the loss."""
         return grads[0] * ctx.hidden, grads[0] * ctx.weight
 
 
 def inside_forward(participant: Participant) -> None:
-    """Use torch.func on a weight in the model's forward, and in a loss outside the forward."""
+    """Train with a torch.func transform of a weight in the model's forward, and with one in a loss outside it."""
 
     def run_block(block: Call, hidden: Tensor) -> Tensor:
-        """Add the fused loss to the block's output."""
+        """Run the block, and add the fused loss to its output."""
         fused: Tensor = FusedLinearLoss.apply(block(hidden), participant.module.shared.weight)  # type: ignore[no-untyped-call]
         return block(hidden) + fused
 
@@ -183,14 +187,14 @@ def inside_forward(participant: Participant) -> None:
 
 
 def through_transforms(participant: Participant) -> None:
-    """Run backward through a vmap of the model, and through a vmap of its gradient."""
+    """Run backward through torch.func.vmap of the model, and through torch.func.vmap of the model's gradient."""
     backward(participant.loss(torch.func.vmap(participant.call)(participant.inputs())))
     by_sample = torch.func.vmap(torch.func.grad(lambda x: participant.call(x).clamp(-4, 4).sum()))(participant.inputs())
     backward(by_sample.sum())
 
 
 def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
-    """Return the offset of each weight's memory from a multiple of ALIGNMENT bytes, for unsharded weights."""
+    """Return, for each unsharded weight, the offset of its memory address from a multiple of ALIGNMENT bytes."""
     weights = ((name, parameter) for name, parameter in module.named_parameters() if not is_dtensor(parameter))
     return {
         name: torch.tensor(weight.data_ptr() % ALIGNMENT)
@@ -200,7 +204,7 @@ def measure_weight_alignment(module: nn.Module) -> dict[str, Tensor]:
 
 
 def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Module:
-    """Return ``module`` with its weights copied to memory of these alignments."""
+    """Return ``module`` after its weights were copied to memory with the offsets in ``alignments``."""
     for name, parameter in module.named_parameters():
         if name in alignments and parameter.shape:
             buffer = torch.empty(parameter.nbytes + 2 * ALIGNMENT, dtype=torch.uint8, device=parameter.device)
@@ -211,12 +215,12 @@ def align_weights(module: nn.Module, alignments: Mapping[str, Tensor]) -> nn.Mod
 
 
 def detach_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Detach all values from their graphs."""
+    """Return the values, detached from their graphs."""
     return {name: tensor.detach() for name, tensor in values.items()}
 
 
 def make_transform_observer(transform: Transform) -> Callable[[RankContext], None]:
-    """Return an observer that applies ``transform``, then trains one window, on engines with accumulation 1 and 4."""
+    """Return an observer that applies ``transform`` and then trains one window, with 1 and with 4 micro-batches."""
 
     def observe(ctx: RankContext) -> None:
         """Record the transformed values, and the losses and gradients of the window."""
@@ -237,10 +241,10 @@ def make_transform_observer(transform: Transform) -> Callable[[RankContext], Non
 
 
 def make_transform_judge(transform: Transform) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Return a judge that compares the transformed values on every rank, and the window trained afterwards."""
+    """Return a judge that compares the transformed values on every rank, and the window trained after the transform."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        """Compare transformed values, losses and gradients with plain PyTorch's."""
+        """Compare the transformed values, the losses and the gradients with those of plain PyTorch."""
         spec = ctx.baseline.spec
         for steps in ACCUMULATIONS:
             if ctx.has_record(f"transformed-{steps}"):
@@ -270,7 +274,7 @@ def transform_law(
     *,
     kept_because: str,
 ) -> Law:
-    """Build the law of one transform."""
+    """Build the law that compares one torch.func transform of an engine with that of a plain model."""
     return Law(
         name=f"torch_func.{name}",
         statement=statement,
@@ -285,7 +289,7 @@ def transform_law(
 
 
 def transform_training_law(script: ScenarioScript, statement: str, *extra_features: Feature, kept_because: str) -> Law:
-    """Build the law of training through a transform."""
+    """Build the law of a scenario in which training uses torch.func transforms."""
     features = (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *extra_features)
     return scenario_law("torch_func", Scenario(script), statement, kept_because=kept_because, features=features)
 

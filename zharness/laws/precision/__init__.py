@@ -1,4 +1,4 @@
-"""The laws of precision: autocast, loss scales, the reduce dtype, master weights and buffers."""
+"""Collect the laws of the group ``precision``, which check dtypes under autocast, loss scaling and master weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The laws of torch_autocast: the dtypes that it chooses, its on and off states, and a user's autocast around it."""
+"""Define laws of torch_autocast: its outputs, losses and gradients equal those under torch.autocast.
+
+The laws also cover a backward or a call of the engine inside the user's own autocast.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ from zharness.workload.user_model import is_user_model
 
 @contextmanager
 def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that collects the dtype of every module's output, by module name, within the block."""
+    """Yield a dictionary to which every forward in the ``with`` block adds the dtypes of all modules' outputs."""
     seen: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Any:
-        """Return the forward hook of one module."""
+        """Return the forward hook that records the output dtype of the module ``name``."""
 
         def save_output_dtype(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            """Save the dtype of the module's output."""
+            """Record the dtype of the module's output."""
             seen[name] = dtype_index(output)
 
         return save_output_dtype
@@ -58,7 +61,7 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def observe_policy(ctx: RankContext) -> None:
-    """Train one step under torch_autocast between two evaluations; record the dtypes of outputs, weights and state."""
+    """Train a step under torch_autocast between two evaluations, and record dtypes of outputs, weights and state."""
     engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
     evaluate(ctx, engine, MICRO_BEFORE_STEP)
     with capture_output_dtypes(engine.module) as dtypes:
@@ -81,14 +84,14 @@ MICRO_BEFORE_STEP, MICRO_AFTER_STEP = 1, 2  # micro-batches of the evaluations b
 
 
 def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
-    """Run a forward without training, and record the dtypes of the modules' outputs."""
+    """Run a forward in eval mode without gradients, and record its loss and the dtypes of the modules' outputs."""
     with eval_mode(engine), torch.no_grad(), capture_output_dtypes(engine.module) as dtypes:
         ctx.loss(engine, micro)
     ctx.record("dtypes", dtypes, micro)
 
 
 def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare output dtypes, losses and gradients with torch.autocast's; weights and state have to be fp32."""
+    """Compare output dtypes, losses and gradients with torch.autocast's, and check that weights and state are fp32."""
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
     with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
         model(batch.inputs)
@@ -118,15 +121,16 @@ AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward
 
 
 def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
-    """Return pairs that say whether forward and backward run under autocast.
+    """Return pairs of booleans that say whether the forward and the backward run under autocast.
 
-    A user's model may take minutes for a forward, so it does not run without any autocast; training.grads covers that.
+    For a user's model, whose forward may take minutes, the pair without autocast is left out, because the law
+    training.grads covers it.
     """
     return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
 
 
 def observe_states(ctx: RankContext) -> None:
-    """Run forward and backward inside and outside autocast, in every combination, and record losses and gradients."""
+    """Run forward and backward inside and outside autocast in every combination, and record losses and gradients."""
     for forward, backward in list_autocast_states(ctx.spec):
         engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS if forward else {})
         loss = ctx.loss(engine, 0, f"loss-{forward}-{backward}")
@@ -137,7 +141,7 @@ def observe_states(ctx: RankContext) -> None:
 
 
 def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch's in the same autocast states."""
+    """Compare losses and gradients with those of plain PyTorch under the same combinations of autocast."""
     safe = low_precision_parameters(ctx.baseline, SAFE_MODULES)
     for forward, backward in list_autocast_states(ctx.baseline.spec):
         expected = compute_baseline_locals(ctx, forward, backward)
@@ -146,9 +150,9 @@ def judge_states(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_nested(ctx: RankContext) -> None:
-    """Call the engine within a user's autocast: of another dtype, disabled, and on an engine without autocast.
+    """Call the engine inside the user's own autocast: with another dtype, disabled, or on an engine without autocast.
 
-    At the end, raise an exception within a forward.
+    At the end, raise an exception in a forward and record the process's global settings before and after it.
     """
     device, inputs = ctx.device.type, ctx.batch(0).inputs
     engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
@@ -175,7 +179,7 @@ def raise_interrupted(hidden: Tensor) -> Tensor:
 
 
 def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare outputs and their dtypes with bf16 autocast's; an exception must not change the process state."""
+    """Compare outputs and their dtypes with bf16 autocast's, and check that an exception changed no global setting."""
     for rank in range(ctx.world_size):
         with torch.autocast("cpu", LOW_DTYPE):
             expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()

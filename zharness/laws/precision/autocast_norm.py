@@ -1,4 +1,4 @@
-"""The law of the gradient norm under torch_autocast."""
+"""Define the law precision.autocast_norm: under torch_autocast, the reported norm equals plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zharness.parity.bounds import mean_and_bound, unit_roundoff
 
 
 def observe_norm(ctx: RankContext) -> None:
-    """Train one clipped step under torch_autocast, and record its gradients and the reported norm."""
+    """Train one step with clipping under torch_autocast, and record the gradients and the reported norm."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS, clip=0.5)
     engine.backward(ctx.loss(engine, 0))
     ctx.record("grads", engine.full_grads())
@@ -37,7 +37,11 @@ def observe_norm(ctx: RankContext) -> None:
 
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the norms: by the triangle inequality they differ by at most the norm of the gradients' bounds."""
+    """Compare the reported norm with that of plain PyTorch's gradients.
+
+    By the triangle inequality, both norms differ by at most the norm of the gradients' bounds, plus the norm's own
+    rounding.
+    """
     expected, low = compute_baseline_locals(ctx), low_precision_parameters(ctx.baseline, SAFE_MODULES)
     yield from judge_reduced_gradients(ctx, "grads", expected, low)
     means, bounds = [], []

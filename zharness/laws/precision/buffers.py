@@ -1,4 +1,4 @@
-"""The law that buffers and frozen parameters keep their dtypes and values."""
+"""Define the law precision.buffers_keep_dtype: buffers and frozen parameters keep their dtypes and values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = 
 
 
 def observe_buffers(ctx: RankContext) -> None:
-    """Train two steps in the variant's precision mode, and record the buffers and weights."""
+    """Train two steps with the precision options that the law variant names, and record the buffers and weights."""
     if ctx.variant == "declared":
         observe_declared_dtypes(ctx)
         return
@@ -59,7 +59,7 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
 
 
 def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the buffers after a step in each claimed dtype with those of the model."""
+    """Check that the buffers after a step in each claimed dtype equal those of the model in dtype and value."""
     wanted = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_buffers())
     steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots]
     for step, rank in product(steps, range(ctx.world_size)):
@@ -70,7 +70,7 @@ def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare dtypes and values of buffers and frozen parameters with those of the model."""
+    """Check that buffers and frozen parameters equal those of the model in dtype and value."""
     if ctx.variant == "declared":
         yield from judge_declared_dtypes(ctx)
         return

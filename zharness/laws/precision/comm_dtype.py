@@ -1,4 +1,4 @@
-"""The law of the reduce dtype."""
+"""Define the law precision.comm_dtype: gradients are reduced in exactly the dtype that is configured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMM_DTYPES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
 
 
 def observe_comm_dtype(ctx: RankContext) -> None:
-    """Run backward on two engines with different reduce dtypes; record their gradients and the elements they sent."""
+    """Run backward on two engines with different reduce dtypes, and record gradients and numbers of sent elements."""
     engines = {
         name: ctx.build_engine(optimizer=ZERO_LR_SGD, options=options) for name, (options, _) in COMM_DTYPES.items()
     }

@@ -1,4 +1,4 @@
-"""Functions that the laws of precision share: dtypes, local gradients, counts of sent elements."""
+"""Define functions that several laws of precision use: dtypes, local gradients, and numbers of sent elements."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SGD = OptimizerSpec(name="sgd", args={"lr": 0.05, "momentum": 0.5})
 
 
 def dtype_index(tensor: Tensor) -> Tensor:
-    """Return a tensor's dtype as a number that can be recorded and compared."""
+    """Return the dtype of ``tensor`` as a number that can be recorded and compared."""
     return scalar(RECORDED_DTYPES.index(tensor.dtype))
 
 
 def compare_values_and_dtypes(
     ctx: JudgeContext, name: str, part: Part, expected: Tensor, actual: Tensor, rank: int
 ) -> Iterator[Comparison]:
-    """Compare a tensor's dtype, and its values bitwise."""
+    """Check that a tensor has the expected dtype and is bitwise equal to the expected tensor."""
     yield compare_bitwise(ctx.location(name, part, rank=rank), dtype_index(expected), dtype_index(actual))
     found = actual if actual.is_floating_point() else actual.double()
     yield compare_bitwise(ctx.location(name, part, rank=rank), expected, found)
@@ -64,12 +64,12 @@ def compute_baseline_local(
 
 
 def compute_baseline_locals(ctx: JudgeContext, forward: bool = True, backward: bool = False) -> list[LocalResult]:
-    """Return the baseline's local results of micro-batch 0, by rank."""
+    """Return the baseline's loss and local gradients on micro-batch 0, for each rank."""
     return [compute_baseline_local(ctx, rank, forward, backward) for rank in range(ctx.world_size)]
 
 
 def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Module], ...]) -> set[str]:
-    """Return the names of the trained parameters that belong to modules of the classes ``safe_modules``."""
+    """Return the names of the trainable parameters that belong to modules of the classes in ``safe_modules``."""
     model = baseline.spec.model(baseline.seed)
     names = {id(p): name for name, p in model.named_parameters()}
     return {
@@ -83,9 +83,9 @@ def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Mod
 def judge_reduced_gradients(
     ctx: JudgeContext, label: str, locals_by_rank: Sequence[LocalResult], low_names: set[str]
 ) -> Iterator[Comparison]:
-    """Compare gradients with the mean over ranks, by the rounding of their reduce dtype.
+    """Compare gradients with the mean over ranks, within the rounding of the dtype in which they are reduced.
 
-    Gradients in ``low_names`` are reduced in bf16, all others in fp32.
+    The gradients of the parameters in ``low_names`` are reduced in bf16, and all others in fp32.
     """
     records = ctx.rank_records(label)
     for name in locals_by_rank[0].grads:
@@ -100,16 +100,19 @@ def judge_reduced_gradients(
 def judge_whole_gradient(
     ctx: JudgeContext, name: str, terms: GradientTerms, records: Sequence[Tensor], dtype: torch.dtype
 ) -> Iterator[Comparison]:
-    """Compare one gradient on every rank with the mean of ``terms``, reduced in ``dtype``."""
+    """Compare one gradient on every rank with the mean of ``terms``, within the rounding of ``dtype``.
+
+    ``dtype`` is the dtype in which the gradient is reduced.
+    """
     mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
     for rank, record in enumerate(records):
         yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)
 
 
 def get_sent_elements(engine: Engine) -> Mapping[str, int]:
-    """Return the elements that the engine sent, by collective and dtype.
+    """Return the number of elements that the engine sent, by collective and dtype.
 
-    Raises EngineContractError if the engine claims to count them and does not.
+    Raise EngineContractError if the engine claims that it counts the elements but does not report the numbers.
     """
     sent = engine.observe().wire
     if isinstance(sent, Absent):
@@ -118,7 +121,7 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
 
 
 def count_sent_elements(engine: Engine, collectives: tuple[str, ...]) -> dict[str, Tensor]:
-    """Count the elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
+    """Return the number of elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
     counts = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
     for key, elements in get_sent_elements(engine).items():
         collective, _, dtype = key.partition(" ")
@@ -131,14 +134,14 @@ REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """Return the names of the parameters that a forward reads under torch.autocast; module ``inner`` disables it."""
+    """Return the names of the parameters that a forward uses under autocast. The module ``inner`` disables autocast."""
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 
 def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
-    """Check that each dtype carried the elements of the named parameters once, plus the padding of shards."""
+    """Check that the elements of the parameters named for each dtype were sent once in it, plus padding of shards."""
     for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)
@@ -158,7 +161,7 @@ def precision_law(
     features: tuple[Feature, ...] = (Feature.AUTOCAST,),
     variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
-    """Build a law of precision on the workload's model ``mixed``."""
+    """Build a law of the group ``precision`` on the model ``mixed``."""
     return Law(
         name=f"precision.{name}",
         statement=statement,

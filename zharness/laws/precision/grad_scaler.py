@@ -1,4 +1,7 @@
-"""The law of fp16's dynamic loss scale."""
+"""Define the law precision.grad_scaler: fp16's dynamic loss scale changes like that of torch.amp.GradScaler.
+
+A step is skipped on all ranks if the gradients of any rank overflow.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
 
 
 class InfiniteFirstColumnGrad(torch.autograd.Function):
-    """Returns its input unchanged; the gradient of its first column becomes infinite."""
+    """An autograd.Function that returns a copy of its input and makes the first column of its gradient infinite."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -54,17 +57,17 @@ class InfiniteFirstColumnGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return the gradient with an infinite first column."""
+        """Return the gradient with its first column replaced by infinity."""
         infinite = grads[0].clone()
         infinite[:, 0] = torch.inf
         return infinite
 
 
 class Overflow(Enum):
-    """The part of a rank's gradients that is infinite in a step.
+    """The part of a rank's gradients that is infinite in one step.
 
-    PART: one row of the first layer and one element of its bias. Where gradients are sharded a single rank owns them,
-    so the others have to be informed that the step is skipped.
+    With PART, only one row of the first layer and one element of its bias are infinite. If gradients are sharded, a
+    single rank owns these elements, so it has to tell the other ranks to skip the step.
     """
 
     NONE = "none"
@@ -73,17 +76,17 @@ class Overflow(Enum):
 
 
 def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
-    """Return the overflow of a step: all gradients of the first rank at step 1, some of the last rank's at step 4."""
+    """Return which gradients overflow: all of the first rank's in step 1, and a part of the last rank's in step 4."""
     return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
 def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow) -> Tensor:
-    """Run the forward of a model or an engine, with the planned overflow of its gradients."""
+    """Run the forward of a model or engine, and make a part of its gradients infinite if ``overflow_kind`` is PART."""
     return model(inputs, through=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
-    """Return ``loss``; times infinity if all of its gradients have to be infinite."""
+    """Return ``loss``, multiplied by infinity if ``overflow_kind`` is WHOLE, so that all gradients overflow."""
     return loss * (torch.inf if overflow_kind is Overflow.WHOLE else 1.0)
 
 
@@ -112,7 +115,11 @@ def observe_scaler(ctx: RankContext) -> None:
 
 
 def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
-    """Save ``engine``, load the checkpoint into ``target`` and return it; record the facts of both. Collective."""
+    """Save a checkpoint of ``engine``, load it into ``target``, and return ``target``.
+
+    The learning rates, loss scale and number of skipped steps of both engines are recorded. Every rank has to call this
+    function.
+    """
     ctx.record("facts", collect_engine_facts(engine), 0)
     with shared_folder() as folder:
         engine.save(folder)
@@ -135,9 +142,10 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
 
 
 def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare loss scale and skipped steps with those of a torch.amp.GradScaler, and replay each step.
+    """Compare loss scale and skipped steps with those of a torch.amp.GradScaler, and judge each optimizer step.
 
-    The scaler unscales a single gradient, which is finite if the plain gradients of all ranks are.
+    The GradScaler gets a single gradient, which is finite in a step if plain PyTorch's gradients are finite on all
+    ranks.
     """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
@@ -171,7 +179,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Iterator[Comparison]:
-    """Compare every group's reported learning rate with the schedule's after ``steps_made`` steps."""
+    """Check that every reported learning rate is that of the schedule after ``steps_made`` steps."""
     wanted = scalar(SCHEDULED_ADAMW.args["lr"] * SCHEDULED_ADAMW.schedule[min(steps_made, STEPS - 1)])
     for rank, record in enumerate(ctx.rank_records("rates", step)):
         for group, rate in record.items():
@@ -181,7 +189,7 @@ def compare_learning_rates(ctx: JudgeContext, step: int, steps_made: int) -> Ite
 
 
 def compare_skipped_step(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
-    """Compare weights and state after a skipped step with those before it."""
+    """Check that a skipped step changed neither master weights nor optimizer state."""
     for label in ("masters", "state"):
         before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
         for name, tensor in before.items():

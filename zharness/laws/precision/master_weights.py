@@ -1,4 +1,4 @@
-"""The law of master weights."""
+"""Define the law precision.master_weights: the optimizer updates master weights, and weights are rounded masters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def observe_masters(ctx: RankContext) -> None:
 
 
 def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Replay the steps in the masters' dtype; compare weights with rounded masters, and gradients with bf16 ones."""
+    """Judge the steps in the dtype of the master weights.
+
+    Weights have to equal rounded master weights, and gradients those of plain PyTorch in bf16.
+    """
     for rank, record in enumerate(ctx.rank_records("accepted")):
         yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), record["invalid"])
     if not ctx.has_record("grads"):
@@ -98,7 +101,7 @@ LOSS_FACTORS = (256.0, 1.0)
 
 
 def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
-    """Return whether the engine refuses these options."""
+    """Return whether the engine raises UsageError for these options."""
     try:
         ctx.build_engine(options=options).close()
     except UsageError:
@@ -107,14 +110,15 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """Return a function that multiplies rank 0's loss by ``factor`` and other losses by 0: no reduction rounds."""
+    """Return a function that multiplies rank 0's loss by ``factor`` and others by 0, so that sums do not round."""
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 
 def observe_fp32_accumulation(ctx: RankContext) -> None:
-    """Run two backwards on bf16 weights whose gradients accumulate in fp32; return if the engine refuses the option.
+    """Run two backwards on bf16 weights whose gradients accumulate in fp32, and record the gradients.
 
-    Plain PyTorch accumulates in the weights' dtype, and so may an engine that refuses the option.
+    Record nothing if the engine refuses the option, because it may then accumulate in the dtype of the weights as plain
+    PyTorch does.
     """
     if ctx.capabilities.refusal(Feature.CALLER_ACCUMULATION) is not None or is_config_refused(
         ctx, FP32_GRAD_ACCUM_OPTIONS
@@ -131,7 +135,10 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
 
 
 def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the accumulated gradients bitwise with float64's, or at three ranks within the bound of the reduction."""
+    """Compare the accumulated gradients bitwise with those computed in float64.
+
+    At world sizes that are not powers of two, compare them within the bound of the reduction.
+    """
     if ctx.has_record("added"):
         low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
         shares = [low_ctx.compute_local_grads(0, weigh=weigh_rank_0_loss(factor)) for factor in LOSS_FACTORS]

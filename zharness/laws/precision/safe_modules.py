@@ -1,4 +1,7 @@
-"""The law of lower_precision_safe_modules."""
+"""Define the law precision.safe_modules: only parameters of the modules listed as safe are reduced in bf16.
+
+The engine option lower_precision_safe_modules lists the classes of these modules.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ SAFE_MODULE_LISTS: Mapping[str, tuple[Mapping[str, Any], tuple[type[nn.Module], 
 
 
 def observe_safe_modules(ctx: RankContext) -> None:
-    """Train one step under torch_autocast, and record the elements that were sent in each dtype."""
+    """Train one step under torch_autocast, and record the number of elements that were sent in each dtype."""
     options, _ = SAFE_MODULE_LISTS[ctx.variant]
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=options)
     before = count_sent_elements(engine, REDUCE_COLLECTIVES)
@@ -50,7 +53,7 @@ def observe_safe_modules(ctx: RankContext) -> None:
 
 
 def judge_safe_modules(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that only safe modules' parameters were reduced in bf16; at stage 3, bf16 has to gather them too."""
+    """Check that only the safe modules' parameters were reduced, and at stage 3 also gathered, in bf16."""
     _, safe = SAFE_MODULE_LISTS[ctx.variant]
     spec = ctx.baseline.spec
     low = low_precision_parameters(ctx.baseline, safe)

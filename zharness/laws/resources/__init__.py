@@ -1,4 +1,4 @@
-"""The laws of resources: bytes stored, sent and gathered, nothing left behind, and how much Python work a step does."""
+"""Collect the laws of the group ``resources``, which count bytes, leaked objects and Python calls of an engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The laws of the bytes that a rank stores, sends and gathers.
+"""Define laws on the bytes that a rank stores, sends and gathers: they obey the formulas of the ZeRO paper.
 
-Formulas: Rajbhandari et al., "ZeRO", sections 5 and 7. Psi: the bytes of one full set of parameters. N: the world size.
+The formulas are in Rajbhandari et al., "ZeRO", sections 5 and 7. In them, psi is the number of bytes of all parameters,
+and N is the world size.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
 
 
 def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare a rank's bytes with psi for parameters, psi for gradients and 2 psi for AdamW's state.
+    """Check a rank's bytes: psi for parameters, psi for gradients, and 2 psi for AdamW's optimizer state.
 
-    From the stage that shards them they are divided by N. Padding and AdamW's step counts are added. Where
-    parameters are sharded, at most two modules' parameters stay gathered between a forward and its backward.
+    These are divided by N at the stages that shard them; padding and AdamW's step counts are added. If parameters are
+    sharded, the parameters of at most two modules may stay gathered between a forward and its backward.
     """
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -74,14 +75,17 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
-    """Return the number of elements of a parameter's largest padded shard, cut evenly or by rows as in the layout."""
+    """Return the number of elements in a parameter's largest padded shard.
+
+    The parameter is cut into equal numbers of elements, or into rows if the engine's layout says so.
+    """
     even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
     declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
     return by_rows if max(declared, default=0) == by_rows else even
 
 
 def observe_comm_volume(ctx: RankContext) -> None:
-    """Record the bytes that one step sends, for each number of micro-batches."""
+    """Record the number of bytes that one step sends, for each number of micro-batches."""
     record_stage(ctx)
     for steps in ACCUMULATIONS:
         engine = ctx.build_engine(
@@ -97,9 +101,10 @@ def observe_comm_volume(ctx: RankContext) -> None:
 
 
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the bytes sent with 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
+    """Check the bytes sent: 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
-    A is the number of micro-batches. Stage 3 sends less than 3A psi if backward does not gather parameters again.
+    A is the number of micro-batches. All of these are multiplied by (N-1)/N, where N is the world size. Stage 3 sends
+    less than 3A psi if backward does not gather the parameters again.
     """
     stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
     ranks = ctx.world_size
@@ -122,7 +127,7 @@ PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collect
 
 
 def observe_gathered_bytes(ctx: RankContext) -> None:
-    """Train two steps with each bucket size, and record the gathered bytes: those that remain, and their peak."""
+    """Train two steps with each bucket size, and record the bytes still gathered at the end, and their peak."""
     record_stage(ctx)
     for bucket in PREFETCH_BUCKET_SIZES:
         zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}
@@ -141,9 +146,9 @@ def observe_gathered_bytes(ctx: RankContext) -> None:
 
 
 def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that nothing stays gathered between steps, and that at most two modules and a bucket ever were.
+    """Check that no bytes are gathered between steps, and that the peak is at most two modules and a bucket.
 
-    Below stage 3, nothing is ever gathered.
+    Below stage 3, the peak has to be 0.
     """
     for bucket in PREFETCH_BUCKET_SIZES:
         padded = (

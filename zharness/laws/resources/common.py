@@ -1,4 +1,4 @@
-"""Functions that the laws of resources share."""
+"""Define functions that several laws of resources use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ ACCUMULATIONS = (1, 2, 3)
 
 
 def require_observation(engine: Engine, attribute: str, kind: type[T]) -> T:
-    """Return an attribute of ``engine.observe()``. Raises EngineContractError if it is absent although claimed."""
+    """Return an attribute of ``engine.observe()``.
+
+    Raise EngineContractError if the attribute is absent although the engine claims it.
+    """
     observed = getattr(engine.observe(), attribute)
     if not isinstance(observed, kind):
         raise EngineContractError(f"observe().{attribute}: {observed.reason}; expected {kind.__qualname__}")
@@ -28,17 +31,17 @@ def require_observation(engine: Engine, attribute: str, kind: type[T]) -> T:
 
 
 def record_stage(ctx: RankContext) -> None:
-    """Record the stage for the judge, because the formulas depend on it."""
+    """Record the stage for the judge, whose formulas depend on it."""
     ctx.record("case", {"stage": torch.tensor(ctx.config.stage)})
 
 
 def read_stage(ctx: JudgeContext) -> int:
-    """Return the recorded stage."""
+    """Return the stage that ``record_stage`` recorded."""
     return int(ctx.rank_records("case")[0]["stage"])
 
 
 def two_largest_modules_bytes(ctx: JudgeContext) -> float:
-    """Return the bytes of the parameters that the two largest modules own."""
+    """Return the number of bytes of the parameters in the two largest modules, without those of their submodules."""
     modules = ctx.baseline.build_module().modules()
     return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
 
@@ -54,7 +57,10 @@ def resource_law(
     *features: Feature,
     **law_fields: Any,
 ) -> Law:
-    """Build a law of resources; ``law_fields`` are further fields of Law. The formulas count the bytes of fp32."""
+    """Build a law of the group ``resources``; ``law_fields`` are further fields of Law.
+
+    The model is in fp32, because the formulas count four bytes for each element.
+    """
     fields = {
         "models": ("mlp",),
         "variants": (Variant(compares_engine_with_itself=True),),

@@ -1,4 +1,7 @@
-"""The law of hook counts: how many Python functions a training calls, by number of parameters and of steps."""
+"""Define the law resources.hook_count: the number of Python calls in a backward is linear in the parameters.
+
+The number of calls must not grow from step to step either.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,33 @@ WARMUP_BACKWARDS = 2
 
 
 class ScalarParameters(nn.Module):
-    """A model of ``count`` parameters of one element, all read in one forward."""
+    """A model with ``count`` parameters of one element, all of which one forward uses."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of inputs times the sum of parameters."""
+        """Return the sum of the inputs multiplied by the sum of the parameters."""
         return x.sum() * torch.cat(list(self.weights)).sum()
 
 
 class CheckpointedLayers(nn.Module):
-    """A model of ``count`` layers of one parameter, each within its own checkpoint."""
+    """A model with ``count`` layers of one parameter each, every one of which is checkpointed separately."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.LayerNorm(2, bias=False) for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run every layer under a checkpoint and return the sum."""
+        """Run every layer with activation checkpointing, and return the sum of the output."""
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         return x.sum()
 
 
 def observe_hook_count(ctx: RankContext) -> None:
-    """Count the Python calls of a backward on models of several sizes, and those of every step of a training."""
+    """Count the Python calls in a backward on models of several sizes, and in every step of a training."""
     for name, model, counts in (
         ("calls", ScalarParameters, PARAMETER_COUNTS),
         ("recomputed", CheckpointedLayers, CHECKPOINT_COUNTS),
@@ -70,7 +73,7 @@ def observe_hook_count(ctx: RankContext) -> None:
     engine = ctx.build_engine_around(ScalarParameters(PARAMETER_COUNTS[0]), optimizer=ZERO_LR_SGD)
 
     def train(inputs: Tensor) -> None:
-        """Train one step."""
+        """Train one optimizer step on ``inputs``."""
         engine.backward(engine(inputs))
         engine.step()
         engine.zero_grad()
@@ -84,11 +87,11 @@ TRAINING_STEPS = 8  # the calls of the last step are compared with those of the 
 
 
 def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
-    """Return the number of Python and C functions that Python code calls during ``function(argument)``."""
+    """Return the number of calls of Python and C functions that Python code makes during ``function(argument)``."""
     seen = 0
 
     def count_call(_frame: FrameType, event: str, _argument: Any) -> None:
-        """Count one profiler event."""
+        """Count a profiler event if it is a call."""
         nonlocal seen
         seen += event in ("call", "c_call")
 
@@ -106,12 +109,13 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 
 
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the number of calls grows linearly with the number of parameters, and of checkpoints.
+    """Check that the number of calls grows linearly with the number of parameters and of checkpoints.
 
-    Between 100 and 1000 parameters the slope may be at most one larger than between 10 and 100; for checkpoints the
-    counts are 10, 30 and 100. With a + bn + cn^2 calls the slopes differ by c times (1000 - 10), for checkpoints by c
-    times (100 - 10), so one call for every pair is far above the limit. One call is allowed because lists and buckets
-    grow in steps. The last step may make fewer than one additional call for each parameter.
+    The slope between 100 and 1000 parameters may be larger than that between 10 and 100 by at most one call per
+    parameter, because lists and buckets grow in steps. For checkpoints, the counts are 10, 30 and 100. If the number of
+    calls were a + bn + cn^2, the slopes would differ by c times (1000 - 10) for parameters and by c times (100 - 10)
+    for checkpoints, so one call for every pair of parameters is far above the limit. The last training step may make
+    fewer additional calls than there are parameters.
     """
     for rank in range(ctx.world_size):
         early, late = (ctx.rank_records("trained", at)[rank]["calls"] for at in (WARMUP_BACKWARDS, TRAINING_STEPS - 1))

@@ -1,4 +1,4 @@
-"""The laws of leaks: what a closed engine leaves behind, and what a longer training accumulates."""
+"""Define laws on leaks: a closed engine leaves no hook or object, and a longer training keeps no more of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTLING_BARRIERS = 8  # more than a backend has threads
 
 
 def observe_close(ctx: RankContext) -> None:
-    """Train, close and delete an engine; then record whether its model is whole, trains alone, and is freed."""
+    """Train, close and delete an engine, and record whether its model is unsharded, trains alone, and is freed."""
     model = ctx.spec.model(ctx.seed)
     left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
     train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
@@ -43,14 +43,14 @@ def observe_close(ctx: RankContext) -> None:
 
 
 def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
-    """Return whether ``value`` is true on every rank. Collective."""
+    """Return whether ``value`` is true on every rank. Every rank has to call this function."""
     flag = torch.tensor(int(value), device=ctx.device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the model is freed, and that a whole model's backward is plain PyTorch's on every rank."""
+    """Check that the model is freed, and that its backward without the engine is plain PyTorch's on every rank."""
     yield from compare_ranks(
         ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
     )
@@ -65,7 +65,7 @@ def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_no_leak(ctx: RankContext) -> None:
-    """Measure this process four times while one engine trains on, and four times while engines are closed."""
+    """Count tensors, threads and files four times while one engine trains, and four times while engines are closed."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     living = [measure_after(partial(train_steps, ctx, engine)) for _ in range(4)]
     engine.close()
@@ -81,25 +81,25 @@ def observe_no_leak(ctx: RankContext) -> None:
 
 
 def measure_after(action: Callable[[], None]) -> dict[str, int]:
-    """Run ``action`` and return the counts of ``measure_process`` afterwards."""
+    """Run ``action``, and return the counts of ``measure_process`` after it."""
     action()
     return measure_process()
 
 
 def train_and_close_engines(ctx: RankContext, count: int) -> None:
-    """Build, train and close ``count`` engines, one after the other."""
+    """Build, train and close ``count`` engines, one after another."""
     for _ in range(count):
         train_and_close(ctx, ctx.build_engine(optimizer=PLAIN_ADAMW))
 
 
 def train_and_close(ctx: RankContext, engine: Engine) -> None:
-    """Train some steps and close the engine."""
+    """Train several steps with ``engine``, and close it."""
     train_steps(ctx, engine)
     engine.close()
 
 
 def train_steps(ctx: RankContext, engine: Engine) -> None:
-    """Train STEPS steps."""
+    """Train ``STEPS`` optimizer steps with ``engine``."""
     for step in range(STEPS):
         batch = ctx.batch(step)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
@@ -108,7 +108,10 @@ def train_steps(ctx: RankContext, engine: Engine) -> None:
 
 
 def measure_process() -> dict[str, int]:
-    """Count the tensors that Python can reach, their bytes, and this process's threads and open files. Collective."""
+    """Count the tensors that Python can reach, their bytes, and this process's threads and open files.
+
+    Every rank has to call this function.
+    """
     for _ in range(SETTLING_BARRIERS):
         # A backend's thread frees a finished collective's tensors only after the next collective.
         dist.barrier()
@@ -123,7 +126,7 @@ def measure_process() -> dict[str, int]:
 
 
 def get_storage(tensor: Tensor) -> tuple[int, int] | None:
-    """Return address and bytes of a tensor's storage; None for a DTensor or sparse tensor, which has none."""
+    """Return the address and size of a tensor's storage, or None for a DTensor or sparse tensor, which has none."""
     try:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
@@ -134,8 +137,8 @@ def get_storage(tensor: Tensor) -> tuple[int, int] | None:
 def judge_no_leak(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the smaller of the last two counts does not exceed the larger of the first two.
 
-    A single count may include a tensor that a backend's thread is about to free; a leak grows with every engine. Only
-    the growth is compared: the totals depend on what the process ran before.
+    A single count may include a tensor that a backend's thread is about to free, while a leak grows with every engine.
+    The counts are compared only with each other, because they depend on what the process ran before.
     """
     for label in ("living", "closed"):
         records = [ctx.rank_records(label, at) for at in range(4)]

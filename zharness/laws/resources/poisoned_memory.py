@@ -1,4 +1,4 @@
-"""The law of fresh memory: a step reads no memory before it has written it."""
+"""Define the law resources.poisoned_memory: a step does not read memory before it has written to the memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zharness.parity import Comparison
 
 @contextmanager
 def poison_fresh_memory() -> Iterator[None]:
-    """Fill fresh memory with NaN within the block, as torch does under deterministic algorithms."""
+    """Fill newly allocated tensors with NaN in the ``with`` block, as torch's deterministic algorithms do."""
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -35,7 +35,7 @@ def poison_fresh_memory() -> Iterator[None]:
 
 
 def observe_poisoned_memory(ctx: RankContext) -> None:
-    """Train and record one step while all fresh memory is filled with NaN."""
+    """Train and record one step while all newly allocated tensors are filled with NaN."""
     with poison_fresh_memory():
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
         train_and_record_step(ctx, engine)
@@ -43,7 +43,7 @@ def observe_poisoned_memory(ctx: RankContext) -> None:
 
 
 def judge_poisoned_memory(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch's, and replay the step."""
+    """Compare losses and gradients with those of plain PyTorch, and check the optimizer step."""
     local = ctx.compute_local_grads()
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))

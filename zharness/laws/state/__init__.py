@@ -1,4 +1,4 @@
-"""The laws of saved state: checkpoints, the full state dict, and files that another program wrote."""
+"""Collect the laws of the group ``state``: checkpoints restore training, and bad files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that the laws of saved state share: training, records, and the step after a load."""
+"""Define functions that several laws of saved state use: training, recording, and the step after a load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESHARD_OPTIMIZER = TRAJECTORY_OPTIMIZERS["adamw"]
 
 
 def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> None:
-    """Make one optimizer step for each of ``steps``; losses are recorded under ``label``."""
+    """Make one optimizer step for each number in ``steps``, and record the losses under a name with ``label``."""
     for step in steps:
         engine.backward(ctx.loss(engine, step, f"loss-{label}"))
         engine.step()
@@ -34,19 +34,19 @@ def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> N
 
 
 def run_eval_forward(ctx: RankContext, engine: Engine, label: str) -> None:
-    """Run a forward in eval mode without gradients, and record its loss under ``label``."""
+    """Run a forward in eval mode without gradients, and record its loss under a name with ``label``."""
     with eval_mode(engine), torch.no_grad():
         ctx.loss(engine, SAVE_STEP, f"evaluated-{label}")
 
 
 def record_snapshot(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
-    """Record weights, masters, optimizer state and engine facts under ``label``."""
+    """Record weights, master weights, optimizer state, learning rates and loss scale under names with ``label``."""
     ctx.record_training_state(engine, step, f"-{label}")
     ctx.record(f"facts-{label}", collect_engine_facts(engine), step)
 
 
 def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
-    """Record the loaded weights and state, make one step, and record the result."""
+    """Record the loaded weights and state, make one step, and record the weights and state after it."""
     record_snapshot(ctx, engine, SAVE_STEP, label)
     engine.backward(ctx.loss(engine, SAVE_STEP, f"loss-{label}"))
     ctx.record(f"grads-{label}", engine.full_grads(), SAVE_STEP)

@@ -1,4 +1,4 @@
-"""The law of the full state dict, which a plain model loads."""
+"""Define the law state.consolidate: a plain PyTorch model can load the full state dict that an engine returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.parity.compare import check_names
 
 
 def observe_consolidate(ctx: RankContext) -> None:
-    """Train one step, record the full state dict, overwrite it with zeros, and run a forward."""
+    """Train one step, record the full state dict, overwrite the state dict with zeros, and run a forward."""
     engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
@@ -32,7 +32,7 @@ def observe_consolidate(ctx: RankContext) -> None:
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each name, the position of the first name whose tensor shares its memory."""
+    """Return, for each name, the position of the first name whose tensor shares memory with the name's tensor."""
     first_positions: dict[int, int] = {}
     return {
         name: torch.tensor(
@@ -43,7 +43,7 @@ def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare names, shapes, tied weights and values, and the loss of a plain model that loads the state dict."""
+    """Check names, shapes, tied weights and values of the state dict, and the loss of a plain model that loads it."""
     plain = ctx.baseline.build_module().state_dict()
     for rank, full in enumerate(ctx.rank_records("full")):
         check_names("full_state_dict", plain, full)

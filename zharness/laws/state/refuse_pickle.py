@@ -1,4 +1,4 @@
-"""The law of malicious checkpoints: a load must not run code that a file carries."""
+"""Define the law state.refuse_pickle: a load must not run code that a malicious checkpoint file contains."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class PickledCommand:
         self._marker = str(marker)
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        """Return the command that unpickling runs."""
+        """Return the function and the arguments that unpickling calls."""
         return os.mkdir, (self._marker,)
 
 
 def observe_refuse_pickle(ctx: RankContext) -> None:
-    """Replace each file of a checkpoint by one that carries a command, and record whether the load raises."""
+    """Replace each file of a checkpoint in turn by one that contains a command, and record whether the load raises."""
     engine = ctx.build_engine()
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
@@ -56,7 +56,7 @@ def observe_refuse_pickle(ctx: RankContext) -> None:
 
 
 def poison_file(content: bytes, marker: Path) -> bytes:
-    """Return a file of the same kind, written by torch.save or a bare pickle, that carries a command."""
+    """Return a file that contains a command, written by torch.save if ``content`` was, and else by pickle."""
     if not zipfile.is_zipfile(io.BytesIO(content)):
         return pickle.dumps(PickledCommand(marker))
     buffer = io.BytesIO()

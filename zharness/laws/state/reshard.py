@@ -1,4 +1,4 @@
-"""The law of resharding: a checkpoint that one stage saved loads at every other stage."""
+"""Define the law state.reshard: a checkpoint that was saved at one stage can be loaded at every other stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.parity import Comparison, Part, Tier
 
 
 def observe_reshard(ctx: RankContext) -> None:
-    """Save a checkpoint, load it at every claimed stage, and record the loaded state and one more step."""
+    """Save a checkpoint, load it at every stage that the engine claims, and record the loaded state and one step."""
     source = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, source, range(SAVE_STEP), "before")
     record_snapshot(ctx, source, SAVE_STEP, "saved")
@@ -37,7 +37,7 @@ def observe_reshard(ctx: RankContext) -> None:
 
 
 def judge_reshard(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights and state that each stage loaded bitwise with the saved ones, and judge its next step."""
+    """Check that each stage loaded the saved weights and state bitwise, and judge its next step."""
     for label in (f"stage{stage}" for stage in range(4)):
         if ctx.has_record(f"params-{label}"):
             for weights in ("params", "masters"):

@@ -1,4 +1,4 @@
-"""The law of resuming: an engine that loads a checkpoint continues like the engine that saved it."""
+"""Define the law state.resume: an engine that loads a checkpoint continues like the engine that saved it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FALLING_SCHEDULE = (
 
 
 def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
-    """Build an engine around a model with a buffer, and in variant "idle" with a parameter that nothing uses."""
+    """Build an engine around a model with a buffer, and in the law variant "idle" with an unused parameter."""
     model = ctx.spec.model(ctx.seed)
     model.register_buffer("seen", torch.zeros(()))
     if ctx.variant == "idle":
@@ -45,7 +45,7 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engi
 
 
 def observe_resume(ctx: RankContext) -> None:
-    """Save an engine, load the checkpoint into another one, and record how both continue."""
+    """Save a checkpoint of one engine, load it into another, and record how both continue training."""
     buffers_differ = ctx.variant == "buffers"  # between ranks, like running statistics
     optimizer = replace(TRAJECTORY_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
@@ -73,10 +73,10 @@ def observe_resume(ctx: RankContext) -> None:
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the resumed engine bitwise with the one that never stopped: loss, weights, state and buffers.
+    """Check that the resumed engine is bitwise equal to the one that continued, in loss, weights, state and buffers.
 
     Saving and loading must not draw random numbers, and saving must not change the engine. The first forward after the
-    load is an evaluation, like the last one before it, and has to use the loaded weights.
+    load is an evaluation, like the last forward before the load, and it has to use the loaded weights.
     """
     yield from compare_process_state(ctx, "switches", range(3))
     yield from compare_records(ctx, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)

@@ -1,4 +1,4 @@
-"""The law of DeepSpeed's universal checkpoint."""
+"""Define the law state.universal: an engine loads DeepSpeed's universal checkpoint, and refuses a damaged one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHECKPOINT_PIECES = ("zero/optimizer_state.pt", "zero/{}/fp32.pt", "zero/{}/exp_
 
 
 def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
-    """Draw the weights and Adam moments of a universal checkpoint, the same on all ranks."""
+    """Return random weights and Adam moments for a universal checkpoint, which are the same on all ranks."""
     generator = torch.Generator().manual_seed(ctx.seed)
     values = {}
     for name, parameter in ctx.spec.model(ctx.seed).named_parameters():
@@ -39,7 +39,10 @@ def make_checkpoint_values(ctx: RankContext) -> dict[str, dict[str, Tensor]]:
 def write_universal_checkpoint(
     folder: Path, values: Mapping[str, Mapping[str, Tensor]], param_groups: Any, step: int, flat: bool
 ) -> None:
-    """Write DeepSpeed's universal layout as ds_to_universal does from stage 3 (``flat``) or from stages 1 and 2."""
+    """Write a universal checkpoint like DeepSpeed's ds_to_universal.
+
+    The files are those of a conversion from stage 3 if ``flat`` is true, and otherwise those from stage 1 or 2.
+    """
     count = torch.tensor(float(step))
     for name, entries in values.items():
         (folder / "zero" / name).mkdir(parents=True)
@@ -56,7 +59,7 @@ def write_universal_checkpoint(
 
 
 def make_param_groups() -> list[dict[str, Any]]:
-    """Return RESHARD_OPTIMIZER's parameter groups at SAVE_STEP, as torch.optim keeps them."""
+    """Return the parameter groups of RESHARD_OPTIMIZER at SAVE_STEP, in the form in which torch.optim stores them."""
     spec = RESHARD_OPTIMIZER
     factor = spec.schedule[min(SAVE_STEP, len(spec.schedule) - 1)]
     overrides: tuple[Mapping[str, Any], ...] = ({}, *(group.overrides for group in spec.groups))
@@ -65,7 +68,7 @@ def make_param_groups() -> list[dict[str, Any]]:
 
 
 def observe_universal(ctx: RankContext) -> None:
-    """Write a universal checkpoint, load it damaged in several ways and then whole, and make one step."""
+    """Write a universal checkpoint, try to load it with several kinds of damage, load it intact, and make one step."""
     values, flat = make_checkpoint_values(ctx), ctx.variant == "flat"
     ctx.record("masters-written", {name: entry["fp32"] for name, entry in values.items()}, SAVE_STEP)
     state = {f"{name}/{key}": entry[key] for name, entry in values.items() for key in ADAM_MOMENTS}
@@ -88,18 +91,21 @@ def observe_universal(ctx: RankContext) -> None:
 
 @contextmanager
 def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
-    """Remove or truncate ``piece`` of ``folder`` within the block. Collective."""
+    """Remove or truncate the file or folder ``piece`` of a checkpoint in the ``with`` block, and restore it afterwards.
+
+    Every rank has to enter this context manager.
+    """
     path, aside = folder / piece, folder / "aside"
 
     def damage_file() -> None:
-        """Move the file aside and write its first half in its place if it is to be truncated."""
+        """Rename the file or folder. If ``damage`` is "truncated", write the first half of the file to its place."""
         path.rename(aside)
         if damage == "truncated":
             content = aside.read_bytes()
             path.write_bytes(content[: len(content) // 2])
 
     def restore_file() -> None:
-        """Put the original file back."""
+        """Move the original file or folder back to its place."""
         path.unlink(missing_ok=True)
         aside.rename(path)
 
@@ -109,7 +115,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 
 
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
-    """Return 1 if loading raises, else 0; record under ``label`` which weights and state changed."""
+    """Return 1 if loading raises an exception, and otherwise 0, and record which weights and state the load changed."""
     before = collect_training_state(engine)
     raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
@@ -119,7 +125,7 @@ def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> 
 
 
 def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that damaged checkpoints are refused and change nothing; judge the intact one and its next step."""
+    """Check that damaged checkpoints are refused and change nothing, and judge the intact one and the next step."""
     for rank, refused in enumerate(ctx.rank_records("refused")):
         for name, raised in refused.items():
             yield compare_bitwise(ctx.location(f"refused/{name}", Part.GATHER, SAVE_STEP, rank), torch.ones(()), raised)

@@ -1,4 +1,4 @@
-"""The laws of ordinary training, in the order in which they are listed and run."""
+"""Collect the laws of the group ``training``, in the order in which they are listed and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of accumulation: several micro-batches, one boundary, one optimizer step."""
+"""Define the law training.accumulation: several micro-batches give their mean gradient and one optimizer step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 
 def observe_accumulation(ctx: RankContext) -> None:
-    """Train windows of several lengths, each on a new engine."""
+    """Train windows with several numbers of micro-batches, each on a new engine."""
     owner = AccumulationOwner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
@@ -49,7 +49,7 @@ def observe_accumulation(ctx: RankContext) -> None:
 
 
 def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_name: str, steps: int) -> None:
-    """Train NUM_BOUNDARIES windows of ``steps`` micro-batches each on a new engine."""
+    """Train NUM_BOUNDARIES accumulation windows of ``steps`` micro-batches each on a new engine."""
     label = f"{optimizer_name}-{steps}"
     clips = (
         optimizer_name == "moving"
@@ -79,11 +79,11 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
 def choose_backward_calls(
     ctx: RankContext, engine: Engine, owner: AccumulationOwner, steps: int
 ) -> Sequence[Callable[[Tensor], object]]:
-    """Return the backward calls that successive windows use in turn.
+    """Return the ways to call backward, which successive windows use in turn.
 
-    If the engine owns the accumulation and division by ``steps`` is exact, ``scale`` is one of them. Division by three
-    rounds: DeepSpeed's scale then rounds the loss differently from its backward, and to none of the results that the
-    judge accepts.
+    One of them is ``engine.scale`` followed by torch's backward if the engine owns the accumulation, claims ``scale``,
+    and division by ``steps`` is exact. If the division rounds, this way is left out, because DeepSpeed's ``scale`` then
+    rounds the loss differently from its ``backward``, and the judge does not accept the result.
     """
     scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
     if owner is AccumulationOwner.ENGINE and scales:
@@ -111,8 +111,8 @@ def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
     """Compare the losses and gradients of one window.
 
-    An engine that owns the accumulation may divide the loss or the gradient. Both are right, but round differently
-    unless the divisor is a power of two, so all gradients have to match one of the two.
+    If the engine owns the accumulation, it may divide either the loss or the gradient. Both are right, but they round
+    differently unless the divisor is a power of two, so all gradients have to match the same one of the two.
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = ctx.rank_records(f"params-{label}", boundary)[0]

@@ -1,4 +1,7 @@
-"""The any-order law of ordinary training."""
+"""Define the any-order law for ordinary training.
+
+The law runs a random program of engine verbs and compares the engine after every verb.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of gradient clipping and the reported norm."""
+"""Define the law training.clip_and_norm: the reported norm is that of all gradients, and clipping uses this norm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 
 
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the norm with that of all gradients, and weights with w - factor x g, with clip_grad_norm_'s factor."""
+    """Compare the norm with that of all gradients, and the weights with ``weight - factor * grad``.
+
+    The factor is that of torch.nn.utils.clip_grad_norm_.
+    """
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]
         factor = yield from judge_clip_factor(ctx, "norm", at, grads, clip)

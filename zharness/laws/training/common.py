@@ -1,4 +1,4 @@
-"""Functions and constants that several laws of training share."""
+"""Define functions and constants that several laws of the group ``training`` use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ STEPS = 2
 
 
 def variation_law(name: str, statement: str, observe: ObserveFunction, judge: JudgeFunction, **law_fields: Any) -> Law:
-    """Build a law that varies one thing in a training; ``law_fields`` are further fields of Law."""
+    """Build a law of the group ``training`` that varies the way in which a model is trained.
+
+    ``law_fields`` are further fields of Law.
+    """
     fields = {
         "tier": Tier.STAGED,
         "models": MODELS[:1],

@@ -1,4 +1,4 @@
-"""The law of a forward without backward."""
+"""Define the law training.forward_alone: a forward without backward does not affect the training around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORWARD_MODES: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
 
 
 def observe_forward_alone(ctx: RankContext) -> None:
-    """Run a forward without backward before each backward and before each step.
+    """Run a forward without backward before each backward and before each step, and record the losses and gradients.
 
     The steps change the weights, so exactness cannot be certified.
     """
@@ -48,7 +48,7 @@ def observe_forward_alone(ctx: RankContext) -> None:
 
 
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare all losses and gradients with plain PyTorch's; no parameter may stay gathered after a forward alone."""
+    """Compare losses and gradients with plain PyTorch's, and check that no parameter stays gathered after a forward."""
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):

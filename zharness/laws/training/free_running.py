@@ -1,7 +1,8 @@
-"""The law of the free run: weights differ from plain PyTorch's by no more than the gradients' differences explain.
+"""Define the law training.free_running: differences between weights are explained by those between gradients.
 
-The judge takes only gradients from the engine, neither state nor weights. It replays all steps from the initial weights
-and propagates the difference between each gradient and plain PyTorch's, which gives the bound.
+The judge uses only the engine's gradients, not its weights or optimizer state. From the initial weights, the judge
+applies the optimizer's formula in all steps. From the difference between each gradient and plain PyTorch's, the judge
+computes a bound on the difference between the engine's weights and the result of the formula.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TRAINING_RUN = TrainingRun(ADAMW, STEPS)
 
 
 def observe_free_running(ctx: RankContext) -> None:
-    """Train some steps, and record the gradients and weights of each."""
+    """Train several steps, and record the gradients and weights of each step."""
     engine = ctx.build_engine(optimizer=ADAMW)
     ctx.record_training_state(engine, 0)
     for step in range(STEPS):
@@ -44,9 +45,9 @@ def observe_free_running(ctx: RankContext) -> None:
 
 
 def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights of every step with the replay from the initial weights.
+    """Compare the weights after every step with those that the optimizer's formula gives from the initial weights.
 
-    Elements whose bound exceeds the distance that they have moved are counted as undetermined.
+    Elements whose bound exceeds the distance by which they have changed are counted as undetermined.
     """
     initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
@@ -77,7 +78,7 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch of initial masters that were rounded to the narrow dtype first."""
+    """Add a hint to a mismatch of initial master weights if they were rounded to the cell's dtype."""
     rounded = torch.equal(weight.to(ctx.dtype).to(actual.dtype), actual)
     return add_hint(comparison, f"they are the initial weights, rounded to {ctx.dtype}") if rounded else comparison
 

@@ -1,4 +1,4 @@
-"""The laws of one backward: reduced gradients, and the gradient of a single rank."""
+"""Define the laws training.grads and training.one_hot_rank: a backward gives the mean of the ranks' gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def observe_grads(ctx: RankContext) -> None:
 
 
 def judge_grads(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses with plain PyTorch's, and gradients with the mean over ranks."""
+    """Compare the losses with plain PyTorch's, and the gradients with the mean over ranks."""
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
@@ -45,7 +45,7 @@ def observe_one_hot_rank(ctx: RankContext) -> None:
 
 
 def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients bitwise on any model: all but one of the summed gradients are zero."""
+    """Check that the gradients are bitwise equal to one rank's, because those of all other ranks are zero."""
     for chosen in range(ctx.world_size):
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
@@ -55,7 +55,7 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def weigh_one_rank(rank_with_loss: int) -> LossWeighting:
-    """Return a function that multiplies the loss of every rank except one by zero."""
+    """Return a function that multiplies the loss of every rank except ``rank_with_loss`` by zero."""
     return lambda loss, rank: loss * float(rank == rank_with_loss)
 
 

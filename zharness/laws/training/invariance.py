@@ -1,4 +1,4 @@
-"""The laws of equality: all ranks agree, and no engine variant changes a number."""
+"""Define the laws of invariance: all ranks have equal state, and engine variants do not change any number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ran
 
 
 def observe_ranks_agree(ctx: RankContext) -> None:
-    """Train some steps; record weights, state, buffers, norm, loss scale and skipped steps after each."""
+    """Train several steps, and record weights, state, buffers, norm, loss scale and skipped steps after each step."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
         engine.backward(ctx.loss(engine, step))
@@ -33,7 +33,10 @@ def observe_ranks_agree(ctx: RankContext) -> None:
 
 
 def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
-    """Return the norm, loss scale and skipped steps that the engine reports, without those that are absent."""
+    """Return the norm, loss scale and number of skipped steps that the engine reports.
+
+    Values that the engine does not report are left out.
+    """
     observations = engine.observe()
     numbers = {
         "norm": engine.grad_norm(),
@@ -48,7 +51,7 @@ def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare every recorded tensor between the ranks."""
+    """Check that every recorded tensor is equal on all ranks."""
     for step in range(STEPS):
         for label in ("params", "state", "buffers", "facts"):
             records = ctx.rank_records(label, step)
@@ -58,7 +61,7 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
-    """Make one step without options, and one for each combination of the engine's variants."""
+    """Make one step without options, and one step for each combination of engine variants."""
     for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.variants)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
@@ -70,7 +73,10 @@ def observe_config_invariance(ctx: RankContext) -> None:
 
 
 def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare gradients with plain PyTorch's, and bitwise with the first engine's if sums have one order."""
+    """Compare gradients with plain PyTorch's, and with those without options.
+
+    The second comparison is bitwise, and is made only if every order of summation gives the same result.
+    """
     local = ctx.compute_local_grads()
     for row in (snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "grads"):
         yield from ctx.compare_reduced_grads("grads", [local], row, ctx.certify_exactness(range(1)))

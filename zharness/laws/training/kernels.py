@@ -1,4 +1,7 @@
-"""The law of kernels: local gradients are as near to float64 as torch's, and reduced gradients are their mean."""
+"""Define the law training.kernels: local gradients are as close to float64 as those that torch's kernels compute.
+
+Reduced gradients have to be the mean of the engine's own local gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ from zharness.parity.compare import attach_plain_values, check_names
 
 
 def observe_kernels(ctx: RankContext) -> None:
-    """Run backward of one rank's loss at a time, which gives its gradient / N, then of all losses together."""
+    """Run one backward for each rank, in which only this rank's loss counts, and one in which all losses count.
+
+    Each of the first backwards gives the local gradient of one rank, divided by the world size.
+    """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for chosen in range(ctx.world_size + 1):
         counts = chosen in (ctx.rank, ctx.world_size)
@@ -31,12 +37,12 @@ def observe_kernels(ctx: RankContext) -> None:
 
 
 def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
-    """Return plain PyTorch's gradient of one rank's micro-batch."""
+    """Return plain PyTorch's gradient of the parameter ``name`` for one rank's micro-batch."""
     return ctx.baseline.run_rank(rank, 0).grads[name]
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare local gradients by tier C, and their reduction by tier S with the mean of the engine's local ones."""
+    """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the local ones."""
     size = ctx.world_size
     engine_grads = []
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""The law of a loss multiplied by a power of two."""
+"""Define the law training.loss_scale_power: multiplying a loss by a power of two multiplies the gradients by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOSS_POWERS = (0, 3, -2)
 
 
 def observe_loss_scale_power(ctx: RankContext) -> None:
-    """Run one backward for each power of two that multiplies the loss."""
+    """Run one backward for each power of two by which the loss is multiplied, and record the gradients."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, power in enumerate(LOSS_POWERS):
         batch = ctx.batch(0)
@@ -27,7 +27,10 @@ def observe_loss_scale_power(ctx: RankContext) -> None:
 
 
 def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare gradients bitwise with the unscaled ones times the power, or within a bound if their order varies."""
+    """Compare gradients bitwise with the power of two times those of the unscaled loss.
+
+    If the order of summation may change from step to step, compare them with the baseline within a bound.
+    """
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], exact=ctx.certify_exactness(range(1)))
     for at, power in enumerate(LOSS_POWERS):
         # DDP rebuilds its buckets after the first backward, and then adds in another order.

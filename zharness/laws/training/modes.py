@@ -1,4 +1,4 @@
-"""The law of modes: dropout, running statistics, and training and evaluation mode."""
+"""Define the law training.modes: dropout, batch norm statistics and eval mode behave as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def observe_modes(ctx: RankContext) -> None:
 
 
 def get_training_modes(engine: Engine) -> dict[str, Tensor]:
-    """Return each module's training flag, by name."""
+    """Return a dictionary from the name of each module to its training flag."""
     return {f"mode of {name}": torch.tensor(float(module.training)) for name, module in engine.module.named_modules()}
 
 
 def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses, gradients, buffers, the random numbers that dropout draws, and the mode of every module.
+    """Compare losses, gradients, buffers, the random state after dropout, and the training flag of every module.
 
-    If the engine claims that ranks keep their own running statistics, those of every rank are compared in every step;
-    else, after step 0, only those of rank 0.
+    If the engine claims that ranks keep their own running statistics, those of every rank are compared in every step.
+    Otherwise, after step 0, only those of rank 0 are compared.
     """
     ranks_keep_buffers = bool(ctx.rank_records("case")[0]["own"])
     buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
@@ -83,7 +83,7 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> Iterator[Comparison]:
-    """Compare the buffers after a training forward, and the evaluation after the step that follows."""
+    """Compare the buffers after a training forward, and the evaluation after the next optimizer step."""
     yield from compare_buffers(ctx, rank, step, buffers)
     for name, mode in ctx.rank_records("modes", step)[rank].items():
         yield compare_bitwise(ctx.location(name, Part.FORWARD, step, rank), torch.tensor(0.0), mode)
@@ -96,7 +96,7 @@ def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[s
 
 
 def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> nn.Module:
-    """Return the plain model with the weights recorded at ``step`` and these buffers."""
+    """Return the plain model with the weights recorded at ``step`` and with ``buffers``."""
     module = ctx.baseline.build_module(ctx.rank_records("params", step)[rank])
     module.load_state_dict(dict(buffers), strict=False)
     return module
@@ -104,7 +104,7 @@ def load_recorded_baseline(ctx: JudgeContext, rank: int, step: int, buffers: Map
 
 @torch.no_grad()
 def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) -> Tensor:
-    """Return the plain loss of one rank's micro-batch."""
+    """Return the plain model's loss on one rank's micro-batch."""
     batch = ctx.baseline.batch(rank, micro)
     return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch)
 

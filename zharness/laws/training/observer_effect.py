@@ -1,4 +1,4 @@
-"""The law of the observer effect: reading an engine's state does not change its training."""
+"""Define the law training.looked_at: reading an engine's state does not change its training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 2
 
 
 def observe_looked_at(ctx: RankContext) -> None:
-    """Train two engines alike, one of which is queried between all calls."""
+    """Train two engines in the same way, and read everything from one of them between all calls."""
     unseen, seen = ctx.build_engine(optimizer=ADAMW), ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
         unseen.backward(ctx.loss(unseen, step, "loss-unseen"))
@@ -41,7 +41,7 @@ def observe_looked_at(ctx: RankContext) -> None:
 
 
 def query_engine(engine: Engine) -> None:
-    """Read everything that an engine can report at any time. Collective."""
+    """Read everything that an engine can report at any time. Every rank has to call this function."""
     engine.full_params()
     engine.full_optimizer_state()
     engine.layout()
@@ -50,7 +50,7 @@ def query_engine(engine: Engine) -> None:
 
 
 def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare both engines bitwise: their settings, collectives and summation orders are the same."""
+    """Compare both engines bitwise, because their settings, collectives and orders of summation are the same."""
     for step in range(STEPS):
         yield from compare_records(ctx, "loss-unseen", "loss-seen", step, step, Part.FORWARD)
         yield from compare_records(ctx, "grads-once", "grads-twice", step, step, Part.REDUCTION)

@@ -1,4 +1,4 @@
-"""The laws of the reduction: sum or mean over ranks, and no_sync."""
+"""Define the laws of the reduction: gradients are summed or averaged over ranks; no_sync postpones the reduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zharness.parity import Comparison
 
 
 def observe_sum_or_mean(ctx: RankContext) -> None:
-    """Run one backward with each reduction, sum and mean."""
+    """Run one backward with each reduction, sum and mean, and record the loss and the gradients."""
     for reduction in Reduction:
         engine = ctx.build_engine(reduction=reduction)
         engine.backward(ctx.loss(engine, 0, f"loss-{reduction.value}"))
@@ -24,7 +24,7 @@ def observe_sum_or_mean(ctx: RankContext) -> None:
 
 
 def judge_sum_or_mean(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean and with the sum over ranks."""
+    """Check that the mean reduction gives the mean of the ranks' gradients, and the sum reduction their sum."""
     local, exact = ctx.compute_local_grads(), ctx.certify_exactness(range(1))
     yield from ctx.compare_reduced_grads("grads-mean", [local], exact=exact)
     yield from ctx.compare_reduced_grads("grads-sum", [local], exact=exact, scale=ctx.world_size)
@@ -38,9 +38,9 @@ FINAL_WINDOW = range(10, 11)
 
 
 def observe_no_sync(ctx: RankContext) -> None:
-    """Train two windows with no_sync blocks, abandon two windows, raise in a block, and train one more window.
+    """Train two windows with no_sync blocks, discard two windows, raise in a block, and train one more window.
 
-    Anything that the abandoned windows or the exception leave behind shows in the last gradients.
+    If the discarded windows or the exception leave anything in the engine, the last gradients are wrong.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, (first, second, third, last) in enumerate(WINDOWS):
@@ -64,7 +64,7 @@ def observe_no_sync(ctx: RankContext) -> None:
 
 
 def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of each window with the mean of all its micro-batches."""
+    """Compare the gradients of each window with the mean over all its micro-batches and ranks."""
     for at, steps in enumerate((*WINDOWS, FINAL_WINDOW)):
         yield from ctx.compare_reduced_grads(
             "grads", [ctx.compute_local_grads(step) for step in steps], at, ctx.certify_exactness(steps)

@@ -1,4 +1,7 @@
-"""The law of several backwards before one step, of several losses or in windows that the engine counts."""
+"""Define the law training.several_backwards: the gradients of all backwards before a step add up.
+
+The variants run several losses in each micro-batch, or discard windows in which the engine counts micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ ABANDONED_WINDOWS = (
 
 
 def observe_several_backwards(ctx: RankContext) -> None:
-    """Run two forwards and three backwards of three losses before one step, or a variant of it."""
+    """Run two forwards and three backwards of three losses before one step, or the steps of another law variant."""
     if ctx.variant:
         (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
         return
@@ -45,7 +48,7 @@ def observe_several_backwards(ctx: RankContext) -> None:
 
 
 def observe_window(ctx: RankContext) -> None:
-    """Run two losses and backwards in each micro-batch of a window that the engine counts."""
+    """Run backward of two losses in each micro-batch of a window whose micro-batches the engine counts."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -63,7 +66,7 @@ def observe_window(ctx: RankContext) -> None:
 
 
 def observe_abandoned_windows(ctx: RankContext) -> None:
-    """Twice, abandon a window after its first micro-batch, then train a full window."""
+    """Discard a window after its first micro-batch, train a full window, and do both again."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -82,7 +85,7 @@ def observe_abandoned_windows(ctx: RankContext) -> None:
 
 
 def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the state recorded within the first window with that of an optimizer that has not stepped."""
+    """Check that the optimizer state recorded within a window is zero, because no step was made yet."""
     for rank, record in enumerate(ctx.rank_records("state")):
         for name, tensor in record.items():
             comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(tensor), tensor)
@@ -90,7 +93,7 @@ def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the window after an abandoned one: only its own micro-batches count, not those before zero_grad."""
+    """Check that the gradients of a window contain only its own micro-batches, not those of a discarded window."""
     yield from judge_no_step_made(ctx)
     for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
         micros = [ctx.compute_local_grads(step) for step in steps]
@@ -98,7 +101,7 @@ def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of the window; before its second micro-batch the optimizer must not step."""
+    """Compare the gradients of the window, and check that no step was made before its second micro-batch."""
     yield from judge_no_step_made(ctx)
     losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
     yield from ctx.compare_reduced_grads(
@@ -110,12 +113,15 @@ def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def second_objective(output: Tensor, _batch: Batch) -> Tensor:
-    """Return the second loss, which uses no target."""
+    """Return the second loss, which does not use the batch."""
     return second_loss(output)
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of all losses before the step, and of the backward after it, or judge the variant."""
+    """Compare the gradients before the step with the sum over all losses, and those of the backward after it.
+
+    For another law variant, call the judge of this variant.
+    """
     if ctx.variant:
         yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)
         return

@@ -1,4 +1,7 @@
-"""The law of a single SGD step: every weight moves by its gradient, and layout() describes the shards."""
+"""Define the law training.sgd_step: SGD subtracts the gradient from each weight, and layout() describes the shards.
+
+The learning rate is 1. The engine must not change the process's global settings or random generators.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
 
 
 def observe_sgd_step(ctx: RankContext) -> None:
-    """Make one step on ranks whose random generators differ, and record each rank's shards before and after it."""
+    """Make one step while the ranks' random generators differ, and record each rank's shards before and after it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
@@ -42,10 +45,10 @@ def observe_sgd_step(ctx: RankContext) -> None:
 
 
 def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
-    """Return this rank's elements, flat, of every parameter whose module holds a shard.
+    """Return this rank's shards as flat tensors, by the name of the parameter.
 
-    A shard is a DTensor, or a tensor of another shape than the whole parameter. Empty tensors are skipped: their
-    elements are stored elsewhere.
+    A shard is a DTensor, or a tensor whose shape is not that of the full parameter. Empty tensors are left out, because
+    the parameter's elements are then stored elsewhere.
     """
     full_params = engine.full_params()
     named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in full_params}
@@ -58,7 +61,7 @@ def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Replay the step; judge the process state, the layout and the contents of the shards."""
+    """Judge the optimizer step, the process state, the layout and the contents of the shards."""
     yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "masters"))
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
     yield from compare_process_state(ctx, "switches", range(5))
@@ -84,7 +87,7 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
     """Compare each rank's shard with the elements that the layout assigns to the rank.
 
-    Fewer than N elements of padding may follow, where N is the world size.
+    The shard may end in fewer than N elements of padding, where N is the world size.
     """
     weights = ctx.rank_records("masters", step)[0]
     for rank, record in enumerate(ctx.rank_records("shards", step)):

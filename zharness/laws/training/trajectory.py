@@ -1,7 +1,8 @@
-"""The laws of the trajectory: each optimizer step is judged alone, from the engine's numbers before it.
+"""Define the laws of optimizer steps: each step equals torch.optim's formula, applied to the engine's numbers.
 
-Two correct summation orders drift apart by more than any bound within a few free-running steps. So each step is teacher
-forced: the baseline starts from the engine's weights, and the replay from the engine's weights, gradients and state.
+Two correct orders of summation drift apart by more than any bound within a few steps. So each step is judged by teacher
+forcing: the baseline starts from the engine's weights, and the optimizer's formula from the engine's weights, gradients
+and state.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ OTHER_STEPS = 2
 
 
 def observe_trajectory(ctx: RankContext) -> None:
-    """Train the variant's optimizer for several steps."""
+    """Train several steps with the optimizer that the law variant names."""
     observe_training_run(ctx, TRAJECTORY_RUNS[ctx.variant])
 
 
 def observe_optimizers(ctx: RankContext) -> None:
-    """Train the variant's optimizer, or for variants of several optimizers one engine with each."""
+    """Train with the optimizer that the law variant names, or with one engine for each of its optimizers."""
     if ctx.variant in OPTIMIZER_RUNS:
         observe_training_run(ctx, OPTIMIZER_RUNS[ctx.variant])
         return
@@ -80,7 +81,10 @@ def observe_optimizers(ctx: RankContext) -> None:
 
 
 def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
-    """Train, zeroing gradients between forward and backward as many callers do, and record what the engine reports."""
+    """Train several steps and record what the engine reports, with zero_grad between forward and backward.
+
+    Many training loops call zero_grad there.
+    """
     engine = ctx.build_engine(optimizer=run.optimizer, clip=run.clip)
     for step in range(run.steps):
         ctx.record_training_state(engine, step)
@@ -97,12 +101,12 @@ def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
 
 
 def judge_trajectory(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge every step of the variant's training."""
+    """Judge every step of the training that the law variant names."""
     yield from judge_training_run(ctx, TRAJECTORY_RUNS[ctx.variant])
 
 
 def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge every step of the variant's training, or of each of its optimizers."""
+    """Judge every step of the training that the law variant names, or every step with each of its optimizers."""
     if ctx.variant in OPTIMIZER_RUNS:
         yield from judge_training_run(ctx, OPTIMIZER_RUNS[ctx.variant])
         return
@@ -114,7 +118,7 @@ def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparison]:
-    """Judge each step from the engine's own weights, gradients and state."""
+    """Judge each step, starting from the engine's weights, gradients and optimizer state."""
     yield from compare_initial_weights(ctx)
     for step in range(run.steps):
         params = ctx.rank_records("params", step)[0]
