@@ -51,10 +51,9 @@ def explain_mismatch(
     mismatch: Mismatch,
     reduce_dtype: torch.dtype,
 ) -> tuple[Part, str]:
-    """Return the part of the training step and the hint for the first known fault that would give the numbers in
-    ``actual``.
+    """Return the part of the step and the hint that belong to the first known fault that would give ``actual``.
 
-    If no known fault gives them, return ``Part.LOCAL_GRADIENT`` and an empty hint.
+    If no known fault gives these numbers, return ``Part.LOCAL_GRADIENT`` and an empty hint.
     """
     for what, losses in suspects.items():
         suspected = [term for row in losses for term in row]
@@ -81,8 +80,9 @@ def explain_mismatch(
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Map each subset of (rank, micro-step) terms whose mean a known fault would return to the fault's part and
-    description.
+    """Map each subset of terms whose mean a known fault would return to the fault's part and description.
+
+    A subset is a tuple of (rank, micro-step) pairs.
     """
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
@@ -102,9 +102,7 @@ def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...
 
 
 def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, reduce_dtype: torch.dtype) -> bool:
-    """Return whether ``actual`` equals ``factor`` times the mean of ``terms``, within the rounding bound of
-    ``reduce_dtype``.
-    """
+    """Return whether ``actual`` equals ``factor`` times the mean of ``terms``, up to rounding in ``reduce_dtype``."""
     mean, bound = mean_and_bound(list(terms), reduce_dtype, actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
@@ -129,10 +127,10 @@ def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
 
 
 def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
-    """Return the factor that fits ``actual`` to the mean of ``terms`` by least squares, or None if no factor explains
-    the error.
+    """Return the factor that fits ``actual`` best to the mean of ``terms``, or None if no factor explains the error.
 
-    A factor explains the error if it leaves at most the share ``MAX_UNEXPLAINED_ERROR`` of it.
+    The fit is by least squares. A factor explains the error if it leaves at most the share ``MAX_UNEXPLAINED_ERROR`` of
+    it.
     """
     mean, _ = mean_and_bound(list(terms), actual.dtype)
     got = actual.double()

@@ -32,8 +32,7 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plain model of ``spec``, with weights initialized from ``seed``, and its micro-batches for ``world_size``
-    ranks.
+    """The plain model of ``spec``, with weights initialized from ``seed``, and the batches of ``world_size`` ranks.
 
     Batches, and parameters that require a gradient, are converted to ``dtype``. Backward runs on the loss times
     ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is 1).
@@ -57,9 +56,7 @@ class Baseline:
 
     @property
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
-        """Return the dtype of each parameter in the model that ``spec`` builds, before any conversion to
-        ``self.dtype``.
-        """
+        """Return the dtype of each parameter in the model that ``spec`` builds, before any conversion to ``dtype``."""
         return read_parameter_dtypes(self.spec, self.seed)
 
     def build_module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -156,8 +153,7 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 
 
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
-    """Return float64 copies of ``model`` and ``batch``; with ``take_abs``, every number is replaced by its absolute
-    value.
+    """Return float64 copies of ``model`` and ``batch``; with ``take_abs``, replace every number by its absolute value.
     """
     wide = copy.deepcopy(model).double()
     # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.

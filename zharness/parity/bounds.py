@@ -22,9 +22,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def subnormal(dtype: torch.dtype) -> float:
-    """Return the distance between neighbouring subnormal numbers of ``dtype``, which is the largest error of an
-    underflow.
-    """
+    """Return the distance between neighbouring subnormal numbers of ``dtype``: the largest error of an underflow."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
@@ -83,8 +81,7 @@ def means_in_torch_orders(
 def mean_and_bound(
     terms: list[Tensor], dtype: torch.dtype, result_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the float64 mean of ``terms`` (all of one shape) and a bound on the error of computing the mean in
-    ``dtype``.
+    """Return the float64 mean of ``terms`` (all of one shape) and a bound on the error of a mean computed in ``dtype``.
 
     In any order of summation, |error| <= gamma(n) * mean|terms|, plus one subnormal step for each operation. The n + 1
     roundings are the conversion of the terms to ``dtype``, n - 1 additions and the division. If the result is stored in
@@ -99,11 +96,11 @@ def mean_and_bound(
 
 
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
-    """Return a float32 upper limit of the bound of ``mean_and_bound`` for ``scale`` times ``terms``, which is cheaper
-    to compute.
+    """Return an upper limit, cheap to compute, of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
 
-    ``mean`` is the computed mean. Use this function only for numbers that are known to be right, for which the size of
-    the bound is merely reported. The factor 1.001 covers the rounding of this computation itself.
+    The limit is in float32. ``mean`` is the computed mean. Use this function only for numbers that are known to be
+    right, for which the size of the bound is merely reported. The factor 1.001 covers the rounding of this computation
+    itself.
     """
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
@@ -145,15 +142,11 @@ class BoundedTensor:
         return BoundedTensor(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
 
     def maximum(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the elementwise maximum of two values; its error is the larger of the two errors, since nothing is
-        rounded.
-        """
+        """Return the elementwise maximum, whose error is the larger of the two errors, since nothing is rounded."""
         return BoundedTensor(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
 
     def clamp(self, lower: float, upper: float) -> BoundedTensor:
-        """Return the value clamped to [``lower``, ``upper``]; clamped elements also get the rounding error of the
-        limits.
-        """
+        """Return the value clamped to [``lower``, ``upper``]; clamped elements also get the limits' rounding error."""
         limits = torch.tensor([lower, upper], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
         inside = (self.value > lower) & (self.value < upper)
         return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
@@ -184,22 +177,17 @@ class BoundedTensor:
         return self._with_rounding(self.value * other.value, carried)
 
     def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the quotient; its error is infinite where the error of ``other`` is at least the absolute value of
-        ``other``.
-        """
+        """Return the quotient; its error is infinite where the error of ``other`` reaches the size of ``other``."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
         return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
     def sqrt(self) -> BoundedTensor:
-        """Return the square root; an error e of a becomes at most e / sqrt(a), or sqrt(e) if a < e, plus one rounding.
-        """
+        """Return the square root; an error e of a becomes at most e / sqrt(a), or sqrt(e) if a < e."""
         value = self.value.sqrt()
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
-        """Return ``value`` with ``carried_error``, the error from its operands, plus the rounding of one operation in
-        ``dtype``.
-        """
+        """Return ``value`` with ``carried_error``, the error of its operands, plus one rounding to ``dtype``."""
         error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

@@ -1,5 +1,4 @@
-"""Tier C: judge gradients that an engine computes with its own kernels by how far torch's own gradients are from
-float64.
+"""Tier C: judge gradients of an engine's own kernels by how far the gradients of torch's kernels are from float64.
 
 The oracle is the plain model's gradient in float64, computed from the same rounded weights and inputs. The error of an
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
@@ -42,17 +41,14 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the limits of the
-    error.
-    """
+    """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the error limits."""
 
     oracle: Grads
     units: Grads
     limits: ErrorStatistics
 
     def normalized_errors(self, grads: Grads) -> dict[str, Tensor]:
-        """Return, for each gradient in ``grads``, its difference from the float64 gradient divided by the unit ``s``.
-        """
+        """Return, for each gradient in ``grads``, its difference from the float64 gradient in units of ``s``."""
         return {name: (grads[name].double() - truth) / self.units[name] for name, truth in self.oracle.items()}
 
 
@@ -119,17 +115,14 @@ def error_statistics(calibration: Calibration, grads: Grads) -> ErrorStatistics:
 
 
 def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
-    """Return |f - 1| for the factor f that best fits the gradient ``name`` to the oracle's, with elements in units of
-    ``s``.
-    """
+    """Return |f - 1| for the factor f that best fits the gradient ``name`` to the oracle, in units of ``s``."""
     weighed = calibration.oracle[name] / calibration.units[name]
     norm = float(weighed.square().sum())
     return abs(float((calibration.normalized_errors(grads)[name] * weighed).sum())) / norm if norm else 0.0
 
 
 def compare_calibrated(location: TensorLocation, calibration: Calibration, grads: Grads) -> Comparison:
-    """Compare one rank's local gradients with the oracle's; report the worst element of the worst tensor as the
-    mismatch.
+    """Compare one rank's local gradients with the oracle; the mismatch is the worst element of the worst tensor.
 
     In the result, ``location.name`` is replaced by the name of the worst tensor. ``smallest_detectable`` is the
     smallest scale error of one tensor that is certain to be detected.

@@ -68,9 +68,7 @@ def single_term_mean_exactness(
 
 
 def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
-    """Return whether every element of the flat ``grad``, times ``factor`` (a power of two), is representable in
-    ``dtype``.
-    """
+    """Return whether every element of the flat ``grad`` times ``factor``, a power of two, is a number of ``dtype``."""
     pieces = (grad[start : start + CHUNK_ELEMENTS] for start in range(0, grad.numel(), CHUNK_ELEMENTS))
     if grad.dtype == dtype:
         return all(torch.equal(piece * factor / factor, piece) for piece in pieces)
@@ -81,11 +79,11 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 def certify_exactness(
     baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
 ) -> Exactness:
-    """Return whether all gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact in
-    ``dtype``.
+    """Return whether the gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact.
 
-    ``objective`` computes the loss (None: the loss of the model's spec); it must be linear in the output, with integer
-    coefficients. For a model with random weights the answer is no, without a reason.
+    Exact means that nothing is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
+    spec); it must be linear in the output, with integer coefficients. For a model with random weights the answer is no,
+    without a reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
@@ -96,9 +94,7 @@ def certify_exactness(
 
 
 def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
-    """Return what ``certify_exactness`` returns for a model with integer weights, after checking each rank and
-    micro-step.
-    """
+    """Return what ``certify_exactness`` returns for a model with integer weights, without using the cache."""
     terms = baseline.world_size * len(steps)
     micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
     if not is_power_of_two(terms) or all(
@@ -117,8 +113,7 @@ certify_exact_model_cached = lru_cache(maxsize=1024)(
 
 
 def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
-    """Return whether one rank's gradients are exact, and would still be exact when ``terms`` such gradients are summed.
-    """
+    """Return whether one rank's gradients are exact, and whether a sum of ``terms`` such gradients is exact too."""
     batch, model = baseline.batch(rank, step), baseline.build_module()
     samples = len(batch.inputs)
     if not is_power_of_two(samples) or not all(
@@ -140,10 +135,9 @@ def is_integral(tensor: Tensor) -> bool:
 
 
 def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> float:
-    """Return the largest number among activations, their gradients, parameter gradients and the loss of one forward and
-    backward.
+    """Return the largest activation, activation gradient and parameter gradient of one forward and backward.
 
-    The caller passes a model and a batch of absolute values, so that this number bounds every partial sum.
+    The caller passes a model and a batch of absolute values, so that the result bounds every partial sum.
     """
     seen: list[Tensor] = []
 
