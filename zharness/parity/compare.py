@@ -234,7 +234,8 @@ def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, in
 
 
 def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
-    """Return the number of ULPs between ``actual`` and ``expected`` rounded to ``dtype``; -1 if either is not finite.
+    """Return the distance in ULPs between ``expected``, rounded to ``dtype``, and ``actual``; -1 if one is not
+    finite.
     """
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1

@@ -76,8 +76,7 @@ def read_process_conditions() -> ProcessConditions:
 
 
 def find_replaced_functions() -> Iterator[str]:
-    """Yield a description of each replaced function, such as ``torch.nn.functional.linear replaced by deepspeed.x.y``.
-    """
+    """Describe replaced functions of torch, such as ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
     for owner, holder in TORCH_NAMESPACES.items():
         if vars(holder) == _clean_namespaces.get(owner):
             continue

@@ -41,9 +41,7 @@ class HeatMap(TypedDict):
 
 
 class ShardRange(TypedDict):
-    """The range of elements of a flattened parameter that ``rank`` owns, from ``start`` up to but not including
-    ``stop``.
-    """
+    """The range of flat elements of a parameter that ``rank`` owns, from ``start`` up to but not including ``stop``."""
 
     rank: int
     start: int
@@ -72,9 +70,7 @@ class LayerRatio(TypedDict):
 
 
 class TrainingCurve(TypedDict):
-    """One number (such as the loss) for each training step, from the engine and from a plain model that is trained
-    separately.
-    """
+    """One number per training step, such as the loss, from the engine and from a plain model trained separately."""
 
     engine: list[JsonNumber]
     baseline: list[JsonNumber]

@@ -56,12 +56,12 @@ class ModuleDivergences:
 
 
 class TensorVisitor(Protocol):
-    """The interface of an object that receives each tensor that enters or leaves a module, and may replace the tensor.
-    """
+    """The interface of an object that receives, and may replace, each tensor that enters or leaves a module."""
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
-        """Return the tensor that replaces ``tensor``; ``location`` describes where the tensor enters or leaves a
-        module.
+        """Return the tensor that replaces ``tensor``.
+
+        ``location`` names the module and says which of its inputs or outputs ``tensor`` is.
         """
 
 
@@ -105,8 +105,7 @@ def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDi
 
 
 class VisitTensor(torch.autograd.Function):
-    """An autograd function that passes a tensor and its gradient to a visitor, and returns the visitor's replacements.
-    """
+    """An autograd function that passes a tensor and its gradient to a visitor and returns the replacements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, visitor: TensorVisitor, location: str) -> Tensor:
@@ -171,8 +170,9 @@ def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 
 def find_divergences(model: nn.Module, trace: Trace, run: Callable[[], object]) -> ModuleDivergences:
-    """Find the first tensors of ``model`` that differ from ``trace``, while ``run()`` repeats the traced forward and
-    backward.
+    """Find the first tensors of ``model`` that differ from ``trace`` while ``run()`` is executed.
+
+    ``run()`` repeats the forward and the backward that were traced.
     """
     feeder = TraceFeeder(trace)
     with visiting_tensors(model, feeder):

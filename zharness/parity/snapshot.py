@@ -106,7 +106,7 @@ class EvidenceWriter:
         self._file.close()
 
     def _write_tensor(self, tensor: Tensor) -> TensorEntry:
-        """Append the bytes of ``tensor`` to the file and return its dtype, its shape and the position of its first
+        """Append the bytes of ``tensor`` to the file; return its dtype, its shape and the position of its first
         byte.
         """
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
