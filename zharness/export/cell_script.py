@@ -83,9 +83,7 @@ def has_junctions(cell: Cell, claims: Capabilities) -> bool:
 
 
 def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities) -> ScriptSettings:
-    """Return the constants of a cell's script; ``salt`` is mixed into the hash from which the cell's seed is
-    derived.
-    """
+    """Return the constants of a cell's script; ``salt`` is mixed into the hash that gives the cell's seed."""
     zeros = claims.refusal(Feature.NO_GRADIENT) is not None
     if steps.scenario is not None:
         zeros = zeros and steps.scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED

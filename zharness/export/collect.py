@@ -111,8 +111,7 @@ class DefinitionCollection:
     _aliases: dict[tuple[str, ast.AST], tuple[str, str]] = field(default_factory=dict)
 
     def add(self, module: str, name: str) -> str:
-        """Collect the definition ``name`` of ``module`` and all definitions that it uses; return its name in the
-        script.
+        """Collect the definition ``name`` of ``module`` and all that it uses; return its name in the script.
 
         The name stays the same unless a definition of another module already has it. In that case the module's name is
         added as a prefix, and a number as well if the prefixed name exists too.
@@ -168,9 +167,7 @@ class DefinitionCollection:
         return is_same
 
     def _make_alias(self, module: str, name: str, statement: ast.stmt) -> str:
-        """Return a new name for a definition whose name another definition has; every call returns the same new
-        name.
-        """
+        """Return a new name for a definition whose name is taken; later calls return the same new name."""
         if (module, statement) not in self._aliases:
             known = (
                 self.provided
@@ -189,9 +186,7 @@ class DefinitionCollection:
         return self._aliases[module, statement][1]
 
     def render_expression(self, module: str, node: ast.AST) -> str:
-        """Return the text of the syntax node ``node`` of ``module``, after collecting all definitions that the node
-        uses.
-        """
+        """Return the text of the syntax node ``node`` of ``module``, after collecting all that the node uses."""
         here = read_source(module)
         original = replace_nodes(here.text, node, [])
         changes = [*self._find_replacements(here, node, find_free_names(original))]
@@ -225,9 +220,7 @@ class DefinitionCollection:
                     yield used, used.id, called
 
     def _resolve_name(self, module_source: ModuleSource, name: str) -> str:
-        """Collect the definition or import to which ``name`` refers in ``module_source``; return its name in the
-        script.
-        """
+        """Collect the definition or import to which ``name`` refers, and return its name in the script."""
         if name in module_source.package_imports and module_source.package_imports[name][1]:
             return self.add(*module_source.package_imports[name])
         if name in module_source.definitions:
@@ -263,8 +256,9 @@ def resolve_definition(module: str, name: str) -> tuple[str, str]:
 
 
 def resolve_module_attribute(module_source: ModuleSource, value: str, name: str) -> tuple[str, str] | None:
-    """Return the module and the name to which ``value.name`` refers; None if ``value`` is not a module of this
-    package.
+    """Return the module and the name to which ``value.name`` refers.
+
+    Return None if ``value`` is not a module of this package.
     """
     if value not in module_source.package_imports:
         return None
@@ -278,9 +272,7 @@ def resolve_module_attribute(module_source: ModuleSource, value: str, name: str)
 
 
 def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, str]]) -> str:
-    """Return the source text of ``node``, including decorators, in which some inner nodes are replaced by other
-    text.
-    """
+    """Return the source text of ``node``, including decorators, with some inner nodes replaced by other text."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:

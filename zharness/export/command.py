@@ -47,8 +47,7 @@ class ExportOptions:
 
 
 def export(text: str, options: ExportOptions, get_environment: GetEnvironment, run_script: RunScript | None) -> int:
-    """Write the script of the cell whose id is ``text``; return 1 if the script does not show the cell's verdict, else
-    0.
+    """Write the script of the cell ``text``; return 1 if the script does not show the cell's verdict, else 0.
 
     ``run_script(path)`` runs a script and returns its verdict; if it is None, the script is not verified. Raises
     UsageError for a cell that cannot be written as a script.

@@ -234,9 +234,7 @@ def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, in
 
 
 def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
-    """Return the distance in ULPs between ``expected``, rounded to ``dtype``, and ``actual``; -1 if one is not
-    finite.
-    """
+    """Return the distance in ULPs from ``expected``, rounded to ``dtype``, to ``actual``; -1 if one is not finite."""
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1
     first, second = (torch.tensor([value], dtype=torch.float64).to(dtype) for value in (expected, actual))

@@ -106,9 +106,7 @@ class EvidenceWriter:
         self._file.close()
 
     def _write_tensor(self, tensor: Tensor) -> TensorEntry:
-        """Append the bytes of ``tensor`` to the file; return its dtype, its shape and the position of its first
-        byte.
-        """
+        """Append the bytes of ``tensor`` to the file; return its dtype, its shape and the position of its bytes."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         start = self._length
         self._file.write(flat.numpy().data)
