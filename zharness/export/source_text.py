@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 
 def split_imports(text: str) -> tuple[list[str], str]:
-    """Return the imports at the top of ``text``, each as a statement that imports one name, and the rest of the
-    text.
-    """
+    """Return the imports at the top of ``text``, one statement for each name, and the rest of the text."""
     tree, found, last = ast.parse(text), [], 0
     for statement in tree.body:
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):

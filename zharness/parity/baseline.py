@@ -153,8 +153,7 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 
 
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
-    """Return float64 copies of ``model`` and ``batch``; with ``take_abs``, replace every number by its absolute value.
-    """
+    """Return float64 copies of ``model`` and ``batch``; if ``take_abs`` is set, every number is made positive."""
     wide = copy.deepcopy(model).double()
     # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.
     set_experts = getattr(wide, "set_experts_implementation", None)
