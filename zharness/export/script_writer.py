@@ -159,9 +159,7 @@ class ScriptWriter:
             self.collection.add(PROTOCOL_MODULE, name)
 
     def add_definition(self, definition: type | Callable[..., Any]) -> str:
-        """Collect a class or function of this package and all definitions that it uses; return its name in the
-        script.
-        """
+        """Collect a class or function of this package and all that it uses; return its name in the script."""
         return self.collection.add(definition.__module__, definition.__name__)
 
     def render_script(
@@ -227,9 +225,7 @@ class ScriptWriter:
         return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
 
     def render_constants(self, settings: ScriptSettings, used_text: str) -> str:
-        """Return the text that defines the constants; of the engine's claims, it contains only those that
-        ``used_text`` reads.
-        """
+        """Return the text that defines the constants, including those claims of the engine that ``used_text`` reads."""
         claims = settings.claims
         features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", used_text)))]
         refused = {feature.name: claims.refusal(feature) for feature in features if claims.refusal(feature) is not None}
@@ -260,9 +256,7 @@ class ScriptWriter:
         return "\n".join(lines)
 
     def render_formulas(self, used_text: str) -> str:
-        """Return the text of FORMULAS, a dictionary of the update formulas of the optimizers that ``used_text``
-        names.
-        """
+        """Return the text of FORMULAS, which contains the formulas of the optimizers that ``used_text`` names."""
         named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
         for used in (BoundedTensor, step_hyperparameters):
             self.add_definition(used)

@@ -56,11 +56,10 @@ MAX_SEARCH_BATCHES = 40  # batches of random programs to try; the time limit usu
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """The facts that identify a failure: the verdict, the part of the step or the exception type, and the hint or
-    message.
+    """The facts that identify a failure: verdict, part of the step or exception type, and hint or message.
 
-    ``detail`` is the hint or the message. Numbers and names are removed from ``detail``, since they depend on the
-    model.
+    ``failure_kind`` is the part of the step or the exception type. ``detail`` is the hint or the message, from which
+    numbers and names are removed, since they depend on the model.
     """
 
     verdict: Verdict
@@ -68,9 +67,7 @@ class FailureSignature:
     detail: str = ""
 
     def can_match(self, other: FailureSignature) -> bool:
-        """Return whether ``other`` may be the same failure; an empty ``detail`` of this signature matches any
-        ``detail``.
-        """
+        """Return whether ``other`` may be the same failure; if ``detail`` is empty, it matches any other detail."""
         return (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind) and self.detail in (
             "",
             other.detail,
@@ -136,8 +133,9 @@ class MatchingProgramRunner(ProgramRunner):
         self.program_count = 0
 
     def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
-        """Return the outcome of ``programs`` if it matches the wanted failure or is an error of the harness, else a
-        pass.
+        """Return the outcome of ``programs``, or a pass if they fail in another way than the wanted one.
+
+        An error of the harness is always returned.
         """
         if time.monotonic() > self.deadline:
             return PASS_OUTCOME
