@@ -66,8 +66,7 @@ def _checkout_cache(checkout: Checkout) -> Path:
 
 
 def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Path:
-    """Fill ``folder`` with a package that links to the checkout's files and contains the generated file; return
-    ``folder``.
+    """Fill ``folder`` with links to the checkout's files and with the generated file, and return ``folder``.
 
     ``name`` and ``text`` are the name and the content of the generated file. The caller has to hold the build lock.
     """
@@ -91,9 +90,7 @@ def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Pat
 
 
 def _is_current(package: Path, entries: dict[str, Path], name: str, text: str) -> bool:
-    """Return whether ``package`` contains exactly the links to ``entries``, and the file ``name`` with the content
-    ``text``.
-    """
+    """Return whether ``package`` has exactly the links to ``entries``, and a file ``name`` that contains ``text``."""
     if not (package / name).is_file() or (package / name).read_text() != text:
         return False
     links = {link.name: link.readlink() for link in package.iterdir() if link.is_symlink()}

@@ -25,11 +25,11 @@ from zharness.run.record import Verdict
 
 
 def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[str]:
-    """Return the releases as ``--engine`` spells them, such as ``deepspeed==0.18.8`` or, for a checkout,
-    ``deepspeed@PATH``.
+    """Return the releases as ``--engine`` spells them, such as ``deepspeed==0.18.8`` or ``deepspeed@PATH``.
 
-    If ``releases`` is empty, return the engine's name, which means the installed release. With ``newest``, the newest
-    release on the package index is added; raises UsageError if the index cannot be read.
+    In ``releases``, a text that starts with ``@`` is the path of a checkout. If ``releases`` is empty, return the
+    engine's name, which means the installed release. With ``newest``, the newest release on the package index is added;
+    raises UsageError if the index cannot be read.
     """
     spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
     if newest:

@@ -1,6 +1,4 @@
-"""Compare cells over releases: find where a law starts or stops holding, and which cells changed since an earlier
-run.
-"""
+"""Compare cells over releases: find where a law starts or stops holding, and which cells changed between runs."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def run_releases(release_engines: Iterable[str], request: Request, run_request: 
 
 
 def list_cells(columns: Iterable[ReleaseRecords]) -> list[Cell]:
-    """Return all cells that were run on at least one release, in the order in which they were run."""
+    """Return all cells that have a record on at least one release, in the order of the records."""
     return list(dict.fromkeys(cell for column in columns for cell in column.records))
 
 

@@ -40,9 +40,7 @@ def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
 
 
 def describe_cells(same_cells: Sequence[Cell]) -> str:
-    """Describe a group of cells: a single cell by its stage, world size, dtype and model, several by number and
-    stages.
-    """
+    """Describe a group of cells: a single cell by the rest of its id, several cells by their number and stages."""
     if len(same_cells) == 1:
         (cell,) = same_cells
         return cell.id.removeprefix(f"{cell.law}[{cell.engine_label}-").removesuffix("]")
