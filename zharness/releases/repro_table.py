@@ -95,9 +95,7 @@ _COLUMN_VERDICTS = (
 
 
 def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerdict]) -> str:
-    """Return the releases whose verdict is in ``verdicts``; if there are several verdicts, add each release's
-    verdict.
-    """
+    """Return the releases whose verdict is in ``verdicts``, each with its verdict if there are several verdicts."""
     return ", ".join(
         f"{result.repro.engine} {result.release}" + (f": {result.verdict.value}" if len(verdicts) > 1 else "")
         for result in results

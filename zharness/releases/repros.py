@@ -289,8 +289,9 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
 
 
 def get_distribution(engine: str) -> str:
-    """Return the package whose release determines which bugs ``engine`` has. Raises UsageError for an unknown
-    engine.
+    """Return the package whose release determines which bugs ``engine`` has.
+
+    Raises UsageError for an unknown engine.
     """
     return _UNREGISTERED_ENGINES.get(engine) or registry.info(engine).distribution
 
@@ -337,8 +338,9 @@ def _is_available(engine: str, installed_version: str | None) -> bool:
 
 
 def _parse_version(text: str) -> Version:
-    """Return ``text`` as a version without its local version (after ``+``). Raises InvalidVersion if it is not a
-    version.
+    """Return ``text`` as a version without its local version (after ``+``).
+
+    Raises InvalidVersion if ``text`` is not a version.
     """
     return Version(text.partition("+")[0])
 
@@ -352,8 +354,9 @@ def _is_version(text: str) -> bool:
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Return the environment variables that make gloo use the loopback interface, so that no host name has to
-    resolve.
+    """Return the environment variables that make gloo use the loopback interface.
+
+    With this interface, gloo works even if the host name does not resolve.
     """
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
