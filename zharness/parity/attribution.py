@@ -122,7 +122,7 @@ def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Ten
 
 
 def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
-    """Return whether a sum of ``terms`` terms has no rounding bound in ``dtype``."""
+    """Return whether ``terms`` is so large that a sum of this number of terms has no rounding bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 

@@ -75,7 +75,7 @@ class Baseline:
         return model
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Return the micro-batch of ``rank`` at micro-step ``step``, in the baseline's dtype."""
+        """Return the micro-batch of ``rank`` at micro-step ``step``, converted to the baseline's dtype."""
         return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
     def compute_output(self, model: nn.Module, batch: Batch) -> Any:
@@ -153,7 +153,10 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 
 
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
-    """Return float64 copies of ``model`` and ``batch``; if ``take_abs`` is set, every number is made positive."""
+    """Return float64 copies of ``model`` and ``batch``.
+
+    If ``take_abs`` is set, every number in the copies is replaced by its absolute value.
+    """
     wide = copy.deepcopy(model).double()
     # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.
     set_experts = getattr(wide, "set_experts_implementation", None)

@@ -175,7 +175,7 @@ def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation)
 
 
 def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> bool:
-    """Return whether ``comparison`` belongs to the step and part of ``location``."""
+    """Return whether ``comparison`` has the same step and the same part of the step as ``location``."""
     return comparison.location is not None and (comparison.location.step, comparison.location.part) == (
         location.step,
         location.part,

@@ -137,7 +137,7 @@ def run_both(base: str, change: str, request: Request, run_request: RunRequest) 
 
 
 def restrict_to_cells(request: Request, changes: Sequence[Change]) -> Request:
-    """Return ``request`` restricted to the cells of ``changes``."""
+    """Return a copy of ``request`` that runs only the cells of ``changes``."""
     return replace(request, patterns=tuple(change.after.cell.id for change in changes))
 
 
