@@ -17,10 +17,10 @@ TRUNCATION_NOTICE = "\n\n... cut here: a step's summary has at most 1 MiB\n"
 
 
 def append_section(title: str, *parts: str) -> None:
-    """Append a heading and Markdown parts to the file that GITHUB_STEP_SUMMARY names; do nothing if it is unset.
+    """Append a heading and Markdown parts to the file that GITHUB_STEP_SUMMARY names; do nothing if it is not set.
 
-    Text beyond the size limit is cut at the end of a line, with a notice. If the file cannot be written, print a
-    message to standard error: a missing summary must not change the command's exit status.
+    A text that exceeds the size limit is cut at the end of a line, and a notice is added. If the file cannot be
+    written, a message is printed to standard error, since a missing summary must not change the command's exit status.
     """
     file_name = os.environ.get(SUMMARY_VARIABLE)
     if not file_name:
@@ -36,7 +36,10 @@ def append_section(title: str, *parts: str) -> None:
 
 
 def truncate_markdown(text: str, max_bytes: int) -> bytes:
-    """Return ``text`` in UTF-8, cut at the end of a line to ``max_bytes`` with a notice; empty if no line fits."""
+    """Return ``text`` in UTF-8, cut at the end of a line so that it has at most ``max_bytes`` bytes.
+
+    If ``text`` was cut, a notice is added. The result is empty if no line fits.
+    """
     whole = text.encode("utf-8", "replace")
     if len(whole) <= max_bytes:
         return whole
@@ -49,7 +52,10 @@ def truncate_markdown(text: str, max_bytes: int) -> bytes:
 
 
 def list_open_blocks(text: str) -> list[str]:
-    """Return the lines that close the code fence and <details> blocks open at the end of ``text``, innermost first."""
+    """Return the lines that close the code fence and the <details> blocks that are still open at the end of ``text``.
+
+    The line that closes the innermost block comes first.
+    """
     fence, details_count = "", 0
     for line in text.splitlines():
         if line.startswith("```") and not line.strip("`"):
@@ -60,11 +66,11 @@ def list_open_blocks(text: str) -> list[str]:
 
 
 def render_code_block(text: str) -> str:
-    """Return ``text`` as a Markdown code block; its fence is longer than any run of backticks in the text."""
+    """Return ``text`` as a Markdown code block, whose fence is longer than any run of backticks in ``text``."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}" if text else ""
 
 
 def render_details(heading: str, text: str) -> str:
-    """Return ``text`` as a code block inside a collapsed <details> element; "" for an empty text."""
+    """Return ``text`` as a code block in a collapsed <details> element, or "" if ``text`` is empty."""
     return f"<details><summary>{heading}</summary>\n\n{render_code_block(text)}\n\n{DETAILS_END}" if text else ""

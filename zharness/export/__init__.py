@@ -1,1 +1,1 @@
-"""Export a cell as a stand-alone script, and shrink a failing cell to the smallest that fails in the same way."""
+"""Export a cell as a stand-alone script, and shrink a failing cell to the smallest cell that fails in the same way."""

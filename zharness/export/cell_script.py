@@ -1,4 +1,4 @@
-"""Render the script of one cell: model, engine and law as text, next to plain PyTorch or the law's own judge."""
+"""Render the script of one cell: the text of model, engine and law, with plain PyTorch or the law's own judge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zharness.workload.user_model import is_user_model, parse_user_model_name
 
 
 def render_cell_script(record: Record, claims: Capabilities, name: str) -> Script:
-    """Return the script that shows the cell of ``record``, for a file called ``name``.
+    """Return the script that reproduces the verdict of ``record``; the docstring calls the script's file ``name``.
 
     Raises UsageError if the cell's engine or configuration cannot be written as a script.
     """
@@ -59,10 +59,10 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
 
 
 def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
-    """Return whether the script needs the law's own judge, because a short script's plain side is not enough.
+    """Return whether the script has to contain the law's own judge, because comparing with plain PyTorch is not enough.
 
-    The plain side runs in fp32 or bf16 without autocast and bounds a reduction in the cell's dtype; under other
-    settings it would reject a right engine.
+    A short script runs plain PyTorch in fp32 or bf16 without autocast, and bounds a reduction in the cell's dtype.
+    Under other settings it would reject an engine that is right.
     """
     options, facts = engine_options(cell, claims), configuration_for(cell.engine_variant)
     if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):
@@ -73,17 +73,17 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
 
 
 def render_model(name: str, writing: ScriptWriter) -> str:
-    """Return the text that defines SPEC, the model of the script."""
+    """Return the text that defines the constant SPEC of the script, which is the ModelSpec of the model ``name``."""
     return render_user_model(writing, name) if is_user_model(name) else render_registered_model(writing, name)
 
 
 def has_junctions(cell: Cell, claims: Capabilities) -> bool:
-    """Return whether the plain model needs the engine's junctions in its autograd graph."""
+    """Return whether the plain model needs junctions, the autograd nodes that the engine adds around modules."""
     return claims.junctions is not None and is_user_model(cell.model)
 
 
 def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities) -> ScriptSettings:
-    """Return the constants of a cell's script; ``salt`` is the salt of the cell's seed."""
+    """Return the constants of a cell's script; ``salt`` is mixed into the hash that gives the cell's seed."""
     zeros = claims.refusal(Feature.NO_GRADIENT) is not None
     if steps.scenario is not None:
         zeros = zeros and steps.scenario.unused_grads is UnusedGrads.NONE_IF_CLAIMED
@@ -114,10 +114,10 @@ MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
 
 
 def extract_signature(record: Record, is_judged: bool = False) -> str:
-    """Return the text in the script's output that identifies the failure: exception message or wrong tensor's name.
+    """Return the text in the script's output that identifies the failure: an exception's message or a tensor's name.
 
-    If the record has neither, as for a violated protocol, any wrong number identifies it. With ``is_judged`` the script
-    contains the law's own judge, so an exception that the judge raises counts too.
+    If the record has neither, as for an engine that breaks the protocol, the signature matches any wrong number. With
+    ``is_judged``, the script contains the law's own judge, so an exception that the judge raises counts too.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     wrong = record.divergence
@@ -132,7 +132,7 @@ def extract_signature(record: Record, is_judged: bool = False) -> str:
 
 
 def render_registered_model(writing: ScriptWriter, name: str) -> str:
-    """Return the definition of a registered model, with its batches and its loss."""
+    """Return the definition of SPEC for a model of this package, including its batches and its loss."""
     module = models.__name__
     writing.add_definition(ModelSpec)
     writing.collection.add(module, "SAMPLES")
@@ -146,7 +146,7 @@ def render_registered_model(writing: ScriptWriter, name: str) -> str:
 
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:
-    """Return the definition of a user's model, which the script imports."""
+    """Return the definition of SPEC for a user's model, which the script imports from the user's module."""
     writing.collection.add(models.__name__, "SAMPLES")
     for used in (ModelSpec, find_draw):
         writing.add_definition(used)
@@ -161,7 +161,7 @@ def render_user_model(writing: ScriptWriter, name: str) -> str:
 
 
 def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Capabilities) -> Iterator[str]:
-    """Yield the pieces of text that define the law's steps."""
+    """Yield the parts of the script that define the steps of the law."""
     function = steps.function
     writing.add_definition(function)
     if steps.kind in (StepsKind.OBSERVER, StepsKind.SELF_COMPARISON):
@@ -189,7 +189,7 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
 
 
 def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bool:
-    """Return whether the script compares bitwise.
+    """Return whether the script demands bitwise equality, because no number in the cell is rounded.
 
     Sums of integers are exact, and their mean is exact if the number of ranks is a power of two.
     """
@@ -205,7 +205,7 @@ def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bo
 
 
 def dedent_call(text: str) -> str:
-    """Remove the indentation that a multi-line call had in its source file."""
+    """Remove from a multi-line call the indentation that the call has in its source file."""
     lines = text.splitlines()
     margin = len(lines[-1]) - len(lines[-1].lstrip())
     return "\n".join([lines[0], *(line[margin:] for line in lines[1:])])

@@ -1,10 +1,8 @@
 """Collect definitions of this package, and all definitions that they use, as the source text of a script.
 
-The script then works without the package.
-
-A definition is a function, a class or an assignment at module level. What it uses is read from its syntax tree: names
-of its own module, names imported from this package, and attributes of imported modules of this package. Other packages
-are imported by the script.
+The script then works without the package. A definition is a function, a class or an assignment at module level. The
+syntax tree of a definition shows what the definition uses: names of its own module, names imported from this package,
+and attributes of imported modules of this package. The script imports other packages.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _TOOL_COMMENT = re.compile(r"  # (type: ignore|noqa)[^\n]*")  # comments for lin
 
 @dataclass(frozen=True)
 class ModuleSource:
-    """The text of a module, its definitions by name, and its imports by the name that they bind."""
+    """The source text of a module, its definitions by name, and its imports by the name that they bind."""
 
     module: str
     text: str
@@ -40,7 +38,7 @@ class ModuleSource:
 
 @cache
 def read_source(module: str) -> ModuleSource:
-    """Import, read and parse a module."""
+    """Import the module called ``module``, parse its source text, and return its definitions and imports."""
     imported: ModuleType = importlib.import_module(module)
     text = inspect.getsource(imported)
     definitions: dict[str, ast.stmt] = {}
@@ -58,7 +56,7 @@ def read_source(module: str) -> ModuleSource:
 
 
 def top_level_statements(text: str) -> Iterator[ast.stmt]:
-    """Yield the module-level statements, including those under ``if TYPE_CHECKING``, because annotations use them."""
+    """Yield the module-level statements, including those under ``if TYPE_CHECKING``, which annotations need."""
     for statement in ast.parse(text).body:
         yield statement
         if isinstance(statement, ast.If) and isinstance(statement.test, ast.Name):
@@ -76,7 +74,11 @@ def defined_names(statement: ast.stmt) -> Iterator[str]:
 
 
 def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], str]]:
-    """Yield each name that an import binds, its (module, name in it), and a statement that imports it alone."""
+    """Yield (name, origin, statement) for each name that an import statement binds.
+
+    ``origin`` is the module and the name in that module (empty if the module itself is bound). The yielded statement
+    imports only this name.
+    """
     if isinstance(statement, ast.Import):
         for alias in statement.names:
             name = alias.asname or alias.name.partition(".")[0]
@@ -91,11 +93,12 @@ def imported_names(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str], 
 
 @dataclass
 class DefinitionCollection:
-    """Definitions in dependency order, with the imports that they need.
+    """The definitions of a script in the order of their dependencies, with the imports that they need.
 
-    ``provided`` are names that the script's fixed parts define; they are not collected. ``import_overrides`` maps the
-    names of definitions to imports that replace them. ``reserved`` are names of the script that no collected definition
-    may take. Raises HarnessFault if two definitions would need the same name.
+    ``provided`` are names that the fixed parts of the script define; they are not collected. ``import_overrides`` maps
+    the name of a definition to the import that replaces the definition. ``reserved`` are names that the script uses, so
+    no collected definition may have one of them. Methods raise HarnessFault if two definitions would need the same
+    name.
     """
 
     provided: frozenset[str] = frozenset()
@@ -110,8 +113,8 @@ class DefinitionCollection:
     def add(self, module: str, name: str) -> str:
         """Collect the definition ``name`` of ``module`` and all that it uses; return its name in the script.
 
-        The name stays the same unless another module's definition has it; then it is prefixed with the module's name,
-        and numbered if that name exists too.
+        The name stays the same unless a definition of another module already has it. In that case the module's name is
+        added as a prefix, and a number as well if the prefixed name exists too.
         """
         if name in self.provided:
             return name
@@ -134,7 +137,7 @@ class DefinitionCollection:
         return called
 
     def _resolve_key(self, module: str, name: str, statement: ast.stmt) -> tuple[str, str]:
-        """Return the key of a definition's text, and the name that ``name`` gets in the script."""
+        """Return the key under which a definition's text is stored, and the name that ``name`` gets in the script."""
         names = [*defined_names(statement)]
         key = "/".join(names)
         others = {self._definition_sites.get(defined, (module, key)) for defined in names} - {(module, key)}
@@ -152,7 +155,7 @@ class DefinitionCollection:
     def _is_same_assignment(self, module: str, key: str, statement: ast.stmt) -> bool:
         """Return whether the script already has an equal assignment from another module.
 
-        The texts are compared as they appear in the script, since equal source texts may refer to different names.
+        The rendered texts are compared, since equal source texts may refer to different names.
         """
         if key not in self.texts or (module, statement) in self._aliases:
             return False
@@ -164,7 +167,7 @@ class DefinitionCollection:
         return is_same
 
     def _make_alias(self, module: str, name: str, statement: ast.stmt) -> str:
-        """Return the alias of a definition whose name another one has; every call returns the same alias."""
+        """Return a new name for a definition whose name is taken; later calls return the same new name."""
         if (module, statement) not in self._aliases:
             known = (
                 self.provided
@@ -183,7 +186,7 @@ class DefinitionCollection:
         return self._aliases[module, statement][1]
 
     def render_expression(self, module: str, node: ast.AST) -> str:
-        """Return the text of a node of ``module``, after collecting everything that it uses."""
+        """Return the text of the syntax node ``node`` of ``module``, after collecting all that the node uses."""
         here = read_source(module)
         original = replace_nodes(here.text, node, [])
         changes = [*self._find_replacements(here, node, find_free_names(original))]
@@ -200,9 +203,9 @@ class DefinitionCollection:
     def _find_replacements(
         self, module_source: ModuleSource, node: ast.AST, free_names: frozenset[str]
     ) -> Iterator[tuple[ast.AST, str, str]]:
-        """Yield each node that gets another name in the script, its name in the module, and its name in the script.
+        """Yield (node, old name, new name) for each node inside ``node`` that has another name in the script.
 
-        ``free_names`` are the names that ``node`` reads from its module; their definitions are collected.
+        ``free_names`` are the names that ``node`` reads from its module; the definitions of these names are collected.
         """
         modules: set[ast.AST] = set()
         for used in ast.walk(node):  # ast.walk yields an attribute before the name in it
@@ -217,7 +220,7 @@ class DefinitionCollection:
                     yield used, used.id, called
 
     def _resolve_name(self, module_source: ModuleSource, name: str) -> str:
-        """Collect what ``name`` refers to in ``module_source`` and return its name in the script."""
+        """Collect the definition or import to which ``name`` refers, and return its name in the script."""
         if name in module_source.package_imports and module_source.package_imports[name][1]:
             return self.add(*module_source.package_imports[name])
         if name in module_source.definitions:
@@ -231,7 +234,7 @@ class DefinitionCollection:
         return name
 
     def _add_import(self, name: str, statement: str) -> None:
-        """Add an import. Raises HarnessFault if the script uses the imported name for something else."""
+        """Add an import. Raises HarnessFault if the script already uses the imported name for something else."""
         if name in self._definition_sites:
             raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
         if self.imports.setdefault(name, statement) != statement:
@@ -239,12 +242,12 @@ class DefinitionCollection:
 
 
 def rename_definition(text: str, old_name: str, new_name: str) -> str:
-    """Rename the function, class or assignment that ``text`` defines."""
+    """Return ``text`` with another name for the function, class or assignment that it defines."""
     return re.sub(rf"^(def |class |){old_name}\b", rf"\1{new_name}", text, count=1, flags=re.MULTILINE)
 
 
 def resolve_definition(module: str, name: str) -> tuple[str, str]:
-    """Return the module and name where ``name`` of ``module`` is defined, following re-exports."""
+    """Return the module in which ``name`` of ``module`` is defined, and its name there, following re-exports."""
     here = read_source(module)
     while name not in here.definitions and name in here.package_imports:
         module, name = here.package_imports[name]
@@ -253,7 +256,10 @@ def resolve_definition(module: str, name: str) -> tuple[str, str]:
 
 
 def resolve_module_attribute(module_source: ModuleSource, value: str, name: str) -> tuple[str, str] | None:
-    """Return the module and name that ``value.name`` denotes if ``value`` is a module of this package, else None."""
+    """Return the module and the name to which ``value.name`` refers.
+
+    Return None if ``value`` is not a module of this package.
+    """
     if value not in module_source.package_imports:
         return None
     module, inner = module_source.package_imports[value]
@@ -266,7 +272,7 @@ def resolve_module_attribute(module_source: ModuleSource, value: str, name: str)
 
 
 def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, str]]) -> str:
-    """Return the source of ``node``, including decorators, with some nodes inside it replaced by other text."""
+    """Return the source text of ``node``, including decorators, with some inner nodes replaced by other text."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -274,7 +280,7 @@ def replace_nodes(text: str, node: ast.AST, replacements: list[tuple[ast.AST, st
     whole = text.encode()
 
     def byte_offset(line: int, column: int) -> int:
-        """Return the position of a node in ``whole``; ast counts columns in bytes."""
+        """Return the position in ``whole`` of a line and column; ast counts columns in bytes."""
         return starts[line - 1] + column
 
     decorators = getattr(node, "decorator_list", [])

@@ -1,4 +1,4 @@
-"""The commands `zharness export` and `zharness shrink`: run a cell, write its script, run the script."""
+"""The commands `zharness export` and `zharness shrink`, which run a cell, write its script and run the script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ EXPORTABLE_VERDICTS = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRA
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """The salt of the cell's seed, its time-out in seconds, and the script's path (None: standard output)."""
+    """The options of an export: the salt of the cell's seed, the time-out and the path of the script.
+
+    ``seed`` is the salt, which is mixed into the hash from which the cell's seed is derived. ``timeout`` is in seconds.
+    If ``output`` is None, the script is written to standard output.
+    """
 
     seed: int = 0
     timeout: float = 60.0
@@ -45,7 +49,8 @@ class ExportOptions:
 def export(text: str, options: ExportOptions, get_environment: GetEnvironment, run_script: RunScript | None) -> int:
     """Write the script of the cell ``text``; return 1 if the script does not show the cell's verdict, else 0.
 
-    ``run_script`` runs a script to its end; None skips the verification. Raises UsageError for a cell without a script.
+    ``run_script(path)`` runs a script and returns its verdict; if it is None, the script is not verified. Raises
+    UsageError for a cell that cannot be written as a script.
     """
     cell = Cell.parse(text)
     get_law(cell.law)
@@ -60,7 +65,10 @@ def export(text: str, options: ExportOptions, get_environment: GetEnvironment, r
 
 
 def write_and_verify(script: Script, record: Record, output: Path | None, run_script: RunScript | None) -> int:
-    """Write the script of ``record`` and run it; return 1 if it does not show the record's verdict, else 0."""
+    """Write the script of ``record`` and run it; return 1 if it does not show the verdict of ``record``, else 0.
+
+    If ``run_script`` is None, the script is not run, and the result is 0.
+    """
     write_script_text(script.text, output)
     if run_script is None:
         click.echo("the script was not run, so it may not show the cell's verdict", err=True)
@@ -76,7 +84,7 @@ def write_and_verify(script: Script, record: Record, output: Path | None, run_sc
 def run_exported_cell(
     cell: Cell, options: ExportOptions, get_environment: GetEnvironment
 ) -> tuple[Record, Capabilities]:
-    """Run the cell and return its record and its engine's claims. Raises UsageError if the cell is unsupported."""
+    """Run the cell; return its record and the claims of its engine. Raises UsageError if the cell is unsupported."""
     with Runner({cell.engine: get_environment(cell.engine)}, options.timeout, options.seed) as runner:
         planned = plan_named_cell(cell, runner.claims)
         if planned.unsupported_reason:
@@ -85,7 +93,7 @@ def run_exported_cell(
 
 
 def write_script_text(text: str, output: Path | None) -> None:
-    """Write the script to ``output``, or to standard output."""
+    """Write the script to the file ``output``, or to standard output if ``output`` is None."""
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -93,18 +101,18 @@ def write_script_text(text: str, output: Path | None) -> None:
 
 
 def show_progress(description: str) -> AbstractContextManager[object]:
-    """Show a line with the elapsed time on standard error while the block runs; nothing if it is not a terminal."""
+    """Show the elapsed time on standard error while the block runs, if standard error is a terminal."""
     return tqdm(total=1, desc=description, bar_format="{desc}: {elapsed}", leave=False, disable=not sys.stderr.isatty())
 
 
 def render_law_table() -> str:
-    """Return a table of all laws and whether their scripts are short."""
+    """Return a table that lists all laws and says whether the script of each law is short or long."""
     rows = [(name, describe_script_length(explain_long_script(law, "fp32"))) for name, law in LAWS.items()]
     return tabulate(rows, headers=("law", "script"), tablefmt="simple", disable_numparse=True)
 
 
 def describe_script_length(reason: str) -> str:
-    """Return ``short``, or ``long`` with the reason."""
+    """Return ``short`` if ``reason`` is empty, else ``long`` with the reason."""
     return f"long, with the law's own judge: {reason}" if reason else "short"
 
 
@@ -117,8 +125,9 @@ def shrink(
 ) -> int:
     """Find and print the smallest failure of the same kind as that of the cell ``text``, and write its script.
 
-    The script runs the smallest program, or the smallest cell if only that has a short script.
-    ``get_run_script(engine)`` returns the function that runs scripts. Raises UsageError for a cell that does not fail.
+    The script runs the smallest program, or the smallest cell if no short script can run the program.
+    ``get_run_script(engine)`` returns the function that runs scripts on that engine; if it is None, the script is not
+    verified. Raises UsageError for a cell that does not fail.
     """
     cell = Cell.parse(text)
     get_law(cell.law)
@@ -144,7 +153,7 @@ def shrink(
 
 
 def describe_shrink_result(result: ShrinkResult) -> str:
-    """Describe the smallest cell, the smallest program, and the commands that run them again."""
+    """Describe the smallest cell and the smallest program, with the commands that run them again."""
     lines = [f"{result.attempts} cells and programs tried; the smallest cell that fails in the same way:"]
     lines += [
         f"  {result.record.cell.id} ({result.cell_module_count} modules with parameters)",

@@ -1,4 +1,4 @@
-"""Render the docstring of an exported script, in the form of the scripts in repro/."""
+"""Render the docstring of an exported script, in the same format as the docstrings of the scripts in repro/."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def render_docstring(
     notes: Sequence[str],
     report_url: str = "",
 ) -> str:
-    """Return the docstring: title, facts by key, how to run the script, and the paragraphs of ``notes``."""
+    """Return a docstring with the title, ``key: value`` lines, the command that runs the script, and ``notes``."""
     name_of_engine = registry.split_release(engine)[0]
     stem = re.sub(r"\W+", "-", f"{law}-{name_of_engine}").strip("-")
     facts = {
@@ -92,5 +92,5 @@ def render_docstring(
 
 
 def wrap_paragraph(text: str) -> str:
-    """Wrap a paragraph to ``WIDTH`` columns."""
+    """Break a paragraph into lines of at most ``WIDTH`` columns."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

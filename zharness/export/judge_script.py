@@ -1,8 +1,8 @@
-"""Render the long script of a cell or program: the law's own observer and judge with everything that they use.
+"""Render the long script of a cell or program, which contains the law's own observer and judge and all that they use.
 
-A long script has many times the lines of a short one (``zharness.export.cell_script``). It is needed if the law records
-more than values, gradients, weights and optimizer state, or if the plain PyTorch of a short script does not support the
-dtype or the options.
+A long script has many times the lines of a short one (``zharness.export.cell_script``). A long script is needed if the
+law records more than values, gradients, weights and optimizer state, or if the plain PyTorch of a short script does not
+support the dtype or the options.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ RenderText = Callable[[ScriptWriter], str]  # collects the definitions that a te
 
 @dataclass(frozen=True)
 class JudgeScriptSpec:
-    """The cell or program of a long script, and how it is judged.
+    """The description of a long script: its cell or program, and how the result is judged.
 
-    ``model`` renders the text that defines SPEC; ``baseline_model`` renders an expression for the plain model's
-    ModelSpec, ``observe`` and ``judge`` render expressions for the two functions. ``reduce_dtype`` is as in
-    JudgeContext; ``autocast`` is the dtype of autocast in a user's configuration.
+    ``model`` renders the text that defines SPEC, and ``baseline_model`` renders an expression for the ModelSpec of the
+    plain model. ``observe`` and ``judge`` render expressions for the functions that observe and judge. ``reduce_dtype``
+    has the same meaning as in JudgeContext. ``autocast`` is the dtype of ``torch.autocast`` in a user's configuration
+    (None: autocast is off).
     """
 
     engine: str
@@ -132,7 +133,7 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
 
 
 def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) -> str:
-    """Return the text of the constants: the cell, its configuration and its engine's claims."""
+    """Return the text that defines the script's constants: the cell, its configuration and its engine's claims."""
 
     def text(value: Any) -> str:
         return render_literal(value, writing.collection, writing.imports)
@@ -156,7 +157,10 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
 
 
 def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: RenderText) -> JudgeScriptSpec:
-    """Return the script spec of a law's cell; ``salt`` is the salt of the cell's seed."""
+    """Return the description of the long script of a cell.
+
+    ``salt`` is mixed into the hash that gives the cell's seed; ``model`` renders the text that defines SPEC.
+    """
     law, configuration, options = (
         get_law(cell.law),
         configuration_for(cell.engine_variant),
@@ -182,11 +186,11 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
 
 
 def build_program_script_spec(engine: str, program: Program, claims: Capabilities) -> JudgeScriptSpec:
-    """Return the script spec of a program, which the script runs and judges as the laws ``any_order`` do."""
+    """Return the description of a script that runs and judges a program in the same way as the laws ``any_order``."""
     scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
 
     def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
-        """Return a lambda that calls ``function`` with the context and the program."""
+        """Return the text of a lambda that calls ``function`` with the context and the program."""
         return f"lambda ctx: {writing.add_definition(function)}(ctx, PROGRAM)"
 
     def render_model(writing: ScriptWriter) -> str:
@@ -209,7 +213,7 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
 
 
 def render_factory(writing: ScriptWriter, engine: str) -> str:
-    """Return an expression for the engine's factory, and collect the adapter if it is built in."""
+    """Return an expression for the engine's factory; the adapter of a built-in engine is collected into the script."""
     if engine_name(engine) not in WRITTEN_ENGINES:
         return factory_expression(engine)
     module, _, factory = registry.require(engine).target.partition(":")
@@ -217,7 +221,7 @@ def render_factory(writing: ScriptWriter, engine: str) -> str:
 
 
 def render_baseline_model(cell: Cell, claims: Capabilities, writing: ScriptWriter) -> str:
-    """Return an expression for the plain model; a user's model gets the engine's junctions."""
+    """Return an expression for the ModelSpec of the plain model; a user's model gets the engine's junctions."""
     if claims.junctions is None or not is_user_model(cell.model):
         return "SPEC"
     called = writing.add_definition(with_junctions)
@@ -225,7 +229,10 @@ def render_baseline_model(cell: Cell, claims: Capabilities, writing: ScriptWrite
 
 
 def render_function(law_function: Callable[..., Any], writing: ScriptWriter) -> str:
-    """Return an expression for a law's observer or judge: its name, or a call of the function that returns it."""
+    """Return an expression for a law's observer or judge.
+
+    The expression is the function's name or, for a nested function, a call of the function that returns it.
+    """
     outer, _, inner = law_function.__qualname__.partition(".")
     called = writing.collection.add(law_function.__module__, outer)
     if not inner:

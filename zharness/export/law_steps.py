@@ -1,4 +1,4 @@
-"""Decide which laws have a short script, and explain why another law's script is long."""
+"""Decide whether the script of a law is short, and explain why it is long otherwise."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ ENGINES_WITHOUT_SAVE = ("ddp", "zero1")  # engines that leave saving to their ca
 
 
 def is_self_comparison(steps: LawSteps | None) -> bool:
-    """Return whether a script of these steps compares the engine with its own numbers alone."""
+    """Return whether a script with these steps compares the engine only with the engine's own numbers."""
     return steps is not None and steps.kind is StepsKind.SELF_COMPARISON
 
 
 def explain_long_script(law: Law, dtype: str, engine: str = "") -> str:
-    """Return why a script of ``law`` in ``dtype`` on ``engine`` contains the law's own judge, which is long.
+    """Return the reason why a script of ``law`` in ``dtype`` on ``engine`` has to contain the law's own judge.
 
-    Return "" if a few lines of plain PyTorch are enough. If ``engine`` is empty, it must hold on some engine.
+    Return "" if a few lines of plain PyTorch are enough, so that the script is short. If ``engine`` is empty, return ""
+    if the script is short on at least one engine.
     """
     if law.steps is None:
         return "it compares more than values, gradients, weights and an optimizer's state"

@@ -1,4 +1,4 @@
-"""Render values as Python expressions for the constants of a script."""
+"""Render Python values as source text for the constants of a script."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from zharness.export.collect import PACKAGE, DefinitionCollection
 
 
 def render_literal(value: Any, collection: DefinitionCollection, imports: list[str]) -> str:
-    """Return an expression for ``value``; add definitions of this package to ``collection``, others to ``imports``.
+    """Return the source text of an expression for ``value``.
 
-    Raises UsageError for a value that has no expression.
+    The definitions of this package that the expression needs are added to ``collection``, and imports of other packages
+    are added to ``imports``. Raises UsageError if no expression can represent the value.
     """
 
     def render_inner(inner: Any) -> str:
@@ -51,14 +52,17 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
 
 
 def is_default(value: Any, field: Field[Any]) -> bool:
-    """Return whether a field has its default value."""
+    """Return whether the field ``field`` of the dataclass instance ``value`` has its default value."""
     if field.default_factory is not MISSING:
         return bool(getattr(value, field.name) == field.default_factory())
     return field.default is not MISSING and bool(getattr(value, field.name) == field.default)
 
 
 def render_name(thing: Any, collection: DefinitionCollection, imports: list[str]) -> str:
-    """Return the name of a module-level class or function. Raises UsageError for a nested one."""
+    """Return the name of a module-level class or function, and add its definition or import to the script.
+
+    Raises UsageError for a class or function that is defined inside another one.
+    """
     module, name = thing.__module__, thing.__qualname__
     if not name.isidentifier():
         raise UsageError(

@@ -18,7 +18,10 @@ MAX_CANDIDATES = 40  # built and run once each, smallest first
 
 
 def smaller_models(name: str) -> list[str]:
-    """Return the names of smaller variants of ``name``, smallest first. Runs in a child process."""
+    """Return the names of smaller variants of the user's model ``name`` that still train, the smallest first.
+
+    The function runs in a child process.
+    """
     path, changes = parse_user_model_name(name)
     steps = islice(shrink_candidates(model_spec(name).model(0)), MAX_CANDIDATES)
     candidates = (format_user_model_name(path, {**changes, **step}) for step in steps)
@@ -26,9 +29,10 @@ def smaller_models(name: str) -> list[str]:
 
 
 def models_without_modules(name: str) -> list[str]:
-    """Return names of variants of ``name`` without removable modules: without all of them, then without each.
+    """Return the names of variants of the user's model ``name`` from which modules were removed.
 
-    Runs in a child process.
+    The first variant lacks all modules that can be removed together, and each of the others lacks one of these modules.
+    The function runs in a child process.
     """
     path, changes = parse_user_model_name(name)
 
@@ -48,8 +52,9 @@ def models_without_modules(name: str) -> list[str]:
 
 
 def can_train(name: str) -> bool:
-    """Return whether plain PyTorch runs a forward and a backward of the variant ``name``, which may lack modules that
-    it needs.
+    """Return whether plain PyTorch can run a forward and a backward of the variant ``name``.
+
+    A variant cannot be trained if it lacks modules that its forward needs.
     """
     try:
         with raise_as_usage_error(name):
@@ -63,14 +68,15 @@ def can_train(name: str) -> bool:
 
 
 def count_parameter_owners(name: str) -> int:
-    """Count the modules that own parameters which no earlier module owns.
+    """Count the modules of the model ``name`` that own at least one parameter which no earlier module owns.
 
-    A PEFT adapter and the layer that it wraps count as one, since they compute one output from one input.
+    A PEFT adapter and the layer that it wraps count as one module, since together they compute one output from one
+    input.
     """
     seen: set[int] = set()
 
     def count_owners(module: nn.Module) -> int:
-        """Return the number of owners in ``module``, and mark their parameters as seen."""
+        """Return the number of owners in ``module``, and add their parameters to ``seen``."""
         adapter = isinstance(getattr(module, "base_layer", None), nn.Module)
         new = {id(parameter) for parameter in module.parameters(recurse=adapter)} - seen
         seen.update(new)

@@ -53,7 +53,10 @@ GRADLESS_FORWARDS = {Act.NO_GRAD: "torch.no_grad()", Act.INFERENCE: "torch.infer
 
 
 def has_short_script(program: Program) -> bool:
-    """Return whether one or two lines of user code express each verb; it needs fp32 and default settings."""
+    """Return whether each verb of ``program`` can be written as one or two lines of user code.
+
+    Such a program also has to use fp32 and the default settings.
+    """
     layers = not any(layer.kind in UNWRITTEN_LAYERS for layer in program.walk())
     verbs = all(verb.act in WRITTEN_ACTS and set(verb.marks) <= set(WRITTEN_MARKS) for verb in program.verbs)
     plain = program.with_default_settings == program and program.optimizer in TRAJECTORY_OPTIMIZERS
@@ -63,7 +66,10 @@ def has_short_script(program: Program) -> bool:
 def render_program_script(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities
 ) -> Script:
-    """Return the script that shows ``outcome`` of ``program``; it contains the judge if user code is not enough."""
+    """Return the script that shows ``outcome`` of ``program``.
+
+    The script contains the judge unless every verb can be written as user code.
+    """
     if not has_short_script(program):
         return render_judged_program_script(engine, version, program, outcome, claims)
     writing = ScriptWriter(engine)
@@ -85,7 +91,7 @@ def render_program_script(
 def render_judged_program_script(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities
 ) -> Script:
-    """Return the script that runs and judges the program as the harness does."""
+    """Return the script that runs and judges ``program`` in the same way as the harness."""
     raised = "raised: " in outcome.cause
     signature = extract_exception(outcome.cause) if raised else outcome.cause.partition(":")[0]
     head, ok = render_program_header(engine, version, program, outcome, signature)
@@ -95,7 +101,7 @@ def render_judged_program_script(
 def render_program_header(
     engine: str, version: str, program: Program, outcome: ProgramOutcome, signature: str
 ) -> tuple[str, str]:
-    """Return the script's docstring, and the line that the script prints for success."""
+    """Return the script's docstring, and the line that the script prints if the law holds."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     head = render_docstring(
         title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks.",
@@ -123,7 +129,7 @@ def extract_exception(cause: str) -> str:
 
 
 def render_program_model(writing: ScriptWriter, program: Program) -> str:
-    """Return the definition of SPEC: model, micro-batches and loss."""
+    """Return the text that defines SPEC: the model of ``program``, its micro-batches and its loss."""
     writing.add_definition(ModelSpec)
     writing.collection.add(ModelSpec.__module__, "SAMPLES")
     writing.imports += ["import torch", "from torch import nn"]
@@ -154,7 +160,7 @@ SPEC = ModelSpec({quote(program.model)}, "the model of a program", model, micro_
 
 
 def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str:
-    """Return the expression that builds ``layer`` after layers of shape ``widths``."""
+    """Return the expression that builds ``layer``; ``widths`` is the shape that the earlier layers return."""
     width, size = widths.width, (0, *layer.sizes)[-1]
     if layer.kind in BLOCK_CLASSES:
         name, chain = writing.add_definition(BLOCK_CLASSES[layer.kind]), writing.add_definition(Chain)
@@ -178,7 +184,7 @@ def render_layer(writing: ScriptWriter, layer: Layer, widths: ModelShape) -> str
 
 
 def render_observe(writing: ScriptWriter, program: Program) -> str:
-    """Return the function ``observe``, with a line or two for each verb."""
+    """Return the text of the function ``observe``, which has a few lines for each verb of ``program``."""
     optimizer = render_literal(TRAJECTORY_OPTIMIZERS[program.optimizer], writing.collection, writing.imports)
     if any(Mark.OTHER in verb.marks for verb in program.verbs):
         writing.collection.add(observe_program.__module__, "second_loss")
@@ -195,7 +201,11 @@ def render_observe(writing: ScriptWriter, program: Program) -> str:
 
 
 def render_verb(verb: Verb, state: CallerState, position: int) -> Iterator[str]:
-    """Yield the lines of one verb; those of a backward that reduces also record the gradients."""
+    """Yield the lines of code for one verb.
+
+    ``position`` is the verb's index in the program. The lines of a verb that runs a backward and reduces gradients also
+    record the gradients.
+    """
     drawn = state.micro_batches_drawn
     batch = f"ctx.batch({drawn})"
     if verb.act is Act.FORWARD:
@@ -222,7 +232,7 @@ def render_verb(verb: Verb, state: CallerState, position: int) -> Iterator[str]:
 
 
 def render_backward(verb: Verb, output: str, micro_step: int) -> Sequence[str]:
-    """Return the lines of a backward in the way that the verb's marks choose."""
+    """Return the lines of a backward of ``output``; the verb's marks choose the loss and the call."""
     loss = f"SPEC.loss({output}, ctx.batch({micro_step}).target)"
     loss = f"second_loss({output})" if Mark.OTHER in verb.marks else loss
     retain = f"retain_graph={Mark.RETAIN in verb.marks}"

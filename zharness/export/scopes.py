@@ -1,4 +1,4 @@
-"""Find the names that source text reads from its module, and those that it binds, by Python's scoping rules."""
+"""Find the names that source text reads from its module, and the names that it binds, by Python's scoping rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_free_names(text: str) -> frozenset[str]:
 
 
 def find_global_reads(text: str) -> frozenset[str]:
-    """Return the names that any scope of ``text`` reads from its module; local variables are not among them."""
+    """Return the names that any scope in ``text`` reads from the module's scope; local variables are left out."""
     found: set[str] = set()
     for table in iter_symbol_tables(text):
         if table.get_type() == "module":
@@ -46,15 +46,16 @@ def all_comprehension_targets(text: str) -> set[str]:
 
 
 def comprehension_targets(node: ast.AST) -> set[str]:
-    """Return the loop variables of a comprehension; an empty set for any other node."""
+    """Return the loop variables of a comprehension, or an empty set for any other node."""
     loops: list[ast.comprehension] = getattr(node, "generators", [])
     return {name.id for loop in loops for name in ast.walk(loop.target) if isinstance(name, ast.Name)}
 
 
 def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
-    """Return the names that ``node`` reads, except loop variables of the comprehensions around them.
+    """Return the names that ``node`` reads, except the loop variables of comprehensions.
 
-    ``local_names`` are the loop variables of comprehensions around ``node``. Functions and classes are not entered.
+    ``local_names`` are the loop variables of the comprehensions that enclose ``node``. The bodies of functions and
+    classes are skipped.
     """
     if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
         return set()  # they have their own scopes
@@ -72,9 +73,9 @@ def find_outer_reads(node: ast.AST, local_names: frozenset[str]) -> set[str]:
 
 @cache
 def find_bound_names(text: str) -> frozenset[str]:
-    """Return the names that ``text`` binds in any scope, which a renamed definition must not take.
+    """Return the names that ``text`` binds in any scope, so that a renamed definition must not have one of these names.
 
-    Names in a class body count only if the body itself reads them, since methods do not see them.
+    A name in a class body is returned only if the body itself reads it, since methods cannot read it without ``self``.
     """
     found: set[str] = set()
     for table in iter_symbol_tables(text):
@@ -88,7 +89,10 @@ def find_bound_names(text: str) -> frozenset[str]:
 
 @cache
 def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the class-level names that class bodies read: before they are bound (from the module), and afterwards."""
+    """Return the class-level names that class bodies read before they bind them, and those that they read afterwards.
+
+    A read before the binding reads the module's name.
+    """
     before: set[str] = set()
     after: set[str] = set()
     for node in ast.walk(ast.parse(text)):
@@ -114,7 +118,7 @@ def find_class_body_reads(text: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def referenced_names(table: symtable.SymbolTable) -> set[str]:
-    """Return the names that a scope itself reads, without those of its inner scopes."""
+    """Return the names that a scope itself reads, without the names that only its inner scopes read."""
     return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
 
 

@@ -1,4 +1,4 @@
-"""Assemble scripts: definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
+"""Assemble a script from definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ ScriptHeader = tuple[str, str, str]  # docstring, signature, and the line that a
 
 @dataclass(frozen=True)
 class Script:
-    """The text of a script, the signature that it prints for a failure, and the line that it prints for success."""
+    """The text of a script, the signature of the failure, and the line that the script prints if the law holds.
+
+    ``signature`` is the text in the script's output that identifies the failure.
+    """
 
     text: str
     signature: str
@@ -77,11 +80,12 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """The constants of a script: where it runs, and how its numbers are compared.
+    """The constants of a script: the engine, the seed and the settings of the cell, and how its numbers are compared.
 
-    ``exact`` demands equal bits. With ``zeros_allowed`` a gradient of zeros passes if plain PyTorch has none.
-    ``element_count`` counts the elements of all parameters. ``dtype_name`` is the cell's dtype as text; ``dtype`` and
-    ``reduce_dtype`` are torch's. With ``has_junctions`` the plain model gets the engine's junctions.
+    With ``exact``, numbers have to be bitwise equal. With ``zeros_allowed``, a gradient of zeros passes where ``.grad``
+    is None in plain PyTorch. ``element_count`` is the number of elements of all parameters. ``dtype_name`` is the
+    cell's dtype as text; ``dtype`` and ``reduce_dtype`` are torch dtypes. With ``has_junctions``, the plain model gets
+    junctions, the autograd nodes that the engine adds around modules.
     """
 
     engine: str
@@ -101,7 +105,7 @@ class ScriptSettings:
 
 
 def render_prelude(engine: str, used_names: frozenset[str]) -> str:
-    """Return the text between imports and definitions, which imports the engine."""
+    """Return the text between the script's imports and its definitions, which sets up and imports the engine."""
     name = engine_name(engine)
     if name in WRITTEN_ENGINES:
         utilities = [f"from deepspeed.utils import {used}" for used in sorted(used_names) if used.startswith("safe_")]
@@ -114,7 +118,7 @@ def render_prelude(engine: str, used_names: frozenset[str]) -> str:
 
 
 def factory_expression(engine: str) -> str:
-    """Return the expression for the engine's factory in a short script."""
+    """Return the expression that a short script uses for the engine's factory."""
     if engine_name(engine) in WRITTEN_ENGINES:
         return "Engine"
     module, _, factory = engines.require(engine).target.partition(":")
@@ -128,20 +132,24 @@ def engine_name(engine: str) -> str:
 
 
 def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
-    """Return the imports that replace definitions; for an imported engine, also those of the protocol's classes."""
+    """Return the imports that replace definitions, by the name of the definition.
+
+    If the script imports its engine, the classes of the engine protocol are imported as well.
+    """
     protocol_imports = {name: f"from zharness.engines import {name}" for name in (*CONFIG_CLASSES, *PROTOCOL_CLASSES)}
     return {**IMPORT_OVERRIDES, **(protocol_imports if is_imported_engine else {})}
 
 
 class ScriptWriter:
-    """Collects the definitions and imports of one script and assembles it."""
+    """A collector of the definitions and imports of one script, which also assembles the script."""
 
     def __init__(
         self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()
     ) -> None:
         """Start an empty script for ``engine``.
 
-        ``provided`` and ``reserved`` are as in DefinitionCollection; None provides the names of a short script.
+        ``provided`` and ``reserved`` have the same meaning as in DefinitionCollection. If ``provided`` is None, the
+        names that the fixed parts of a short script define are provided.
         """
         outside = engine_name(engine) not in WRITTEN_ENGINES
         names = provided if provided is not None else PLAIN_SCRIPT_NAMES if outside else PLAIN_SCRIPT_NAMES | {"Engine"}
@@ -164,9 +172,10 @@ class ScriptWriter:
         success_line: str,
         comparison_part: str = PLAIN_COMPARISON_PART,
     ) -> Script:
-        """Assemble a short script: ``model`` defines SPEC, ``observe_text`` the function observe.
+        """Assemble a short script.
 
-        ``comparison_part`` names the part that computes the expected values.
+        ``model`` is the text that defines SPEC, and ``observe_text`` is the text that defines the function ``observe``.
+        ``comparison_part`` is the name of the fixed part that computes the expected values.
         """
         used_text = "\n".join((*self.collection.texts.values(), observe_text, settings.training))
         if ".training" in used_text:  # an attribute of RankContext or of a module
@@ -201,9 +210,10 @@ class ScriptWriter:
     def assemble_script(
         self, header: ScriptHeader, sections: Iterable[str], make_prelude: Callable[[frozenset[str]], str]
     ) -> Script:
-        """Assemble ``sections`` without unused definitions; ``make_prelude(names)`` renders the import of the engine.
+        """Assemble a script from ``sections``, without the definitions that nothing uses.
 
-        ``names`` are the names that the sections read.
+        ``make_prelude(names)`` returns the text that imports the engine; ``names`` are the names that the sections
+        read.
         """
         head, signature, ok = header
         body = prune_unused("\n\n\n".join(filter(None, sections)))
@@ -215,7 +225,7 @@ class ScriptWriter:
         return Script(normalize_blank_lines(f"{text}\n\n{body}\n"), signature, ok)
 
     def render_constants(self, settings: ScriptSettings, used_text: str) -> str:
-        """Return the text of the constants, with only those of the engine's claims that ``used_text`` reads."""
+        """Return the text that defines the constants, including those claims of the engine that ``used_text`` reads."""
         claims = settings.claims
         features = [Feature[name] for name in sorted(set(re.findall(r"\bFeature\.(\w+)", used_text)))]
         refused = {feature.name: claims.refusal(feature) for feature in features if claims.refusal(feature) is not None}
@@ -246,7 +256,7 @@ class ScriptWriter:
         return "\n".join(lines)
 
     def render_formulas(self, used_text: str) -> str:
-        """Return the formulas of the optimizers that ``used_text`` names."""
+        """Return the text of FORMULAS, which contains the formulas of the optimizers that ``used_text`` names."""
         named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
         for used in (BoundedTensor, step_hyperparameters):
             self.add_definition(used)
@@ -260,36 +270,36 @@ class ScriptWriter:
         return f"FORMULAS = {{{', '.join(found)}}}"
 
     def read_part(self, name: str) -> str:
-        """Return the text of a fixed part of scripts, without its imports, which are added to the script's."""
+        """Return the text of the fixed part ``name`` without its imports, and add these imports to the script's."""
         imports, text = split_imports((PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8"))
         self.imports += imports
         return text
 
 
 def names_defined_in_parts(*parts: str) -> frozenset[str]:
-    """Return the names that the parts called ``parts`` define."""
+    """Return the names that the fixed parts called ``parts`` define at module level."""
     texts = [(PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8") for name in parts]
     return frozenset(name for text in texts for statement in ast.parse(text).body for name in defined_names(statement))
 
 
 def quote(text: str) -> str:
-    """Return a Python string literal in double quotes."""
+    """Return ``text`` as a Python string literal in double quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def owner_sort_key(owner: AccumulationOwner) -> str:
-    """Return the sort key that puts the caller first; scripts use the last owner that an engine claims."""
+    """Return a sort key that puts the caller before the engine; a script uses the last owner that the engine claims."""
     return owner.name
 
 
 def is_owner_claimed(owner: AccumulationOwner, claims: Capabilities) -> bool:
-    """Return whether an engine claims that ``owner`` may own the accumulation."""
+    """Return whether an engine claims that ``owner`` may be the accumulation owner."""
     feature = Feature.ENGINE_ACCUMULATION if owner is AccumulationOwner.ENGINE else Feature.CALLER_ACCUMULATION
     return claims.refusal(feature) is None
 
 
 def join_definitions(texts: Iterable[str]) -> str:
-    """Join definitions with two blank lines; join successive one-line constants without one."""
+    """Join definitions with two blank lines between them, but without blank lines between one-line constants."""
     found = ""
     for text in texts:
         lone = "\n" not in text and not text.startswith(("def ", "class "))
@@ -304,6 +314,6 @@ def ends_with_constant(text: str) -> bool:
 
 
 def normalize_blank_lines(text: str) -> str:
-    """Limit blank lines to two before a top-level definition and one inside a class."""
+    """Reduce blank lines to at most two before a top-level definition, and to at most one inside a class."""
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     return re.sub(r"\n{3,}(?= )", "\n\n", text)

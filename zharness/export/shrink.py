@@ -56,9 +56,10 @@ MAX_SEARCH_BATCHES = 40  # batches of random programs to try; the time limit usu
 
 @dataclass(frozen=True)
 class FailureSignature:
-    """The facts that identify a failure: verdict, part of the step or exception type, and the hint or message.
+    """The facts that identify a failure: verdict, part of the step or exception type, and hint or message.
 
-    Numbers and names are removed from ``detail``, since they depend on the model.
+    ``failure_kind`` is the part of the step or the exception type. ``detail`` is the hint or the message, from which
+    numbers and names are removed, since they depend on the model.
     """
 
     verdict: Verdict
@@ -66,7 +67,7 @@ class FailureSignature:
     detail: str = ""
 
     def can_match(self, other: FailureSignature) -> bool:
-        """Return whether ``other`` may be the same failure; an empty ``detail`` matches any."""
+        """Return whether ``other`` may be the same failure; if ``detail`` is empty, it matches any other detail."""
         return (self.verdict, self.failure_kind) == (other.verdict, other.failure_kind) and self.detail in (
             "",
             other.detail,
@@ -79,7 +80,7 @@ _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+"
 
 
 def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
-    """Return the signature of a failure from its verdict and cause."""
+    """Return the signature of the failure that ``verdict`` and ``cause`` describe."""
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
         hint = _PROGRAM_SUFFIX.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
@@ -97,9 +98,11 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
 
 @dataclass(frozen=True)
 class ShrinkResult:
-    """The smallest matching cell, the smallest matching program if there is one, and the number of attempts.
+    """The smallest cell and the smallest program that fail in the same way as the original cell.
 
-    ``cell_module_count`` is the number of modules with parameters in the cell's model.
+    ``program`` is None if no program was found, and ``outcome`` is the program's outcome. ``attempts`` is the number of
+    cells and programs that were run. ``cell_module_count`` is the number of modules with parameters in the cell's
+    model.
     """
 
     record: Record
@@ -111,16 +114,17 @@ class ShrinkResult:
 
     @property
     def module_count(self) -> int:
-        """The number of modules in the program; without a program, that of modules with parameters in the
-        cell's model.
-        """
+        """Return the number of modules in the program; if there is no program, return ``cell_module_count``."""
         if self.program is None:
             return self.cell_module_count
         return len([x for x in self.program.walk() if x.kind not in SOURCE_KINDS])
 
 
 class MatchingProgramRunner(ProgramRunner):
-    """Runs programs; one that fails differently, or would start after the deadline, counts as passed."""
+    """A program runner that reports a failure only if it matches the wanted failure, and a pass otherwise.
+
+    Programs that would start after ``deadline`` are not run and count as passed.
+    """
 
     def __init__(self, environment: RankEnvironment, timeout: float) -> None:
         super().__init__(environment, timeout)
@@ -129,7 +133,10 @@ class MatchingProgramRunner(ProgramRunner):
         self.program_count = 0
 
     def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
-        """Return the outcome of ``programs``, or a pass if it does not match the wanted failure."""
+        """Return the outcome of ``programs``, or a pass if they fail in another way than the wanted one.
+
+        An error of the harness is always returned.
+        """
         if time.monotonic() > self.deadline:
             return PASS_OUTCOME
         # A shortened program may need more features, such as two backwards without a step between them.
@@ -147,9 +154,9 @@ class MatchingProgramRunner(ProgramRunner):
 
 
 def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout: float, seconds: float) -> ShrinkResult:
-    """Return the smallest failure of the same kind as ``cell``'s that is found within ``seconds`` after that failure.
+    """Return the smallest failure of the same kind as that of ``cell`` that is found within ``seconds``.
 
-    Raises UsageError for a cell that does not fail.
+    The time starts after the first run of ``cell``. Raises UsageError if ``cell`` does not fail.
     """
     programs = MatchingProgramRunner(environment, timeout)
     # The rank pool and the judge are kept: new ones would import the user's model, and transformers, each time.
@@ -179,7 +186,7 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
 
 
 def run_cell(runner: Runner, cell: Cell) -> Record | None:
-    """Run a cell and return its record; None if it is unsupported. Expected failures count as failures."""
+    """Run a cell and return its record, or None if the cell is unsupported. Expected failures count as failures."""
     try:
         planned = plan_named_cell(cell, runner.claims)
     except UsageError:
@@ -188,7 +195,7 @@ def run_cell(runner: Runner, cell: Cell) -> Record | None:
 
 
 def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[Record, int]:
-    """Return the record of the smallest cell that fails as ``first`` does, and the number of cells tried."""
+    """Return the record of the smallest cell that fails in the same way as ``first``, and the number of cells tried."""
     wanted, found, tried = extract_failure_signature(first.verdict, first.cause), first, 1
     seen = {first.cell}
     while True:
@@ -206,7 +213,7 @@ def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[
 
 
 def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterator[Cell]:
-    """Yield smaller cells; for a user's model also variants with modules removed."""
+    """Yield smaller cells than ``cell``; for a user's model, also yield cells whose model lacks some modules."""
     has_user_model = is_user_model(cell.model)
     yield from iter_smaller_cells(cell, runner.call_in_judge(smaller_models, cell.model) if has_user_model else ())
     if has_user_model and time.monotonic() < deadline:
@@ -214,7 +221,11 @@ def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterato
 
 
 def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[Cell]:
-    """Yield cells that are smaller in one axis, the smallest first; ``user_models`` are variants of a user's model."""
+    """Yield cells that differ from ``cell`` in one property, such as a smaller model, fewer ranks or a lower stage.
+
+    For each property the smallest value comes first. ``user_models`` are the names of smaller variants of a user's
+    model.
+    """
     law = get_law(cell.law)
     sizes = {name: count_parameter_owners(name) for name in law.models}
     largest = sizes.get(cell.model, 10**9)
@@ -231,7 +242,10 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
 
 
 def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, claims: Capabilities) -> ProgramBatch:
-    """Return the smallest program, or batch of programs, that fails as ``cell`` does; empty if none was found."""
+    """Return the smallest program, or batch of programs, that fails in the same way as ``cell``.
+
+    The result is empty if no such program was found.
+    """
     for program in law_programs(cell, salt, claims):
         if has_same_failure(runner, cell.engine, (program,)):
             return reduce_batch(runner, cell.engine, (program,))
@@ -258,9 +272,9 @@ def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, 
 
 
 def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """Yield the program that an ``any_order`` law runs in this cell, with default settings, then with its own settings.
+    """Yield the program that an ``any_order`` law runs in this cell, first with default settings, then with its own.
 
-    Yields nothing if the cell is of another law.
+    Yield nothing if the cell runs another law.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
     if template is None or not get_law(cell.law).steps_are_verbs:
@@ -273,19 +287,19 @@ def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Progra
 
 
 def has_same_failure(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> bool:
-    """Return whether ``batch`` fails in the wanted way."""
+    """Return whether ``batch`` fails in the way that ``runner`` wants."""
     return runner.run(engine, batch).verdict.is_broken
 
 
 def reduce_batch(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> ProgramBatch:
-    """Shrink a failing ``batch`` and run it on the fewest ranks."""
+    """Return a smaller version of the failing ``batch`` that fails in the same way, on as few ranks as possible."""
     return reduce_ranks(
         runner, engine, shrink_batch(batch, lambda smaller: has_same_failure(runner, engine, smaller), NO_LIMITS)
     )
 
 
 def reduce_ranks(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> ProgramBatch:
-    """Return ``batch`` on the fewest ranks on which it fails in the same way."""
+    """Return ``batch`` with the smallest number of ranks on which it fails in the same way."""
     if not batch:
         return batch
     for size in range(1, batch[0].world_size):

@@ -1,4 +1,4 @@
-"""Edit the Python source text of a script: sort imports and remove unused definitions."""
+"""Edit the Python source text of a script: sort its imports and remove its unused definitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def split_imports(text: str) -> tuple[list[str], str]:
-    """Return the imports at the top of ``text``, one per name, and the rest of the text."""
+    """Return the imports at the top of ``text``, one statement for each name, and the rest of the text."""
     tree, found, last = ast.parse(text), [], 0
     for statement in tree.body:
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -20,7 +20,7 @@ def split_imports(text: str) -> tuple[list[str], str]:
 
 
 def render_single_import(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    """Return a statement that imports one name."""
+    """Return the text of a statement that imports only the name of ``alias``."""
     tail = f" as {alias.asname}" if alias.asname else ""
     if isinstance(statement, ast.Import):
         return f"import {alias.name}{tail}"
@@ -28,7 +28,7 @@ def render_single_import(statement: ast.Import | ast.ImportFrom, alias: ast.alia
 
 
 def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str:
-    """Return the imports of ``used_names`` in isort's order."""
+    """Return the text of those imports in ``statements`` that bind ``used_names``, in the order that isort chooses."""
     whole: set[str] = set()
     names: dict[str, set[str]] = {}
     for statement in statements:
@@ -53,7 +53,7 @@ def render_imports(statements: Iterable[str], used_names: frozenset[str]) -> str
 
 
 def isort_key(name: str) -> tuple[int, str]:
-    """Return isort's key of an imported name: constants, classes, functions."""
+    """Return the key by which isort orders imported names: constants first, then classes, then functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
 
 
@@ -101,7 +101,7 @@ def prune_unused(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PrunableNode:
-    """A statement or class member that is kept or removed as a whole, with the names in it."""
+    """A statement or a member of a class, which is kept or removed as a whole, with all names that it contains."""
 
     enclosing_class: ast.ClassDef | None
     node: ast.AST
@@ -109,7 +109,7 @@ class PrunableNode:
 
 
 def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | None, ast.AST]]:
-    """Yield a statement, or the members, bases and decorators of a class."""
+    """Yield the statement itself or, for a class, its members, base classes and decorators."""
     if isinstance(statement, ast.ClassDef):
         yield from ((statement, node) for node in (*statement.body, *statement.bases, *statement.decorator_list))
     else:
@@ -117,12 +117,15 @@ def iter_prunable_nodes(statement: ast.stmt) -> Iterator[tuple[ast.ClassDef | No
 
 
 def class_statements(statement: ast.stmt) -> list[ast.stmt]:
-    """Return the statements of a class body; an empty list for any other statement."""
+    """Return the statements of a class body, or an empty list for any other statement."""
     return statement.body if isinstance(statement, ast.ClassDef) else []
 
 
 def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST]:
-    """Yield the definitions that no other node names; ``forward``, ``backward`` and dunder methods count as used."""
+    """Yield the definitions whose name occurs in no other node.
+
+    The methods ``forward`` and ``backward``, and all names that start with two underscores, count as used.
+    """
     users: dict[str, list[PrunableNode]] = {}
     for unit in units:
         for name in unit.names:
@@ -141,7 +144,7 @@ def find_unused(tree: ast.Module, units: list[PrunableNode]) -> Iterator[ast.AST
 
 
 def get_definition_name(node: ast.AST) -> str | None:
-    """Return the name that a node defines; None if it defines none or several."""
+    """Return the name that a node defines, or None if it defines no name or several names."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return node.name
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

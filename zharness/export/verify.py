@@ -1,4 +1,4 @@
-"""Check that a script shows the verdict of its cell."""
+"""Check that an exported script shows the same verdict as its cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """The verdict of a script's run (``reproduced``, ``not reproduced`` or another) and the line that decided it."""
+    """The verdict of a script's run, and the line of the output from which the verdict follows.
+
+    ``verdict`` is ``reproduced``, ``not reproduced`` or, if the run shows neither, another text.
+    """
 
     verdict: str
     evidence: str
@@ -23,7 +26,7 @@ RunScript = Callable[[Path], ScriptResult]  # runs a script on the engine's rele
 
 
 def is_faithful(record: Record, result: ScriptResult) -> bool:
-    """Return whether the script shows the verdict of ``record``."""
+    """Return whether ``result``, the result of running the script, agrees with the verdict of ``record``."""
     if record.verdict is Verdict.PASS:
         return result.verdict == NOT_REPRODUCED
     if "was ended by a signal" in record.cause:
@@ -32,7 +35,7 @@ def is_faithful(record: Record, result: ScriptResult) -> bool:
 
 
 def describe_verification(record: Record, result: ScriptResult) -> str:
-    """Return the cell's verdict, the script's verdict, and whether they agree."""
+    """Return a text with the cell's verdict, the script's verdict, and the statement whether they agree."""
     cell = f"the cell: {record.verdict.value}" + (f" ({record.cause})" if record.cause else "")
     script = f"the script: {result.verdict} ({result.evidence})"
     conclusion = (

@@ -1,4 +1,4 @@
-"""Explain a wrong gradient by the part of the training step whose fault would produce exactly these numbers."""
+"""Explain a wrong gradient by the part of the training step in which a known fault would give exactly these numbers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def attribute_mismatch(
 ) -> Comparison:
     """Return ``comparison`` with the part and the hint that explain its mismatch; unchanged if there is no mismatch.
 
-    ``actual`` is the compared copy, ``rank_copies`` the full gradient as each rank reports it. ``reduce_dtype`` is the
-    dtype in which gradients are reduced (None: the dtype of ``actual``).
+    ``actual`` is the wrong gradient as one rank reports it, and ``rank_copies`` contains the full gradient as each rank
+    reports it. ``terms`` and ``suspects`` contain plain PyTorch's local gradients. Gradients are reduced in
+    ``reduce_dtype`` (None: in the dtype of ``actual``).
     """
     if comparison.mismatch is None:
         return comparison
@@ -50,9 +51,9 @@ def explain_mismatch(
     mismatch: Mismatch,
     reduce_dtype: torch.dtype,
 ) -> tuple[Part, str]:
-    """Return the part and the hint of the first known fault that gives these numbers.
+    """Return the part of the step and the hint that belong to the first known fault that would give ``actual``.
 
-    If no known fault does, return ``Part.LOCAL_GRADIENT`` and an empty hint.
+    If no known fault gives these numbers, return ``Part.LOCAL_GRADIENT`` and an empty hint.
     """
     for what, losses in suspects.items():
         suspected = [term for row in losses for term in row]
@@ -79,7 +80,10 @@ def explain_mismatch(
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Return the subsets of (rank, micro-step) terms whose mean a known fault gives, and the fault's description."""
+    """Map each subset of terms whose mean a known fault would return to the fault's part and description.
+
+    A subset is a tuple of (rank, micro-step) pairs.
+    """
     ranks, micros = range(len(terms)), range(len(terms[0]))
     found: dict[tuple[tuple[int, int], ...], tuple[Part, str]] = {}
     if len(micros) > 1:
@@ -98,9 +102,7 @@ def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...
 
 
 def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, reduce_dtype: torch.dtype) -> bool:
-    """Return whether every element is ``factor`` times the mean of ``terms``, within the rounding bound of
-    ``reduce_dtype``.
-    """
+    """Return whether ``actual`` equals ``factor`` times the mean of ``terms``, up to rounding in ``reduce_dtype``."""
     mean, bound = mean_and_bound(list(terms), reduce_dtype, actual.dtype)
     return bool(((actual.double() - factor * mean).abs() <= factor * bound).all())
 
@@ -108,8 +110,8 @@ def is_close_to_mean(actual: Tensor, terms: Sequence[Tensor], factor: float, red
 def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Tensor]) -> bool:
     """Return whether ``actual`` looks like a mean that was reduced in ``narrow_dtype``.
 
-    This requires that it lies within that reduction's bound, and that its elements, or their sum over the terms, are
-    numbers of ``narrow_dtype``.
+    For this, ``actual`` has to lie within the rounding bound of such a reduction. In addition, either its elements, or
+    its elements times the number of terms, have to be representable in ``narrow_dtype``.
     """
     if unit_roundoff(actual.dtype) >= unit_roundoff(narrow_dtype) or is_gamma_undefined(len(terms), narrow_dtype):
         return False
@@ -120,14 +122,15 @@ def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Ten
 
 
 def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
-    """Return whether a sum of ``terms`` terms has no rounding bound in ``dtype``."""
+    """Return whether ``terms`` is so large that a sum of this number of terms has no rounding bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
 def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
-    """Return the least-squares factor between ``actual`` and the mean of ``terms``.
+    """Return the factor that fits ``actual`` best to the mean of ``terms``, or None if no factor explains the error.
 
-    Return None unless that factor leaves at most ``MAX_UNEXPLAINED_ERROR`` of the error.
+    The fit is by least squares. A factor explains the error if it leaves at most the share ``MAX_UNEXPLAINED_ERROR`` of
+    it.
     """
     mean, _ = mean_and_bound(list(terms), actual.dtype)
     got = actual.double()

@@ -1,8 +1,8 @@
 """The baseline: the plain, unwrapped model, run for each rank in turn in a process that never imports an engine.
 
 Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers. A cache
-would save at most 6 % of a cell's time at the median (scripts/cost_of_comparing.py), the time that the baseline takes.
-Exact scenarios (zharness/law_kit/scenarios.py) and certificates, which also run in float64, are cached.
+would save little: in the median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). Exact scenarios
+(zharness/law_kit/scenarios.py) and certificates are cached, because they run the baseline in float64 as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LossWeighting = Callable[[Tensor, int], Tensor]  # (loss, rank) -> the tensor th
 
 @dataclass(frozen=True)
 class LocalResult:
-    """Loss (a scalar) and gradients of one rank's micro-batch, before any reduction."""
+    """The loss (a scalar) and the gradients of one rank's micro-batch, before they are reduced over ranks."""
 
     loss: Tensor
     grads: Mapping[str, Tensor]
@@ -32,12 +32,13 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plain model of ``spec`` with the initial weights of ``seed``, and its batches for ``world_size`` ranks.
+    """The plain model of ``spec``, with weights initialized from ``seed``, and the batches of ``world_size`` ranks.
 
-    Parameters that require a gradient, and batches, are in ``dtype``. Backward runs on the loss times ``loss_scale``;
-    the gradients are divided by it afterwards, in float32 unless it is 1. ``autocast`` is the dtype under which the
-    forward runs (the loss runs without it), ``autocast_backward`` the dtype under which backward runs; None turns
-    autocast off.
+    Batches, and parameters that require a gradient, are converted to ``dtype``. Backward runs on the loss times
+    ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is 1).
+    ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed outside
+    of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None means that
+    autocast is off.
     """
 
     spec: ModelSpec
@@ -50,17 +51,18 @@ class Baseline:
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """The names of the model's parameters in module order; tied parameters appear once."""
+        """Return the names of the model's parameters in module order; each tied parameter is listed once."""
         return tuple(self.parameter_dtypes)
 
     @property
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of each parameter as the model declares it, before any conversion to ``dtype``."""
+        """Return the dtype of each parameter in the model that ``spec`` builds, before any conversion to ``dtype``."""
         return read_parameter_dtypes(self.spec, self.seed)
 
     def build_module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Build a fresh plain model, with the weights ``params`` (original names; tied parameters once) if they are
-        given.
+        """Build a new plain model; copy the weights ``params`` into it unless ``params`` is None.
+
+        The keys of ``params`` are the names in ``named_parameters()``, so each tied parameter appears once.
         """
         model = self.spec.model(self.seed)
         for parameter in model.parameters():
@@ -73,16 +75,16 @@ class Baseline:
         return model
 
     def batch(self, rank: int, step: int) -> Batch:
-        """Return the micro-batch of ``rank`` at micro-step ``step``, in the baseline's dtype."""
+        """Return the micro-batch of ``rank`` at micro-step ``step``, converted to the baseline's dtype."""
         return self.spec.micro_batch(self.seed, rank, step).to(self.dtype)
 
     def compute_output(self, model: nn.Module, batch: Batch) -> Any:
-        """Run the forward of ``model`` on a micro-batch, under autocast if the baseline has it."""
+        """Run the forward of ``model`` on a micro-batch, under autocast if the baseline uses autocast."""
         with autocast_context(self.autocast):
             return batch.feed(model)
 
     def objective(self, output: Any, batch: Batch) -> Tensor:
-        """Return the workload's loss of a model output."""
+        """Return the loss that ``spec`` defines for a model output and its micro-batch."""
         return self.spec.loss(output, batch.target)
 
     def run_rank(
@@ -93,9 +95,10 @@ class Baseline:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> LocalResult:
-        """Return loss and gradients of one rank's micro-batch, not reduced over ranks.
+        """Return the loss and the gradients of one rank's micro-batch; the gradients are not reduced over ranks.
 
-        With ``weigh`` the gradients are those of ``weigh(loss, rank)``; the returned loss is not weighted.
+        If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, while the returned loss is the unweighted
+        one.
         """
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
@@ -111,12 +114,12 @@ class Baseline:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
-        """Return the result of ``run_rank`` for every rank, in rank order."""
+        """Return the results of ``run_rank`` for all ranks, in rank order."""
         return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.world_size)]
 
 
 def autocast_context(dtype: torch.dtype | None) -> torch.autocast:
-    """Return a torch.autocast context for CPU in ``dtype``; disabled if ``dtype`` is None."""
+    """Return a ``torch.autocast`` context for CPU in ``dtype``; the context is disabled if ``dtype`` is None."""
     return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
 
 
@@ -130,14 +133,17 @@ def read_parameter_dtypes(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtyp
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> LocalResult:
-    """Run one forward and backward of ``model``, whose gradients have to be None, and return loss and gradients."""
+    """Run one forward and backward of ``model`` and return the loss and the gradients.
+
+    The gradients of ``model`` have to be None before the call.
+    """
     return run_backward(model, objective(batch.feed(model), batch), loss_scale)
 
 
 def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> LocalResult:
     """Run backward on ``loss * loss_scale`` and return the loss with the unscaled gradients of ``model``.
 
-    The gradients of ``model`` have to be None before.
+    The gradients of ``model`` have to be None before the call.
     """
     torch.autograd.backward(loss if loss_scale == 1 else loss * torch.tensor(loss_scale))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -147,8 +153,9 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 
 
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
-    """Return a float64 copy of ``model`` and ``batch``; with ``take_abs`` every number is replaced by its absolute
-    value.
+    """Return float64 copies of ``model`` and ``batch``.
+
+    If ``take_abs`` is set, every number in the copies is replaced by its absolute value.
     """
     wide = copy.deepcopy(model).double()
     # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.

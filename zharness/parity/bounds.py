@@ -1,7 +1,8 @@
-"""Error bounds that follow from floating-point arithmetic, so that no tolerance is typed by hand.
+"""Error bounds that follow from floating-point arithmetic, so that no tolerance has to be chosen by hand.
 
-Rounding model: a computed operation is the exact one times (1 + d), |d| <= u, plus at most one subnormal step, with u =
-eps / 2 the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2.2).
+Rounding model: the computed result of an operation is the exact result times (1 + d) with |d| <= u, plus an error of at
+most one subnormal step. Here u = eps / 2 is the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical
+Algorithms, 2nd ed., 2.2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def subnormal(dtype: torch.dtype) -> float:
-    """Return the distance between neighbouring subnormals of ``dtype``: the largest error of an underflow."""
+    """Return the distance between neighbouring subnormal numbers of ``dtype``: the largest error of an underflow."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
@@ -29,7 +30,8 @@ def subnormal(dtype: torch.dtype) -> float:
 def gamma(terms: int, dtype: torch.dtype) -> float:
     """Return (n+1)u / (1 - (n+1)u), the relative error bound of a scaled sum of n = ``terms`` terms in any order.
 
-    Source: Higham, lemma 3.1 and section 4.2. Raises ValueError if (n+1)u >= 1, since no such bound exists then.
+    The bound follows from Higham, lemma 3.1 and section 4.2. Raises ValueError if (n+1)u >= 1, because then no such
+    bound exists.
     """
     nu = (terms + 1) * unit_roundoff(dtype)
     if nu >= 1:
@@ -38,11 +40,11 @@ def gamma(terms: int, dtype: torch.dtype) -> float:
 
 
 def gamma_or_probabilistic(terms: int, dtype: torch.dtype) -> float:
-    """Return ``gamma``, or the probabilistic bound nu / (1 - nu), nu = 8 sqrt(n+1) u, if (n+1)u >= 1/2.
+    """Return ``gamma(terms, dtype)`` if (n+1)u < 1/2 for n = ``terms``, else a probabilistic bound of the same error.
 
-    The probabilistic bound assumes independent rounding errors of mean zero; it then fails with a probability below 2 n
-    exp(-8^2 / 2), 1e-5 for 4e8 terms (Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J.
-    Sci. Comput. 41, 2019, theorem 2.4).
+    The probabilistic bound is nu / (1 - nu) with nu = 8 sqrt(n+1) u. It assumes independent rounding errors of mean
+    zero. Under this assumption it fails with a probability below 2 n exp(-8^2 / 2), which is 1e-5 for 4e8 terms (Higham
+    and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4).
     """
     if (terms + 1) * unit_roundoff(dtype) < 1 / 2:
         return gamma(terms, dtype)
@@ -60,8 +62,8 @@ def means_in_torch_orders(
 ) -> Iterator[Tensor]:
     """Yield ``scale`` times the mean of ``terms[rank][micro-step]`` in every order in which torch may compute it.
 
-    Sums over ranks are in ``reduce_dtype``. Micro-batches are summed before the ranks or after them, and the division
-    comes before or after the sum over ranks.
+    The orders differ in whether micro-batches are summed before or after ranks, and in whether the division comes
+    before or after the sum over ranks. Sums over ranks are computed in ``reduce_dtype``.
     """
     ranks, micros = len(terms), len(terms[0])
     divisor = micros / scale
@@ -79,11 +81,11 @@ def means_in_torch_orders(
 def mean_and_bound(
     terms: list[Tensor], dtype: torch.dtype, result_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the float64 mean of ``terms`` (all of one shape) and the largest error of computing it in ``dtype``.
+    """Return the float64 mean of ``terms`` (all of one shape) and a bound on the error of a mean computed in ``dtype``.
 
-    |error| <= gamma(n) * mean|terms| in any order of summation, plus one subnormal step for each operation. The n + 1
-    roundings are the conversion of the terms to ``dtype``, n - 1 additions and the division. A ``result_dtype``
-    narrower than ``dtype`` adds one rounding.
+    In any order of summation, |error| <= gamma(n) * mean|terms|, plus one subnormal step for each operation. The n + 1
+    roundings are the conversion of the terms to ``dtype``, n - 1 additions and the division. If the result is stored in
+    a ``result_dtype`` narrower than ``dtype``, one more rounding is added.
     """
     stack = torch.stack([term.double() for term in terms])
     bound = gamma(len(terms), dtype) * stack.abs().mean(0) + (len(terms) + 1) * subnormal(dtype)
@@ -94,10 +96,11 @@ def mean_and_bound(
 
 
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
-    """Return a cheap float32 upper limit of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
+    """Return an upper limit, cheap to compute, of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
 
-    ``mean`` is the computed mean. Use it only for numbers that are known to be right, where the size of the bound is
-    merely reported. The factor 1.001 covers the rounding of this computation itself.
+    The limit is in float32. ``mean`` is the computed mean. Use this function only for numbers that are known to be
+    right, for which the size of the bound is merely reported. The factor 1.001 covers the rounding of this computation
+    itself.
     """
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
@@ -109,10 +112,11 @@ def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, 
 
 @dataclass(frozen=True)
 class BoundedTensor:
-    """A float64 value and an upper bound of the error of computing it in ``dtype`` (running error analysis, Higham
-    3.3).
+    """A float64 value together with an upper bound on the error of the same value computed in ``dtype``.
 
-    ``error`` has the shape of ``value``. The rounding of float64 itself is 2**-29 of float32's and is neglected.
+    ``error`` has the shape of ``value``. Every operation propagates the errors of its operands and adds its own
+    rounding (running error analysis, Higham 3.3). The rounding of float64 is neglected, because it is 2**-29 of the
+    rounding of float32.
     """
 
     value: Tensor
@@ -121,39 +125,39 @@ class BoundedTensor:
 
     @classmethod
     def exact(cls, value: Tensor) -> BoundedTensor:
-        """Wrap a tensor that carries no error."""
+        """Return a BoundedTensor with the numbers of ``value`` and an error of zero."""
         return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
     def scalar(self, number: float, roundings: int = 1) -> BoundedTensor:
-        """Return ``number`` as a scalar that carries the error of ``roundings`` roundings to ``dtype``."""
+        """Return ``number`` as a scalar whose error is that of ``roundings`` roundings to ``dtype``."""
         value = torch.tensor(number, dtype=torch.float64)
         return BoundedTensor(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
 
     def zero(self) -> BoundedTensor:
-        """Return exact zeros of this shape and dtype."""
+        """Return zeros of the same shape and dtype, with an error of zero."""
         return BoundedTensor(torch.zeros_like(self.value), torch.zeros_like(self.error), self.dtype)
 
     def scalar_one(self) -> BoundedTensor:
-        """Return an exact scalar 1 in this dtype."""
+        """Return a scalar 1 of the same dtype, with an error of zero."""
         return BoundedTensor(torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), self.dtype)
 
     def maximum(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the elementwise maximum; it adds no rounding, so its error is the larger of the two."""
+        """Return the elementwise maximum, whose error is the larger of the two errors, since nothing is rounded."""
         return BoundedTensor(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error), self.dtype)
 
     def clamp(self, lower: float, upper: float) -> BoundedTensor:
-        """Clamp to [``lower``, ``upper``]; clamped elements carry only the rounding of the limits."""
+        """Return the value clamped to [``lower``, ``upper``]; clamped elements also get the limits' rounding error."""
         limits = torch.tensor([lower, upper], dtype=torch.float64).abs().max() * unit_roundoff(self.dtype)
         inside = (self.value > lower) & (self.value < upper)
         return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
 
     def sign(self) -> BoundedTensor:
-        """Return the sign (-1, 0 or 1), with an error of 2 if the value may lie on either side of zero."""
+        """Return the sign (-1, 0 or 1), with an error of 2 where the error of the value allows the opposite sign."""
         unknown = (self.error > 0) & (self.value.abs() <= self.error)
         return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
     def times_sign(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the product of two signs, which adds no rounding."""
+        """Return the product of two signs, whose error is the larger of the two errors, since nothing is rounded."""
         return BoundedTensor(self.value * other.value, torch.maximum(self.error, other.error), self.dtype)
 
     def __abs__(self) -> BoundedTensor:
@@ -173,17 +177,17 @@ class BoundedTensor:
         return self._with_rounding(self.value * other.value, carried)
 
     def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the quotient; the bound is infinite unless ``other`` is further from zero than its error."""
+        """Return the quotient; its error is infinite where the error of ``other`` reaches the size of ``other``."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
         return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
     def sqrt(self) -> BoundedTensor:
-        """Return the square root; |sqrt(a+e) - sqrt(a)| <= e / sqrt(a), and <= sqrt(e) if a < e."""
+        """Return the square root; an error e of a becomes at most e / sqrt(a), or sqrt(e) if a < e."""
         value = self.value.sqrt()
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
-        """Return ``value`` with the error that its operands carried plus the rounding of one operation in ``dtype``."""
+        """Return ``value`` with ``carried_error``, the error of its operands, plus one rounding to ``dtype``."""
         error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

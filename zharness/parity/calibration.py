@@ -1,10 +1,10 @@
-"""Tier C: judge gradients of an engine's own kernels by the distance of torch's runs from float64.
+"""Tier C: judge gradients of an engine's own kernels by how far the gradients of torch's kernels are from float64.
 
-The oracle is the plain model in float64, from the same rounded weights and inputs. The error of an element is z = (g -
-oracle) / s, where s is the root of the sum of squares of the samples' gradients, floored at a tenth of its root mean
-square. Eight runs of plain PyTorch, with permuted samples and different micro-batch sizes, give the limits of z; the
-engine under test never contributes to them. Such limits miss small errors, so tier C judges local gradients alone; the
-reduction is judged by tier S.
+The oracle is the plain model's gradient in float64, computed from the same rounded weights and inputs. The error of an
+element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
+least a tenth of the root mean square of s over the tensor. Eight runs of plain PyTorch, with permuted samples and
+different micro-batch sizes, determine the limits of z; the engine under test never contributes to these limits. Such
+limits miss small errors, so only local gradients are judged by tier C, and the reduction is judged by tier S.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Grads = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """Error of one run: the largest |z|, the root mean square of z, and the largest scale error fitted to a tensor."""
+    """The error of one run: the largest |z|, the root mean square of z, and the largest scale error of any tensor."""
 
     max_error: float
     rms_error: float
@@ -41,14 +41,14 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Float64 gradients of one rank's micro-batch, the unit ``s`` of each element, and the limits of the error."""
+    """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the error limits."""
 
     oracle: Grads
     units: Grads
     limits: ErrorStatistics
 
     def normalized_errors(self, grads: Grads) -> dict[str, Tensor]:
-        """Return each gradient's error in units of ``s``."""
+        """Return, for each gradient in ``grads``, its difference from the float64 gradient in units of ``s``."""
         return {name: (grads[name].double() - truth) / self.units[name] for name, truth in self.oracle.items()}
 
 
@@ -56,7 +56,7 @@ class Calibration:
 def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
     """Compute the calibration of one rank's micro-batch at the initial weights.
 
-    It does not depend on engine or stage, so each process computes it once.
+    The result does not depend on engine or stage, so each process computes it only once.
     """
     model, batch = baseline.build_module(), baseline.batch(rank, step)
     oracle = dict(run_local(*convert_to_float64(model, batch), baseline.objective).grads)
@@ -80,8 +80,10 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
 
 
 def run_permuted_plain(baseline: Baseline, batch: Batch, number: int) -> Grads:
-    """Return the plain model's gradients with permuted samples, averaged over micro-batches of a size chosen by
-    ``number``.
+    """Return the plain model's gradients of a batch whose samples are permuted and split into micro-batches.
+
+    ``number`` is the seed of the permutation and determines the size of the micro-batches, over which the gradients are
+    averaged.
     """
     samples = batch.num_samples
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(number))
@@ -93,7 +95,7 @@ def run_permuted_plain(baseline: Baseline, batch: Batch, number: int) -> Grads:
 
 
 def plain_gradients(baseline: Baseline, batch: Batch) -> Grads:
-    """Return the plain model's gradients of ``batch``."""
+    """Return the gradients of ``batch`` in a new plain model."""
     model = baseline.build_module()
     loss = baseline.objective(baseline.compute_output(model, batch), batch)
     return run_backward(model, loss, baseline.loss_scale).grads
@@ -106,14 +108,14 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
 
 
 def error_statistics(calibration: Calibration, grads: Grads) -> ErrorStatistics:
-    """Return the error statistics of one run's gradients."""
+    """Return the error statistics of one run with the gradients ``grads``."""
     z = torch.cat([tensor.flatten() for tensor in calibration.normalized_errors(grads).values()])
     scales = [fit_scale_error(calibration, grads, name) for name in calibration.oracle]
     return ErrorStatistics(float(z.abs().max()), float(z.square().mean().sqrt()), max(scales))
 
 
 def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
-    """Return |f - 1| for the factor f that fits the tensor ``name`` best, each element divided by its unit."""
+    """Return |f - 1| for the factor f that best fits the gradient ``name`` to the oracle, in units of ``s``."""
     weighed = calibration.oracle[name] / calibration.units[name]
     norm = float(weighed.square().sum())
     return abs(float((calibration.normalized_errors(grads)[name] * weighed).sum())) / norm if norm else 0.0
@@ -122,8 +124,8 @@ def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
 def compare_calibrated(location: TensorLocation, calibration: Calibration, grads: Grads) -> Comparison:
     """Compare one rank's local gradients with the oracle; the mismatch is the worst element of the worst tensor.
 
-    ``location.name`` is replaced by that tensor's name. ``smallest_detectable`` is the scale error of one tensor that
-    is certain to be caught.
+    In the result, ``location.name`` is replaced by the name of the worst tensor. ``smallest_detectable`` is the
+    smallest scale error of one tensor that is certain to be detected.
     """
     statistics, limits = error_statistics(calibration, grads), calibration.limits
     ratios = {
@@ -163,7 +165,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
 
 
 def ratio_to_limit(value: float, limit: float) -> float:
-    """Return ``value / limit``; infinity if ``value`` is NaN."""
+    """Return ``value / limit``; return infinity if ``value`` is NaN, or if ``limit`` is 0 and ``value`` is not."""
     if value != value:
         return torch.inf
     return value / limit if limit else (torch.inf if value else 0.0)

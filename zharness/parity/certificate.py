@@ -1,9 +1,10 @@
-"""The certificate of tier X: prove that no sum in a cell is rounded, in any order.
+"""The certificate of tier X: prove that no sum in a cell is rounded, whatever the order of summation.
 
-Weights, inputs and targets are integers, and the only division is by the number of samples and of terms, a power of
-two, so every number in the cell is a multiple of q = 1 / (samples x terms). A run in float64 on absolute values bounds
-every partial sum of a network of linear layers, residuals and ReLUs, in any order. While that bound is below q x
-2**significand, no bit is rounded away. The run in the cell's dtype also has to equal the one in float64 bitwise.
+Weights, inputs and targets are integers. The only divisions are by the number of samples and by the number of terms,
+both powers of two, so every number in the cell is a multiple of q = 1 / (samples x terms). The certificate runs the
+model in float64 on absolute values; for linear layers, residuals and ReLUs this bounds every partial sum in any order.
+If the bound is below q x 2**significand, no bit is rounded away. In addition, the run in the cell's dtype has to be
+bitwise equal to a run in float64.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ SIGNIFICAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def is_power_of_two(number: int) -> bool:
-    """Return whether ``number`` is a power of two, so that dividing by it changes only the exponent."""
+    """Return whether ``number`` is a power of two, so that a division by ``number`` changes only the exponent."""
     return number > 0 and number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """Whether tier X applies, which is also the object's truth value.
+    """The answer to whether tier X applies to a cell; ``bool()`` of the object gives the same answer.
 
-    ``reason`` says why it does not apply; it is empty for a model that does not claim to be exact.
+    ``reason`` explains why tier X does not apply; it is empty for a model that does not claim to be exact.
     """
 
     applies: bool
@@ -41,7 +42,7 @@ class Exactness:
 
 
 def division_exactness(terms: int) -> Exactness:
-    """Return whether dividing by ``terms`` is exact: only for a power of two."""
+    """Return whether a division by ``terms`` is exact, which it is only for a power of two."""
     if is_power_of_two(terms):
         return Exactness(True)
     return Exactness(False, f"a mean of {terms} terms is not exact: {terms} is not a power of two")
@@ -50,11 +51,10 @@ def division_exactness(terms: int) -> Exactness:
 def single_term_mean_exactness(
     local: LocalResult, terms: int, dtype: torch.dtype, loss_scale: float = 1.0
 ) -> Exactness:
-    """Return whether a mean over ``terms`` gradients, those of ``local`` and zeros, is exact in ``dtype``.
+    """Return whether ``loss_scale`` times the mean over ``terms`` gradients is exact in ``dtype``.
 
-    The mean is multiplied by ``loss_scale``.
-
-    Dividing by a power of two keeps the significand, but loses the last bit of a subnormal.
+    One of the gradients is that of ``local`` and all others are zero. A division by a power of two keeps the
+    significand, except that it loses the last bit of a subnormal number.
     """
     if not is_power_of_two(terms):
         return division_exactness(terms)
@@ -79,11 +79,11 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 def certify_exactness(
     baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
 ) -> Exactness:
-    """Return whether all gradients of the micro-steps ``steps``, and their mean over ranks and micro-steps, are exact
-    in ``dtype``.
+    """Return whether the gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact.
 
-    ``objective`` (None: the workload's) must be linear in the output, with integer coefficients. For a
-    model with random weights the answer is no, without a reason.
+    Exact means that nothing is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
+    spec); it must be linear in the output, with integer coefficients. For a model with random weights the answer is no,
+    without a reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
@@ -94,7 +94,7 @@ def certify_exactness(
 
 
 def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
-    """Certify an exact model, rank by rank and micro-step by micro-step; see ``certify_exactness``."""
+    """Return what ``certify_exactness`` returns for a model with integer weights, without using the cache."""
     terms = baseline.world_size * len(steps)
     micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
     if not is_power_of_two(terms) or all(
@@ -113,7 +113,7 @@ certify_exact_model_cached = lru_cache(maxsize=1024)(
 
 
 def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
-    """Return whether one rank's micro-batch is exact and leaves room for a sum over ``terms`` such gradients."""
+    """Return whether one rank's gradients are exact, and whether a sum of ``terms`` such gradients is exact too."""
     batch, model = baseline.batch(rank, step), baseline.build_module()
     samples = len(batch.inputs)
     if not is_power_of_two(samples) or not all(
@@ -130,12 +130,15 @@ def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype
 
 
 def is_integral(tensor: Tensor) -> bool:
-    """Return whether every element is an integer."""
+    """Return whether every element of ``tensor`` is an integer."""
     return torch.equal(tensor, tensor.round())
 
 
 def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> float:
-    """Return the largest activation, activation gradient and parameter gradient of a run on absolute values."""
+    """Return the largest activation, activation gradient and parameter gradient of one forward and backward.
+
+    The caller passes a model and a batch of absolute values, so that the result bounds every partial sum.
+    """
     seen: list[Tensor] = []
 
     def record_output(_module: nn.Module, _inputs: object, output: Tensor) -> None:

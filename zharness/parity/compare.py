@@ -33,7 +33,10 @@ def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) 
 
 
 def has_finite_nonzero(numbers: Tensor) -> bool:
-    """Return whether any element is finite and not zero; test the first element first, because it usually is."""
+    """Return whether any element is finite and not zero.
+
+    The first elements are tested before the rest, because usually one of them is finite and not zero.
+    """
     flat = numbers.flatten()
     if flat.numel() and 0.0 < abs(float(flat[0])) < math.inf:
         return True
@@ -41,16 +44,17 @@ def has_finite_nonzero(numbers: Tensor) -> bool:
 
 
 def is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and numbers, with no NaN among them."""
+    """Return whether two tensors have the same dtype, shape and numbers, and contain no NaN."""
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) -> list[Comparison]:
-    """Return the comparisons of ``count`` elements of flat tensors, computed in chunks; empty if any element is wrong.
+    """Compare ``count`` elements of flat tensors in chunks; return an empty list if any element is wrong.
 
-    ``compare(chunk)`` returns the comparisons of the chunk's elements, one for each tensor name. Temporaries of a chunk
-    stay in a core's cache, while those of a large tensor are new memory for each operation. The caller has to compare
-    the whole tensor after a failure, because a mismatch describes the whole tensor.
+    ``compare(chunk)`` returns the comparisons of the elements in the slice ``chunk``, one for each tensor name. Chunks
+    are faster, because the temporaries of a chunk stay in a core's cache, while each operation on a large tensor
+    allocates new memory. After an empty list the caller has to compare the whole tensors, because a mismatch describes
+    a whole tensor.
     """
     found: dict[str, list[Comparison]] = {}
     for start in range(0, count, CHUNK_ELEMENTS):
@@ -63,7 +67,7 @@ def compare_in_chunks(compare: Callable[[slice], list[Comparison]], count: int) 
 
 
 def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
-    """Merge the passed comparisons of one tensor's chunks into one comparison."""
+    """Merge the comparisons of one tensor's chunks, all of which passed, into one comparison of the tensor."""
     tiers = list(Tier)
     return replace(
         chunks[0],
@@ -78,11 +82,11 @@ def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
 def build_plain_match(
     location: TensorLocation, actual: Tensor, bound: Tensor, signal: Tensor | None = None
 ) -> Comparison:
-    """Return the passed comparison of an ``actual`` that is bitwise equal to what plain torch computes.
+    """Return the passed comparison for an ``actual`` that is bitwise equal to plain PyTorch's result.
 
-    Other summation orders would pass within the bound too, so this is not tier X. ``bound`` may be an upper limit of
-    the real bound: then the reported sensitivity is lower than the real one. ``signal`` is as in
-    ``compare_within_bound``.
+    The tier is S and not X, because other summation orders would pass within the bound too. ``bound`` may be an upper
+    limit of the real bound; the reported sensitivity is then lower than the real one. ``signal`` has the same meaning
+    as in ``compare_within_bound``.
     """
     size = (actual if signal is None else signal).abs().float()
     found = compare_fast_path(location, torch.zeros_like(size), bound, size, actual.dtype, Tier.STAGED)
@@ -100,12 +104,12 @@ def compare_within_bound(
     tier: Tier = Tier.STAGED,
     signal: Tensor | None = None,
 ) -> Comparison:
-    """Compare |actual - expected| <= bound element by element; bitwise if the expected value or the bound is not
-    finite.
+    """Compare ``actual`` with ``expected``: each element passes if |actual - expected| <= bound.
 
-    ``expected`` and ``bound`` are float64, ``actual`` has the engine's dtype; ``bound`` broadcasts. ``signal`` is the
-    part of ``expected`` that an error would scale or lose, such as the update of a weight; None: ``expected`` itself.
-    Raises EngineContractError if the shapes differ.
+    Where ``expected`` or ``bound`` is not finite, an element passes only if it equals ``expected``. ``expected`` and
+    ``bound`` are float64, and ``actual`` has the engine's dtype; ``bound`` is broadcast. ``signal`` is the part of
+    ``expected`` that an error would scale or lose, such as the update of a weight (None: ``expected`` itself). Raises
+    EngineContractError if the shapes differ.
     """
     if expected.shape != actual.shape:
         raise EngineContractError(
@@ -143,8 +147,8 @@ def compare_fast_path(
 ) -> Comparison | None:
     """Return the passed comparison if all numbers are finite and clearly within their bounds, else None.
 
-    ``error`` and ``magnitude`` have one shape and are not negative. This takes a third of the operations of
-    ``compare_within_bound``, which decides if this returns None.
+    ``error`` and ``magnitude`` have the same shape, and their elements are not negative. This function needs a third of
+    the operations of ``compare_within_bound``, which decides the comparison whenever this function returns None.
     """
     if not error.numel() or not math.isfinite(float((error + bound + magnitude).sum())):
         return None
@@ -164,21 +168,28 @@ def compare_fast_path(
 
 
 def attach_plain_values(comparison: Comparison, compute_plain: Callable[[], Tensor]) -> Comparison:
-    """Return ``comparison`` with plain torch's numbers attached to its mismatch, if it has one."""
+    """Return ``comparison``, with ``compute_plain`` attached to the tensors of its mismatch if it has a mismatch.
+
+    ``compute_plain()`` returns the numbers that plain PyTorch computes.
+    """
     if comparison.mismatch_tensors is None:
         return comparison
     return replace(comparison, mismatch_tensors=replace(comparison.mismatch_tensors, compute_plain=compute_plain))
 
 
 def compare_within_range(location: TensorLocation, lower: Tensor, actual: Tensor, upper: Tensor) -> Comparison:
-    """Compare lower <= actual <= upper; every number in the range is right, so no element counts as undetermined."""
+    """Check lower <= actual <= upper for each element.
+
+    No element counts as undetermined, because every number in the range is right.
+    """
     middle, room = (upper.double() + lower.double()) / 2, (upper.double() - lower.double()) / 2
     return compare_within_bound(location, middle, actual, room, signal=torch.zeros_like(middle))
 
 
 def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
-    """Return the smallest s, at least u, for which an error of s x ``magnitude`` would exceed the bound in some
-    element.
+    """Return the smallest s for which an error of s x ``magnitude`` would exceed the bound in some element.
+
+    The result is at least u, the unit roundoff of ``dtype``, and infinite if no element is finite and nonzero.
     """
     used = (magnitude > 0) & magnitude.isfinite()
     if not bool(used.any()):
@@ -189,7 +200,7 @@ def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -
 def build_mismatch(
     location: TensorLocation, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
 ) -> Mismatch:
-    """Describe the wrong element with the largest error."""
+    """Return the description of the element that has the largest error among those that ``wrong`` marks."""
     flat = int(torch.where(wrong, error, -1.0).argmax())
     owner, offset = find_owner(location.pieces, flat)
     want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
@@ -212,7 +223,10 @@ def build_mismatch(
 
 
 def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, int]:
-    """Return the rank that holds element ``flat_index`` and the element's index in that rank's piece."""
+    """Return the rank that holds element ``flat_index``, and the element's index in that rank's piece.
+
+    If no rank's piece contains the element, return None and ``flat_index``.
+    """
     for piece in pieces:
         if piece.start <= flat_index < piece.stop:
             return piece.rank, flat_index - piece.start
@@ -220,7 +234,7 @@ def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, in
 
 
 def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
-    """Return the number of ULPs between the two, with ``expected`` rounded to ``dtype``; -1 if one is not finite."""
+    """Return the distance in ULPs from ``expected``, rounded to ``dtype``, to ``actual``; -1 if one is not finite."""
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1
     first, second = (torch.tensor([value], dtype=torch.float64).to(dtype) for value in (expected, actual))
@@ -228,7 +242,7 @@ def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
 
 
 def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Comparison]:
-    """Compare each other rank's copy of a tensor bitwise with rank 0's."""
+    """Compare the copy of a tensor on each rank bitwise with the copy on rank 0."""
     found = []
     for rank, copy in enumerate(copies[1:], start=1):
         here = TensorLocation(location.name, location.part, location.step, rank, location.pieces)
@@ -237,7 +251,7 @@ def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Co
 
 
 def check_names(subject: str, expected: Mapping[str, object], actual: Mapping[str, object]) -> None:
-    """Raise EngineContractError unless both mappings have the same names."""
+    """Raise EngineContractError unless ``expected`` and ``actual`` have the same keys."""
     missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or extra:
         raise EngineContractError(

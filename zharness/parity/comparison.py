@@ -1,4 +1,4 @@
-"""The data types of comparisons: tiers, parts of a training step, locations and mismatches."""
+"""Data types for the results of comparisons: tiers, parts of a training step, tensor locations and mismatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zharness.engines.protocol import Piece
 
 
 class Tier(Enum):
-    """The tiers of tolerance, the tightest first: bitwise, by rounding bound, by calibration."""
+    """The tier of a comparison, the strictest first: bitwise equality, rounding bound, calibrated bound."""
 
     EXACT = "X"
     STAGED = "S"
@@ -32,7 +32,10 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Which tensor is compared, at which step, as the result of which part, from which rank's records."""
+    """The origin of a compared tensor: its name, its step, the part that computed it, and the rank that recorded it.
+
+    ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns.
+    """
 
     name: str
     part: Part
@@ -45,10 +48,11 @@ class TensorLocation:
 class Mismatch:
     """The worst wrong element of the first wrong tensor.
 
-    ``index`` locates the element in the original tensor. ``owner`` is the rank that holds it (None: every rank holds
-    the whole tensor), ``offset`` its index in that rank's piece. ``seen_on`` is the rank whose record was compared.
-    ``ulps`` is the distance in the tensor's dtype; ``wrong`` of ``total`` elements exceed the bound. ``hint`` names a
-    fault that would give these numbers; empty if none is known.
+    ``index`` locates the element in the original tensor. ``owner`` is the rank that holds the element (None: every rank
+    holds the whole tensor), and ``offset`` is the element's index in that rank's piece. ``seen_on`` is the rank whose
+    record was compared. ``ulps`` is the distance between ``expected`` and ``actual`` in ULPs of the tensor's dtype.
+    ``wrong`` is the number of elements that exceed the bound, out of ``total``. ``hint`` describes a fault that would
+    give these numbers; it is empty if no such fault is known.
     """
 
     step: int
@@ -67,7 +71,7 @@ class Mismatch:
     hint: str = ""
 
     def describe(self) -> str:
-        """Return one sentence: location, expected and actual number, bound, and the hint."""
+        """Return one sentence with the location, the expected and the actual number, the bound and the hint."""
         element = f"{self.parameter}{list(self.index)}" if self.index else self.parameter
         where = "whole on every rank" if self.owner is None else f"owned by rank {self.owner}, element {self.offset}"
         sentence = (
@@ -80,10 +84,11 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class MismatchTensors:
-    """The tensors of a mismatch, all of one shape: expected (float64), the engine's, and error / bound.
+    """The tensors of a mismatch, all of one shape: expected numbers (float64), the engine's numbers, and error / bound.
 
-    ``compute_plain()`` returns what plain torch computes in its own dtype (None: unknown); called only to display it.
-    ``ratios_by_parameter`` are the largest ratios of all parameters that were compared as one group.
+    ``compute_plain()`` returns the numbers that plain PyTorch computes in its own dtype (None: unknown); it is called
+    only if they are displayed. ``ratios_by_parameter`` contains the largest ratio of each parameter, if several
+    parameters were compared as one group.
     """
 
     expected: Tensor
@@ -97,11 +102,11 @@ class MismatchTensors:
 class Comparison:
     """The result of comparing one tensor, or one group of tensors, with its expected value.
 
-    ``ratio`` is the largest error over its bound (0 if bitwise equal, infinite if a bound of 0 is exceeded).
-    ``smallest_detectable`` is the smallest relative scale error of the whole tensor that would have been caught.
-    ``undetermined`` of ``elements`` are smaller than their bound, so one of them could be lost without being noticed.
-    ``note`` says why the tier is not the one that the law promises. ``mismatch_tensors`` is set only for a mismatch, so
-    that a passed comparison keeps no tensor alive.
+    ``ratio`` is the largest error divided by its bound (0 if bitwise equal, infinite if a bound of 0 is exceeded).
+    ``smallest_detectable`` is the smallest relative scale error of the whole tensor that would have been detected.
+    ``undetermined`` is the number of elements, out of ``elements``, that are smaller than their bound, so that the loss
+    of such an element would not be noticed. ``note`` explains why the tier is not the one that the law promises.
+    ``mismatch_tensors`` is set only for a mismatch, so that a passed comparison keeps no tensor alive.
     """
 
     tier: Tier

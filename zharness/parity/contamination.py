@@ -1,8 +1,8 @@
 """Detect conditions that make a comparison worthless: replaced torch functions, different settings, shared memory.
 
-An engine may replace a function of torch for its whole process (DeepSpeed's stage 3 replaces
-``torch.nn.functional.linear``, and the replacement outlives the engine). If the baseline ran in such a process, the
-engine's code would be compared with itself.
+An engine may replace a function of torch for its whole process. For example, DeepSpeed's stage 3 replaces
+``torch.nn.functional.linear``, and the replacement stays after the engine is closed. If the baseline ran in such a
+process, the engine's code would be compared with itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ STANDARD_MODULES = ("typing", "typing_extensions", "functools", "contextlib", "c
 
 @dataclass(frozen=True)
 class ProcessConditions:
-    """The settings, by name, and the replaced functions of torch on which a process's numbers depend."""
+    """The conditions on which a process's numbers depend: settings of torch, and replaced functions of torch.
+
+    ``settings`` maps the name of each setting to its value; ``replacements`` describes each replaced function.
+    """
 
     settings: Mapping[str, str]
     replacements: tuple[str, ...]
 
     def describe_differences(self, other: ProcessConditions) -> list[str]:
-        """Describe each function replaced in this process, and each setting that differs from ``other``."""
+        """Describe each function that is replaced in this process, and each setting that differs from ``other``."""
         differing = [
             f"{name} is {value}, for the baseline {other.settings[name]}"
             for name, value in self.settings.items()
@@ -56,7 +59,7 @@ class ProcessConditions:
 
 
 def read_process_conditions() -> ProcessConditions:
-    """Return the current conditions of this process."""
+    """Return the settings and the replaced functions of torch in this process."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     settings = {
         "the number of threads": torch.get_num_threads(),
@@ -88,7 +91,7 @@ _clean_namespaces: dict[str, dict[str, Any]] = {}
 
 
 def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
-    """Describe each function in one namespace of torch whose code is not torch's."""
+    """Yield a description of each function in one namespace of torch whose code is not part of torch."""
     for name, value in vars(holder).items():
         if isinstance(value, COMPILED_TYPES):  # most functions
             continue
@@ -100,7 +103,7 @@ def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
 
 
 def is_from_torch(function: Any) -> bool:
-    """Return whether a function belongs to torch or the standard library, or is compiled."""
+    """Return whether a function is part of torch or of the standard library, or is compiled."""
     if isinstance(function, types.FunctionType):
         # functools.wraps copies names but not the code object, so its file is reliable.
         file = function.__code__.co_filename
@@ -111,14 +114,14 @@ def is_from_torch(function: Any) -> bool:
 
 
 def describe_function(function: Any) -> str:
-    """Return module, name, file and line of a function."""
+    """Return the module, name, file and line of a function as text."""
     module, name = (getattr(function, key, "") for key in ("__module__", "__qualname__"))
     code = getattr(function, "__code__", None)
     return f"{module}.{name}" + (f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else "")
 
 
 def require_clean_torch(conditions: ProcessConditions) -> None:
-    """Raise HarnessFault if a function of torch is replaced in this process, which is about to run the baseline."""
+    """Raise HarnessFault if ``conditions`` list a replaced function of torch, because the baseline cannot run then."""
     if conditions.replacements:
         raise HarnessFault(
             f"the baseline cannot run here: {'; '.join(conditions.replacements)}; "
@@ -127,7 +130,7 @@ def require_clean_torch(conditions: ProcessConditions) -> None:
 
 
 def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
-    """Raise UsageError if a parameter or buffer of the baseline shares memory with one of the engine's."""
+    """Raise UsageError if a parameter or buffer of the baseline shares memory with one of the engine."""
     engine_names = {tensor.untyped_storage().data_ptr(): name for name, tensor in named_tensors(engine)}
     engine_names.pop(0, None)  # storage without memory: meta tensors and freed (sharded) weights
     for name, tensor in named_tensors(baseline):
@@ -140,7 +143,7 @@ def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name, except those on the meta device."""
+    """Yield the name and the tensor of each parameter and buffer that is not on the meta device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_meta:
             yield name, tensor.detach()

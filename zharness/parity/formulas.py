@@ -1,7 +1,8 @@
-"""One step of each elementwise optimizer of torch.optim, in the order of torch's single-tensor implementation.
+"""The update formulas of torch.optim's elementwise optimizers, in the order of torch's single-tensor implementation.
 
-Each formula takes a parameter, its gradient and its state with the errors that they carry, the number of earlier steps
-and all options, and returns the new weight and the new state. Missing state takes torch's initial values.
+Each formula takes a parameter, its gradient and its optimizer state (each with an error bound), the number of earlier
+steps and all options of the optimizer. It returns the new weight and the new state. State that is not passed starts
+from torch's initial values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Options = Mapping[str, Any]
 
 
 def add_weight_decay(w: BoundedTensor, g: BoundedTensor, options: Options) -> BoundedTensor:
-    """Return the gradient plus the L2 term."""
+    """Return the gradient plus the weight times ``options["weight_decay"]``, the gradient of an L2 penalty."""
     decay = options["weight_decay"]
     return g + w.scalar(decay) * w if decay else g
 
@@ -28,7 +29,10 @@ def add_weight_decay(w: BoundedTensor, g: BoundedTensor, options: Options) -> Bo
 def apply_weight_decay(
     w: BoundedTensor, g: BoundedTensor, options: Options, decoupled: bool
 ) -> tuple[BoundedTensor, BoundedTensor]:
-    """Return weight and gradient after weight decay: ``decoupled`` shrinks the weight, otherwise the gradient grows."""
+    """Return the weight and the gradient after weight decay.
+
+    With ``decoupled``, the weight is multiplied by 1 - lr * weight_decay; otherwise the decay is added to the gradient.
+    """
     if decoupled and options["weight_decay"]:
         return w * w.scalar(1 - options["lr"] * options["weight_decay"]), g
     return w, add_weight_decay(w, g, options)
@@ -37,14 +41,14 @@ def apply_weight_decay(
 def update_moments(
     w: BoundedTensor, g: BoundedTensor, state: State, options: Options
 ) -> tuple[BoundedTensor, BoundedTensor]:
-    """Return the updated ``exp_avg`` and ``exp_avg_sq``."""
+    """Return Adam's running averages ``exp_avg`` and ``exp_avg_sq``, updated with the gradient ``g``."""
     (beta1, beta2), zero = options["betas"], w.zero()
     m, v = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
     return m + w.scalar(1 - beta1) * (g - m), update_mean_square(w, g, v, beta2)
 
 
 def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, beta: float) -> BoundedTensor:
-    """Return the updated running average of squares."""
+    """Return the running average ``v`` of squared gradients, updated with the gradient ``g`` of weight 1 - ``beta``."""
     return v * w.scalar(beta) + w.scalar(1 - beta) * g * g
 
 
@@ -139,7 +143,7 @@ def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, opt
 def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Take a step of averaged SGD (Polyak and Juditsky 1992).
 
-    The state ``eta`` is the learning rate of this step, which the previous step computed.
+    ``state["eta"]`` is the learning rate of this step; the previous step has computed it.
     """
     lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.scalar_one()
     g = add_weight_decay(w, g, options)

@@ -1,9 +1,9 @@
-"""Insert the autograd nodes that an engine adds into the baseline's graph as well.
+"""Junctions: autograd nodes that an engine adds around modules, inserted into the baseline's graph as well.
 
-A node around a module computes nothing, but it changes the order of a sum: if a tensor is used twice behind the node,
+A node around a module computes nothing, but it changes the order of a sum. If a tensor is used twice behind the node,
 autograd adds the gradients of these two uses to each other before it adds those of other uses, and (a + b) + c is not
-always a + (b + c). Both sums are right; with the same nodes plain PyTorch computes the same one. This hides no wrong
-number, since the baseline's gradients still come from torch's own kernels.
+always a + (b + c). Both sums are right, but only with the same nodes does plain PyTorch compute the same sum. Junctions
+hide no wrong number, since the baseline's gradients still come from torch's own kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JunctionSelector = Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]]
 
 
 class Junction(torch.autograd.Function):
-    """The identity on several tensors, as one node of the autograd graph."""
+    """An autograd function that returns several tensors unchanged, as one node of the autograd graph."""
 
     @staticmethod
     def forward(_ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ class Junction(torch.autograd.Function):
 
 
 def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook: pass all inputs that require a gradient through one ``Junction``."""
+    """Pass all inputs of a module that require a gradient through one ``Junction``; used as a forward pre-hook."""
     leaves, tree = tree_flatten((args, kwargs))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if positions and torch.is_grad_enabled():
@@ -50,14 +50,17 @@ def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class JunctionModelBuilder:
-    """Builds a model with junctions; equal builders are equal keys of a cache."""
+    """A callable that builds a model with junctions; two equal builders give the same key of a cache.
+
+    ``select_modules(model, options)`` returns the modules whose inputs get a junction.
+    """
 
     build: Callable[[], nn.Module]
     select_modules: JunctionSelector
     options: Mapping[str, Any] = field(hash=False)
 
     def __call__(self) -> nn.Module:
-        """Build the model and register the pre-hooks."""
+        """Build the model and register the forward pre-hooks that insert the junctions."""
         model = self.build()
         for name in junction_module_names(self):
             model.get_submodule(name).register_forward_pre_hook(insert_junction, with_kwargs=True)
@@ -68,8 +71,8 @@ class JunctionModelBuilder:
 def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
     """Return the names of the modules that ``builder.select_modules`` selects.
 
-    That function belongs to the engine and may change the model, so it gets a separate model and the baseline's stays
-    plain. Raises EngineContractError if it returns anything but distinct modules of that model.
+    ``select_modules`` belongs to the engine and may change the model, so it is called with a separate model, and the
+    baseline's model stays plain. Raises EngineContractError if it returns anything but distinct modules of that model.
     """
     with torch.random.fork_rng(devices=[]):  # the caller's generator must not advance
         model = builder.build()
@@ -85,5 +88,8 @@ def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
 
 
 def with_junctions(spec: ModelSpec, select_modules: JunctionSelector, options: Mapping[str, Any]) -> ModelSpec:
-    """Return ``spec`` with a junction at the inputs of every module that ``select_modules(model, options)`` returns."""
+    """Return a copy of ``spec`` whose model has junctions.
+
+    A junction is inserted at the inputs of every module that ``select_modules(model, options)`` returns.
+    """
     return replace(spec, build=JunctionModelBuilder(spec.build, select_modules, options))

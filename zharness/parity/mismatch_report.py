@@ -1,6 +1,7 @@
-"""Describe a mismatch for a record's JSON: heat map, shards, ULP histograms, layers and training curves.
+"""Build the report of a mismatch for a record's JSON: heat map, shards, ULP histograms, layers and training curves.
 
-A report is plain data of at most about 10 KB. A number that JSON cannot hold is written as a string.
+A report consists of lists, dictionaries, strings and numbers, and takes at most about 10 KB as JSON. A number that JSON
+cannot represent, such as NaN, is written as a string.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ JsonNumber = float | str
 class HeatMap(TypedDict):
     """The largest error / bound in each of ``rows`` x ``columns`` blocks of a parameter viewed as a matrix.
 
-    A one-dimensional parameter is one row; otherwise the first dimension gives the rows. ``block`` is the number of
-    matrix rows and columns in a block; the last blocks may be smaller.
+    A one-dimensional parameter is viewed as a matrix with one row; for other parameters the first dimension gives the
+    rows. ``block`` contains the numbers of matrix rows and matrix columns in a block; the last blocks may be smaller.
     """
 
     rows: int
@@ -40,7 +41,7 @@ class HeatMap(TypedDict):
 
 
 class ShardRange(TypedDict):
-    """The range of flat elements, from ``start`` up to but without ``stop``, that lies on ``rank``."""
+    """The range of flat elements of a parameter that ``rank`` owns, from ``start`` up to but not including ``stop``."""
 
     rank: int
     start: int
@@ -48,11 +49,12 @@ class ShardRange(TypedDict):
 
 
 class UlpHistograms(TypedDict):
-    """The number of elements in each class of ``edges``, by distance from the expected float64 number in ULPs of the
-    engine's dtype.
+    """Histograms of the distance between each element and its expected float64 number, in ULPs of the engine's dtype.
 
-    If a law demands the baseline's own bits, the expected number is the baseline's. ``baseline`` is empty if the judge
-    has no numbers of plain torch.
+    ``edges`` contains the labels of the classes, and the other two lists contain the number of elements in each class:
+    ``engine`` counts the engine's numbers and ``baseline`` those of plain PyTorch. If a law demands bitwise equality
+    with the baseline, the expected number is the baseline's. ``baseline`` is empty if the judge has no numbers of plain
+    PyTorch.
     """
 
     edges: list[str]
@@ -61,25 +63,25 @@ class UlpHistograms(TypedDict):
 
 
 class LayerRatio(TypedDict):
-    """The largest error / bound in one parameter."""
+    """The name of one parameter and its largest error / bound."""
 
     name: str
     ratio: JsonNumber
 
 
 class TrainingCurve(TypedDict):
-    """One number per step for the engine, and for the plain model trained separately."""
+    """One number per training step, such as the loss, from the engine and from a plain model trained separately."""
 
     engine: list[JsonNumber]
     baseline: list[JsonNumber]
 
 
 class MismatchReport(TypedDict):
-    """The report of the first comparison that failed; a field is null if there is nothing to show.
+    """The report of the first comparison that failed; a field is None if there is nothing to show.
 
-    ``layers`` lists parameters by depth, from the comparisons of the same step and part; of more than ``MAX_LAYERS``
-    parameters it keeps only the worst of each group of neighbours. ``curves`` has "loss" and "norm" if the law trained
-    several steps.
+    ``layers`` lists parameters by depth, from the comparisons of the same step and part. If there are more than
+    ``MAX_LAYERS`` parameters, only the worst of each group of neighbouring parameters is listed. ``curves`` has the
+    keys "loss" and "norm" if the law trained several steps.
     """
 
     parameter: str
@@ -99,10 +101,10 @@ def build_mismatch_report(
     parameter_names: Sequence[str],
     curves: Mapping[str, TrainingCurve],
 ) -> MismatchReport | None:
-    """Build the report of the last comparison of ``comparisons``; None unless it is a mismatch that kept its tensors.
+    """Build the report of the last comparison in ``comparisons``; return None unless it has a mismatch with tensors.
 
-    ``remaining`` are the comparisons after it, which are consumed as long as they belong to the same step and part.
-    ``parameter_names`` are the model's parameters in order of depth.
+    ``remaining`` yields the comparisons that follow; it is consumed as long as they belong to the same step and part.
+    ``parameter_names`` lists the model's parameters in order of depth.
     """
     last = comparisons[-1]
     if last.mismatch is None or last.location is None or last.mismatch_tensors is None:
@@ -124,7 +126,7 @@ def build_mismatch_report(
 
 
 def build_heat_map(ratio: Tensor) -> HeatMap:
-    """Reduce ``ratio`` to the largest value of each block."""
+    """Return the heat map of ``ratio``, in which each block is represented by its largest value."""
     matrix = ratio.reshape(ratio.shape[0], -1) if ratio.dim() > 1 else ratio.reshape(1, -1)
     height, width = (
         math.ceil(size / most) for size, most in zip(matrix.shape, (HEAT_MAP_ROWS, HEAT_MAP_COLUMNS), strict=True)
@@ -137,7 +139,7 @@ def build_heat_map(ratio: Tensor) -> HeatMap:
 
 
 def build_ulp_histograms(tensors: MismatchTensors) -> UlpHistograms:
-    """Count the engine's and plain torch's elements by their distance from the expected numbers."""
+    """Count the elements of the engine and of plain PyTorch by their distance from the expected numbers."""
     actual, plain = tensors.actual, list[int]()
     # Plain torch cannot step from a state of a wrong shape or type; the engine's histogram is still useful.
     with suppress(Exception):
@@ -150,12 +152,18 @@ def build_ulp_histograms(tensors: MismatchTensors) -> UlpHistograms:
 
 
 def comparisons_before(comparisons: Sequence[Comparison], location: TensorLocation) -> Iterable[Comparison]:
-    """Return the comparisons of the same step and part up to and including the last one, latest first."""
+    """Return the comparisons of the same step and part as ``location``, the latest first.
+
+    The result starts with the last element of ``comparisons`` and ends at the first one of another step or part.
+    """
     return takewhile(lambda found: is_same_step_and_part(found, location), reversed(comparisons))
 
 
 def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation) -> Iterator[Comparison]:
-    """Yield the following comparisons of the same step and part, up to ``MAX_FOLLOWING_ELEMENTS`` elements."""
+    """Yield comparisons from ``remaining`` while they belong to the same step and part as ``location``.
+
+    Stop after ``MAX_FOLLOWING_ELEMENTS`` elements, or if the judge raises an exception.
+    """
     left = MAX_FOLLOWING_ELEMENTS
     # After a wrong number the judge may fail on the following ones; that adds nothing to the report.
     with suppress(Exception):
@@ -167,7 +175,7 @@ def comparisons_after(remaining: Iterator[Comparison], location: TensorLocation)
 
 
 def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> bool:
-    """Return whether ``comparison`` belongs to the step and part of ``location``."""
+    """Return whether ``comparison`` has the same step and the same part of the step as ``location``."""
     return comparison.location is not None and (comparison.location.step, comparison.location.part) == (
         location.step,
         location.part,
@@ -175,7 +183,10 @@ def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> b
 
 
 def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Sequence[str]) -> list[LayerRatio] | None:
-    """Return the worst ratio of each parameter, over its weights and optimizer state; None if nothing was compared."""
+    """Return the largest ratio of each parameter, over its weights and optimizer state; None if nothing was compared.
+
+    If there are more than ``MAX_LAYERS`` parameters, only the worst of each group of neighbours is returned.
+    """
     known, worst = set(parameter_names), dict[str, float]()
     for comparison in comparisons:
         for label, ratio in ratios_by_parameter(comparison).items():
@@ -189,20 +200,20 @@ def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Seque
 
 
 def ratios_by_parameter(comparison: Comparison) -> Mapping[str, float]:
-    """Return the worst ratio of each parameter that ``comparison`` covers, usually one."""
+    """Return the largest ratio of each parameter that ``comparison`` covers; most comparisons cover one parameter."""
     if comparison.mismatch_tensors is not None and comparison.mismatch_tensors.ratios_by_parameter:
         return comparison.mismatch_tensors.ratios_by_parameter
     return {comparison.location.name: comparison.ratio} if comparison.location else {}
 
 
 def round_ratio(ratio: float, digits: int) -> JsonNumber:
-    """Round a ratio to ``digits`` digits; a ratio above 1 stays above 1."""
+    """Round a ratio to ``digits`` significant digits; a ratio above 1 is rounded to a number above 1."""
     rounded = round_for_json(ratio, digits)
     return 1 + 10.0 ** (1 - digits) if ratio > 1 and rounded == 1 else rounded
 
 
 def round_for_json(value: float, digits: int) -> JsonNumber:
-    """Round ``value`` to ``digits`` digits, in the shortest form that JSON can hold."""
+    """Round ``value`` to ``digits`` significant digits and return the shortest form that JSON can represent."""
     if not math.isfinite(value):
         return str(value)
     rounded = float(f"{value:.{digits}g}")

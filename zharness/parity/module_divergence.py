@@ -1,8 +1,8 @@
 """Find the first module whose own computation differs from the baseline's, in forward and in backward order.
 
-Every module gets the baseline's tensors: its inputs, its outputs and their gradients are replaced on the way. So an
-error appears in the module where it arises and does not propagate. An error in the code between two child modules
-appears as a wrong input of the second.
+The inputs and outputs of every module, and their gradients, are replaced by the baseline's tensors. Therefore an error
+appears in the module in which it arises, and does not propagate to later modules. An error in the code between two
+child modules appears as a wrong input of the second one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ Trace = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ModuleDivergence:
-    """The first tensor that differs from the baseline's although everything before it was equal."""
+    """The first tensor that differs from the baseline's although all earlier tensors were equal.
+
+    ``expected`` and ``actual`` are the numbers of the worst element; ``wrong`` out of ``total`` elements differ.
+    """
 
     location: str
     expected: float
@@ -39,13 +42,13 @@ class ModuleDivergence:
 
 @dataclass(frozen=True)
 class ModuleDivergences:
-    """The first divergence in each direction; None if no module diverges."""
+    """The first divergence in forward order and the first in backward order; None if no module diverges."""
 
     forward: ModuleDivergence | None
     backward: ModuleDivergence | None
 
     def describe(self) -> str:
-        """Describe both directions; empty if neither diverges."""
+        """Return a description of the first divergence in each direction; it is empty if no module diverges."""
         found = {"forward": self.forward, "backward": self.backward}
         return "; ".join(
             f"first in {order} order: {first.describe()}" for order, first in found.items() if first is not None
@@ -53,33 +56,36 @@ class ModuleDivergences:
 
 
 class TensorVisitor(Protocol):
-    """Receives each tensor that enters or leaves a module, and may replace it."""
+    """The interface of an object that receives, and may replace, each tensor that enters or leaves a module."""
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
-        """Return the tensor that continues in place of ``tensor``."""
+        """Return the tensor that replaces ``tensor``.
+
+        ``location`` names the module and says which of its inputs or outputs ``tensor`` is.
+        """
 
 
 class TraceRecorder:
-    """Records every tensor and passes it on unchanged."""
+    """A visitor that records a copy of every tensor and does not replace any."""
 
     def __init__(self) -> None:
         self.trace: Trace = {}
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
-        """Record a copy on CPU and return the tensor."""
+        """Record a copy of ``tensor`` on CPU and return ``tensor`` itself."""
         self.trace[location] = tensor.detach().cpu().clone()
         return tensor
 
 
 class TraceFeeder:
-    """Compares every tensor bitwise with the tensor of the trace, and passes the trace's on."""
+    """A visitor that compares every tensor bitwise with the trace's tensor, and replaces it by the trace's tensor."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.divergences: list[ModuleDivergence] = []
 
     def visit(self, location: str, tensor: Tensor) -> Tensor:
-        """Record a divergence from the trace, if any, and return the trace's tensor."""
+        """Record a divergence if ``tensor`` differs from the trace's tensor, and return the trace's tensor."""
         wanted = self.trace.get(location)
         if wanted is None or wanted.shape != tensor.shape:
             return tensor  # the baseline made no such call, as in a recomputation
@@ -89,7 +95,7 @@ class TraceFeeder:
 
 
 def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDivergence | None:
-    """Return the worst differing element, NaN equal to NaN; None if all elements are equal."""
+    """Return the divergence with the worst differing element; None if all elements are equal (NaN equals NaN)."""
     want, got = expected.double().flatten(), actual.double().flatten()
     wrong = (want != got) & ~(want.isnan() & got.isnan())
     if not bool(wrong.any()):
@@ -99,27 +105,27 @@ def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDi
 
 
 class VisitTensor(torch.autograd.Function):
-    """The identity as an autograd function that shows a tensor and its gradient to a visitor."""
+    """An autograd function that passes a tensor and its gradient to a visitor and returns the replacements."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, visitor: TensorVisitor, location: str) -> Tensor:
-        """Return what the visitor puts in place of the tensor."""
+        """Return the visitor's replacement of the tensor."""
         ctx.visitor, ctx.location = visitor, location
         return visitor.visit(location, tensor).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return what the visitor puts in place of the gradient."""
+        """Return the visitor's replacement of the gradient."""
         return ctx.visitor.visit(f"{ctx.location} gradient", grads[0]), None, None
 
 
 @contextmanager
 def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]:
-    """Show every tensor that enters or leaves a module of ``model`` to ``visitor`` while the block runs."""
+    """Pass every tensor that enters or leaves a module of ``model`` to ``visitor`` while the block runs."""
     calls: dict[str, int] = {}
 
     def visit_nested(name: str, direction: str, nested: Any) -> Any:
-        """Return ``nested`` with every tensor in it replaced by the visitor's."""
+        """Return ``nested`` with every tensor in it replaced by the visitor's replacement."""
         count = iter(range(1_000_000))
 
         def visit_leaf(value: Any) -> Any:
@@ -129,7 +135,7 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
         return tree_map(visit_leaf, nested)
 
     def register_hooks(name: str, module: nn.Module) -> list[Any]:
-        """Register hooks that visit the inputs and the outputs of ``module``, and return their handles."""
+        """Register hooks that visit the inputs and the outputs of ``module``, and return the hooks' handles."""
 
         def before_forward(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             return visit_nested(name, "input", args), visit_nested(name, "keyword", kwargs)
@@ -153,8 +159,9 @@ def visiting_tensors(model: nn.Module, visitor: TensorVisitor) -> Iterator[None]
 
 
 def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """Record the tensors that pass through the modules of the baseline ``model`` while ``run()`` trains on a
-    micro-batch.
+    """Return all tensors that enter or leave the modules of the baseline ``model`` while ``run()`` is executed.
+
+    ``run()`` runs one forward and one backward of ``model``.
     """
     recorder = TraceRecorder()
     with visiting_tensors(model, recorder):
@@ -163,7 +170,10 @@ def record_trace(model: nn.Module, run: Callable[[], object]) -> Trace:
 
 
 def find_divergences(model: nn.Module, trace: Trace, run: Callable[[], object]) -> ModuleDivergences:
-    """Find where ``model`` diverges from ``trace`` while ``run()`` repeats the same forward and backward with it."""
+    """Find the first tensors of ``model`` that differ from ``trace`` while ``run()`` is executed.
+
+    ``run()`` repeats the forward and the backward that were traced.
+    """
     feeder = TraceFeeder(trace)
     with visiting_tensors(model, feeder):
         run()

@@ -1,7 +1,8 @@
-"""Replay torch.optim's updates in float64 from the engine's own weights, gradients and state.
+"""Compute torch.optim's updates in float64 from the engine's own weights, gradients and optimizer state.
 
-The inputs carry their errors. With teacher forcing they are the engine's own numbers and carry none; in a run that
-continues from its own results they carry the error of all earlier steps, and the result carries the propagated bound.
+The inputs carry error bounds. With teacher forcing the inputs are the engine's own numbers and their errors are zero.
+In a run that continues from its own results, the inputs carry the errors of all earlier steps, and the result carries
+the bound that follows from these errors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 
 @cache
 def optimizer_defaults(name: str) -> Mapping[str, Any]:
-    """Return the default arguments of torch.optim's class ``name``; an option that an old torch lacks is off."""
+    """Return the default arguments of torch.optim's class ``name``; an option that this torch lacks is False or 0."""
     parameters = inspect.signature(OPTIMIZER_CLASSES[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
     return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **defaults}
@@ -39,11 +40,10 @@ def propagate_step(
     steps: float,
     hyperparameters: Mapping[str, Any],
 ) -> Update:
-    """Take one step of optimizer ``name`` on one parameter, from numbers that carry errors; ``steps`` were taken
-    before.
+    """Take one step of the optimizer ``name`` on one parameter, from numbers that carry error bounds.
 
-    Returns the new weight and moments with their bounds. Raises UsageError for an optimizer, or an argument, without a
-    formula.
+    ``steps`` is the number of earlier steps. Returns the new weight and the new state with their bounds. Raises
+    UsageError if the optimizer, or one of the ``hyperparameters``, has no formula.
     """
     if name not in FORMULAS:
         raise UsageError.unknown_name("optimizer to replay", name, sorted(FORMULAS))

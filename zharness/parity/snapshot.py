@@ -25,7 +25,7 @@ TensorEntry = tuple[str, list[int], int]  # dtype, shape and first byte of a ten
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors that one rank recorded under ``label`` at ``step``, on CPU."""
+    """The tensors, on CPU, that one rank recorded under the label ``label`` at step ``step``."""
 
     label: str
     step: int
@@ -34,14 +34,20 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """Everything that one rank recorded: snapshots in order, the owner of each element, and the process conditions."""
+    """The evidence of one rank: its snapshots in order, the owner of each element, and the conditions of its process.
+
+    ``layout`` maps the name of each parameter to the ranges of elements that the ranks own.
+    """
 
     snapshots: tuple[Snapshot, ...]
     layout: Mapping[str, tuple[Piece, ...]]
     conditions: ProcessConditions = field(default_factory=lambda: ProcessConditions({}, ()))
 
     def get(self, label: str, step: int = 0) -> Mapping[str, Tensor]:
-        """Return the tensors recorded under ``label`` at ``step``. Raises EngineContractError if there are none."""
+        """Return the tensors that were recorded under ``label`` at ``step``.
+
+        Raises EngineContractError if there are none.
+        """
         for snapshot in self.snapshots:
             if snapshot.label == label and snapshot.step == step:
                 return snapshot.tensors
@@ -49,15 +55,15 @@ class RankEvidence:
 
 
 def evidence_path(folder: Path, rank: int) -> Path:
-    """Return the file in which ``rank`` writes its evidence."""
+    """Return the path of the file in which ``rank`` writes its evidence."""
     return folder / f"evidence.{rank}"
 
 
 class EvidenceWriter:
-    """Writes one rank's evidence: tensor bytes go to ``file`` at once, their description follows at the end.
+    """Writes one rank's evidence file: the bytes of each tensor at once, and the description of all tensors at the end.
 
-    Memory use does not grow with the number of snapshots, and nothing is copied twice. torch.save is not used, because
-    its archives take three times as long to write and to read.
+    The use of memory does not grow with the number of snapshots, and no tensor is copied twice. torch.save is not used,
+    because its archives take three times as long to write and to read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -67,11 +73,11 @@ class EvidenceWriter:
         self._snapshots: dict[tuple[str, int], dict[str, TensorEntry]] = {}
 
     def write_snapshot(self, label: str, step: int, tensors: Mapping[str, Tensor], base_label: str = "") -> None:
-        """Write ``tensors``, on CPU, as a snapshot; it also gets the tensors of the snapshot ``base_label`` at
-        ``step``.
+        """Write ``tensors``, which are on CPU, as the snapshot ``label`` at ``step``.
 
-        Raises HarnessFault if that snapshot exists already, since the judge reads only one; OSError if the disk is
-        full.
+        If ``base_label`` is given, the new snapshot also contains the tensors of the snapshot ``base_label`` at
+        ``step``. Raises HarnessFault if the snapshot exists already, since the judge would read only one of the two.
+        Raises OSError if the disk is full.
         """
         if (label, step) in self._snapshots:
             raise HarnessFault(f"{label!r} was recorded twice at step {step}")
@@ -79,7 +85,7 @@ class EvidenceWriter:
         self._snapshots[label, step] = entries | {name: self._write_tensor(tensor) for name, tensor in tensors.items()}
 
     def finish(self, layout: Mapping[str, tuple[Piece, ...]], conditions: ProcessConditions) -> None:
-        """Write the description of all snapshots as JSON and its length into the header, then close the file."""
+        """Write the description of all snapshots as JSON, write its length into the header, and close the file."""
         description = {
             "snapshots": [
                 [label, step, [[name, *entry] for name, entry in entries.items()]]
@@ -100,7 +106,7 @@ class EvidenceWriter:
         self._file.close()
 
     def _write_tensor(self, tensor: Tensor) -> TensorEntry:
-        """Append the bytes of ``tensor`` and return its dtype, shape and first byte."""
+        """Append the bytes of ``tensor`` to the file; return its dtype, its shape and the position of its bytes."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         start = self._length
         self._file.write(flat.numpy().data)
@@ -112,17 +118,17 @@ class EvidenceWriter:
 
 
 def open_evidence_writer(folder: Path, rank: int) -> EvidenceWriter:
-    """Open the writer of ``rank``'s evidence.
+    """Open the file of ``rank``'s evidence for writing.
 
-    It overwrites an existing file in place, which saves allocating the file's pages.
+    An existing file is overwritten in place, so that the file system does not allocate its pages again.
     """
     return EvidenceWriter(os.fdopen(os.open(evidence_path(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600), "wb"))
 
 
 def read_evidence(folder: Path, rank: int) -> RankEvidence:
-    """Read the evidence of ``rank``. Tensors are mapped from the file, so they are loaded when they are used.
+    """Read the evidence of ``rank``; tensors are memory-mapped, so their data is loaded only when it is used.
 
-    Raises HarnessFault if the rank ended before it had finished the file.
+    Raises HarnessFault if the rank ended before its file was complete.
     """
     path = evidence_path(folder, rank)
     with path.open("rb") as file:
@@ -142,7 +148,7 @@ def read_evidence(folder: Path, rank: int) -> RankEvidence:
 
 
 def load_tensors(storage: Tensor, entries: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Tensor]:
-    """Return the tensors at ``entries`` as views of ``storage``."""
+    """Return the tensors that ``entries`` describe as views of ``storage``."""
     tensors = {}
     for name, dtype_name, shape, start in entries:
         dtype: torch.dtype = getattr(torch, dtype_name)

@@ -1,4 +1,4 @@
-"""Distances in units of the last place (ULP): how many numbers of a dtype lie between two numbers."""
+"""Compute distances in units in the last place (ULPs), the distance between neighbouring numbers of a dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ CLASS_LABELS = ["0", "1", "2", *(f"{most // 2 + 1}-{most}" for most in POWERS[2:
 
 
 def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
-    """Return the ULP distances between two tensors of one dtype, element by element, as float64.
+    """Return the distances in ULPs between two tensors of the same dtype, element by element, as float64.
 
-    Infinity is one ULP from the largest number; the distance of two NaNs is 0, that of a NaN and a number is infinite.
+    Infinity is one ULP away from the largest finite number. The distance between two NaNs is 0, and the distance
+    between a NaN and a number is infinite.
     """
     distance = (
         (to_ordered_integers(first_tensor) - to_ordered_integers(second_tensor)).abs()
@@ -31,7 +32,7 @@ def ulp_distances(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
 
 
 def to_ordered_integers(numbers: Tensor) -> Tensor:
-    """Map floats to int64 so that neighbouring numbers differ by one; integers are returned as they are."""
+    """Map floats to int64 such that neighbouring floats differ by one; integers are only converted to int64."""
     width = INTEGER_DTYPES.get(numbers.dtype.itemsize)
     if width is None or not numbers.is_floating_point():
         return numbers.to(torch.int64)
@@ -42,17 +43,17 @@ def to_ordered_integers(numbers: Tensor) -> Tensor:
 
 
 def ulp_distances_float64(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
-    """Return ULP distances of float64 numbers, where a difference across zero would overflow int64."""
+    """Return the distances in ULPs between float64 numbers; int64 would overflow for numbers of different signs."""
     first, second = to_ordered_integers(first_tensor), to_ordered_integers(second_tensor)
     across = (first < 0) != (second < 0)
     return torch.where(across, first.double().abs() + second.double().abs(), (first - second).abs().double())
 
 
 def count_ulp_classes(oracle: Tensor, actual: Tensor) -> list[int]:
-    """Count the elements of ``actual`` in each class of ``CLASS_LABELS`` by their ULP distance from ``oracle``.
+    """Count the elements of ``actual`` in each class of ``CLASS_LABELS`` by their distance in ULPs from ``oracle``.
 
-    ``oracle`` is float64 and is rounded to the dtype of ``actual``. A number that is not finite while the oracle is
-    belongs to the last class.
+    ``oracle`` is float64 and is rounded to the dtype of ``actual``. If an element of ``actual`` is not finite although
+    the oracle is finite, the element is counted in the last class.
     """
     distance = ulp_distances(oracle.to(actual.dtype), actual).flatten()
     distance = distance.where(actual.flatten().isfinite() | (distance == 0), torch.inf)

@@ -1,6 +1,6 @@
-"""Test several releases of an engine side by side.
+"""Test several releases of an engine in one environment.
 
-Each release is in a folder of its own, which precedes the installed packages on the import path.
+Each release is installed in a folder of its own, which precedes the installed packages on the import path.
 """
 
 from zharness.releases.overlay import ensure_overlay, overlay_environment

@@ -1,4 +1,4 @@
-"""Find by binary search the first release on which a law breaks, or holds again."""
+"""Find, by binary search, the first release on which a law is broken, or on which a broken law holds again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_REASON_LENGTH = 120  # characters printed of a reason
 
 
 class Outcome(Enum):
-    """Whether one release has the bug."""
+    """The outcome of testing one release: the bug is absent, the bug is present, or the release was skipped."""
 
     GOOD = "good"
     BAD = "bad"
@@ -21,7 +21,10 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class BisectStep:
-    """One run: the release, its outcome and reason, and the number of releases left to try."""
+    """One run of a bisection: the release, its outcome, and the reason for this outcome.
+
+    ``remaining`` is the number of releases that are left to try.
+    """
 
     release: str
     outcome: Outcome
@@ -31,9 +34,10 @@ class BisectStep:
 
 @dataclass(frozen=True)
 class BisectResult:
-    """The two neighbouring releases between which the outcome changes.
+    """The two releases between which the outcome changes.
 
-    ``skipped`` are the releases between them that could not be judged; the change may be in any of them.
+    ``skipped`` lists the releases between the two that could not be judged; the outcome may have changed in any of
+    them. ``new_outcome`` is the outcome of ``first_after``.
     """
 
     last_before: str
@@ -49,11 +53,12 @@ ReleaseTrial = Callable[[str], tuple[Outcome, str]]
 def bisect(
     releases: Sequence[str], oldest: Outcome, run_trial: ReleaseTrial, on_step: Callable[[BisectStep], None]
 ) -> BisectResult:
-    """Find where ``releases`` (oldest first) change from the outcome ``oldest`` to the opposite one.
+    """Find where ``releases`` (oldest first) change from the outcome ``oldest`` to the opposite outcome.
 
     ``run_trial(release)`` runs one release and returns its outcome and the reason; ``on_step`` is called after every
-    run. The first and the last release are run first; raises UsageError if their outcomes are not ``oldest`` and the
-    opposite. A release that cannot be judged is skipped as in git bisect: its nearest neighbour is run instead.
+    run. The first and the last release are run first. Raises UsageError unless the first has the outcome ``oldest`` and
+    the last has the opposite one. A release that cannot be judged is skipped as in git bisect: its nearest neighbour is
+    run instead.
     """
     newest = Outcome.BAD if oldest is Outcome.GOOD else Outcome.GOOD
     for release, expected in ((releases[0], oldest), (releases[-1], newest)):
@@ -82,20 +87,23 @@ def bisect(
 
 
 def find_nearest(low: int, high: int, skipped: set[int]) -> int | None:
-    """Return the index nearest to the middle of ``low`` and ``high`` that is not skipped; None if there is none."""
+    """Return the index between ``low`` and ``high`` that is nearest to their middle and not in ``skipped``.
+
+    Return None if all indices between ``low`` and ``high`` are in ``skipped``.
+    """
     candidates = [index for index in range(low + 1, high) if index not in skipped]
     return min(candidates, key=lambda index: abs(2 * index - low - high), default=None)
 
 
 def describe_step(step: BisectStep) -> str:
-    """Return one line that describes a run."""
+    """Return one line with the release of a run, its outcome, and the number of releases left to try."""
     remaining = f"{step.remaining} left between" if step.remaining else "none left between"
     reason = step.reason if len(step.reason) <= MAX_REASON_LENGTH else f"{step.reason[:MAX_REASON_LENGTH]} ..."
     return f"{step.release}: {step.outcome.value} ({remaining}){reason and f': {reason}'}"
 
 
 def describe_bisect_result(result: BisectResult) -> str:
-    """Return the final line: where the outcome changed, and the number of runs."""
+    """Return the line that names the release in which the outcome changed, and the number of runs."""
     kind = "bad" if result.new_outcome is Outcome.BAD else "good"
     if result.skipped:
         candidates = ", ".join((*result.skipped, result.first_after))

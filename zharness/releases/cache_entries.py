@@ -1,4 +1,4 @@
-"""List and remove the entries of the release cache."""
+"""List and remove the entries of the cache of releases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ REMOVED = "removed"
 class CacheEntry:
     """One folder of the cache: an overlay, the links to a checkout, or the files of an interrupted install.
 
-    ``subject`` is the release as ``--engine`` spells it, or the folder's name; ``size`` is in bytes.
+    ``subject`` is the release as the option ``--engine`` spells it; for an interrupted install it is the folder's name.
+    ``size`` is in bytes.
     """
 
     path: Path
@@ -33,21 +34,21 @@ class CacheEntry:
 
 
 def list_entries() -> list[CacheEntry]:
-    """Return all entries of the cache, recognised by their stamp or by the name of an unfinished install."""
+    """Return all entries of the cache; a folder is an entry if it has a stamp or the name of an interrupted install."""
     kinds = (("releases", parse_overlay_entry), ("checkouts", parse_checkout_entry))
     entries = [parse_unfinished_entry(path) or parse(path) for part, parse in kinds for path in _folders(part)]
     return [entry for entry in entries if entry is not None]
 
 
 def parse_unfinished_entry(path: Path) -> CacheEntry | None:
-    """Return the entry of an interrupted install; None if ``path`` is anything else."""
+    """Return the entry of an interrupted install, or None if the folder ``path`` is anything else."""
     if path.name.startswith(".") and overlay.BUILDING_INFIX in path.name:
         return CacheEntry(path, path.name, "unfinished install", folder_size(path))
     return None
 
 
 def parse_overlay_entry(path: Path) -> CacheEntry | None:
-    """Return the entry of an overlay; None if ``path`` has no valid stamp."""
+    """Return the entry of the overlay in ``path``, or None if this folder has no valid stamp."""
     try:
         stamp = overlay.Stamp(**json.loads((path / overlay.STAMP_FILE).read_text()))
     except (OSError, ValueError, TypeError):
@@ -57,7 +58,7 @@ def parse_overlay_entry(path: Path) -> CacheEntry | None:
 
 
 def parse_checkout_entry(path: Path) -> CacheEntry | None:
-    """Return the entry of a checkout's links; None if ``path`` has no checkout stamp."""
+    """Return the entry for the links to a checkout in ``path``, or None if this folder has no checkout stamp."""
     try:
         return CacheEntry(
             path, (path / checkout.STAMP_FILE).read_text(), "links to a checkout, its extensions", folder_size(path)
@@ -67,9 +68,9 @@ def parse_checkout_entry(path: Path) -> CacheEntry | None:
 
 
 def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
-    """Remove the entries that ``subjects`` name (all entries if empty), and yield each with the result of its removal.
+    """Remove the entries that ``subjects`` name (if it is empty, all entries); yield each entry and the result.
 
-    ``NAME`` without a release means all its releases. Raises UsageError for a subject that is not in the cache.
+    ``NAME`` without a release means all releases of NAME. Raises UsageError for a subject that is not in the cache.
     """
     entries = list_entries()
     chosen = [entry for entry in entries if not subjects or any(is_entry_named(entry, text) for text in subjects)]
@@ -85,7 +86,7 @@ def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
 def is_entry_named(entry: CacheEntry, text: str) -> bool:
     """Return whether ``text`` names ``entry``.
 
-    A checkout may be named by any path to it, even if it no longer exists.
+    Any path to a checkout names the checkout's entry, even if the checkout no longer exists.
     """
     name, at, path = text.partition("@")
     text = f"{name}@{Path(path).expanduser().resolve()}" if at else text
@@ -95,7 +96,7 @@ def is_entry_named(entry: CacheEntry, text: str) -> bool:
 
 
 def get_entry_package(entry: CacheEntry) -> str:
-    """Return the name of the package to which an entry belongs."""
+    """Return the name of the package of which ``entry`` contains a release or links."""
     return (
         entry.subject.lstrip(".").partition("-")[0]
         if entry.subject.startswith(".")
@@ -104,9 +105,9 @@ def get_entry_package(entry: CacheEntry) -> str:
 
 
 def remove_entry(entry: CacheEntry) -> str:
-    """Remove one entry unless it is being built or in use, and return the result as text.
+    """Remove one entry, unless a process builds or uses it, and return the result as text.
 
-    The folder is renamed first, so that a folder under a release's name is always complete.
+    The folder is renamed before its files are removed, so that a folder with a release's name is always complete.
     """
     name = entry.path.name.lstrip(".").partition(overlay.BUILDING_INFIX)[0]
     lock = filelock.FileLock(str(entry.path.parent / f".{name}.lock"), timeout=0)
@@ -130,6 +131,6 @@ def folder_size(path: Path) -> int:
 
 
 def _folders(kind: str) -> list[Path]:
-    """Return the sorted folders of one part of the cache."""
+    """Return the folders in the part ``kind`` of the cache, sorted by name."""
     folder = overlay.cache_folder() / kind
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Render the release cache as text."""
+"""Render the contents of the cache of releases as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zharness.releases.cache_entries import CacheEntry
 
 
 def render_entries(subjects: Sequence[str]) -> str:
-    """Return a table of the cached entries that ``subjects`` name; of all entries if ``subjects`` is empty."""
+    """Return a table of the cache entries that ``subjects`` name, or of all entries if ``subjects`` is empty."""
     found = [
         entry
         for entry in cache_entries.list_entries()
@@ -24,17 +24,17 @@ def render_entries(subjects: Sequence[str]) -> str:
 
 
 def render_cleaned(removals: Sequence[tuple[CacheEntry, str]]) -> str:
-    """Return one line for each removal, and the number of bytes freed."""
+    """Return one line for each removed entry, and a last line with the space that was freed, in MB."""
     freed = sum(entry.size for entry, result in removals if result == cache_entries.REMOVED)
     return "\n".join([*map(render_removal, removals), f"freed {format_megabytes(freed)} of {overlay.cache_folder()}"])
 
 
 def render_removal(removal: tuple[CacheEntry, str]) -> str:
-    """Return one line for an entry and the result of its removal."""
+    """Return one line with a cache entry and the result of its removal."""
     entry, result = removal
     return f"{entry.subject} ({entry.description}): {result}"
 
 
 def format_megabytes(size: int) -> str:
-    """Return a number of bytes in MB."""
+    """Return ``size``, a number of bytes, as text in MB."""
     return f"{size / 1e6:.1f} MB"

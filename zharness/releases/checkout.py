@@ -30,11 +30,11 @@ torch_info = {{'version': '0.0', 'cuda_version': '0.0', 'nccl_version': '0.0', '
 
 @once
 def prepare_checkout(checkout: Checkout) -> tuple[Path, dict[str, str]]:
-    """Return the folder to put first on the path, and the environment of a child process that uses it.
+    """Return the folder to put first on the import path, and the environment of a child process that uses the checkout.
 
-    The folder is the checkout itself, or a folder of links to it plus the one file that the package's setup would
-    generate. Raises UsageError if the package does not import from there. Cached for the lifetime of the process, so
-    that all ranks of the process use the same sources.
+    The folder is the checkout itself, or a folder that contains links to the checkout and the one file that the
+    package's setup would generate. Raises UsageError if the package cannot be imported from this folder. The result is
+    cached for the lifetime of the process, so that all ranks of the process use the same sources.
     """
     cache = _checkout_cache(checkout)
     generated = _GENERATED_FILES.get(checkout.module)
@@ -60,17 +60,15 @@ def prepare_checkout(checkout: Checkout) -> tuple[Path, dict[str, str]]:
 
 
 def _checkout_cache(checkout: Checkout) -> Path:
-    """Return the cache folder of a checkout, named by a digest of its path."""
+    """Return the cache folder of a checkout, whose name contains a digest of the checkout's path."""
     digest = hashlib.sha256(str(checkout.path).encode()).hexdigest()[:12]
     return overlay.cache_folder() / "checkouts" / f"{checkout.module}-{digest}"
 
 
 def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Path:
-    """Return ``folder`` after filling it with a package of links to the checkout's files and the generated file.
+    """Fill ``folder`` with links to the checkout's files and with the generated file, and return ``folder``.
 
-    ``name`` and ``text`` are the generated file's.
-
-    The caller holds the build lock.
+    ``name`` and ``text`` are the name and the content of the generated file. The caller has to hold the build lock.
     """
     entries = {entry.name: entry for entry in checkout.package.iterdir() if entry.name != "__pycache__"}
     package = folder / checkout.module
@@ -92,7 +90,7 @@ def _link_package(checkout: Checkout, folder: Path, name: str, text: str) -> Pat
 
 
 def _is_current(package: Path, entries: dict[str, Path], name: str, text: str) -> bool:
-    """Return whether the links and the generated file are up to date."""
+    """Return whether ``package`` has exactly the links to ``entries``, and a file ``name`` that contains ``text``."""
     if not (package / name).is_file() or (package / name).read_text() != text:
         return False
     links = {link.name: link.readlink() for link in package.iterdir() if link.is_symlink()}

@@ -1,4 +1,4 @@
-"""Run laws on several releases or checkouts, and compare them with each other or with an earlier run."""
+"""Run laws on several releases or checkouts, and compare the results with each other or with an earlier run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from zharness.run.record import Verdict
 
 
 def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[str]:
-    """Return the releases as ``--engine`` spells them: ``0.18.8`` becomes ``deepspeed==0.18.8``, ``@PATH`` is a
-    checkout.
+    """Return the releases as ``--engine`` spells them, such as ``deepspeed==0.18.8`` or ``deepspeed@PATH``.
 
-    If ``releases`` is empty, the installed release is named. Raises UsageError if ``newest`` is set and the index
-    cannot be read.
+    In ``releases``, a text that starts with ``@`` is the path of a checkout. If ``releases`` is empty, return the
+    engine's name, which means the installed release. With ``newest``, the newest release on the package index is added;
+    raises UsageError if the index cannot be read.
     """
     spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
     if newest:
@@ -40,11 +40,11 @@ def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[s
 def run_matrix(
     release_engines: Sequence[str], request: Request, run_request: RunRequest, earlier_records: Sequence[Record]
 ) -> int:
-    """Run ``request`` on every release, print cells x releases and the flips, and return the exit code.
+    """Run ``request`` on every release, print the verdicts of each cell on each release, and return the exit code.
 
-    With ``earlier_records`` the exit code is 1 if a cell changed since them. It is 3 if a release could not be run, or
-    the harness failed in a cell. Raises UsageError if no release could be run, or one shares no cell with the earlier
-    records.
+    The exit code is 3 if a release could not be run or the harness failed in a cell. Otherwise it is 1 if a cell
+    changed since ``earlier_records``, and 0 if not. Raises UsageError if no release could be run, or if a release has
+    no cell in common with the earlier records.
     """
     name = split_release(release_engines[0])[0]
     earlier = history.group_by_release(earlier_records, name) if earlier_records else {}
@@ -68,12 +68,12 @@ def run_matrix(
 def select_earlier_records(
     earlier: Mapping[str, Mapping[Cell, Record]], current: ReleaseRecords
 ) -> Mapping[Cell, Record]:
-    """Return the earlier records of the same release; if there are none, those of the newest release."""
+    """Return the earlier records of the same release or, if there are none, of the newest earlier release."""
     return earlier.get(current.release) or earlier[max(earlier, key=version_sort_key)]
 
 
 def version_sort_key(release: str) -> Version:
-    """Return the sort key of a release; a text that is not a version sorts first."""
+    """Return the key by which releases are sorted; a text that is not a version comes first."""
     try:
         return Version(release)
     except InvalidVersion:
@@ -81,7 +81,7 @@ def version_sort_key(release: str) -> Version:
 
 
 def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
-    """Return 3 if a release was not run or the harness failed in a cell, else 0."""
+    """Return 3 if a release was not run or if the harness failed in a cell, else 0."""
     failed = any(
         column.failure_reason or any(record.verdict is Verdict.ERROR for record in column.records.values())
         for column in columns
@@ -92,12 +92,13 @@ def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
 def compare_releases(
     base: str, change: str, request: Request, run_request: RunRequest, expected_failures: Sequence[ExpectedFailure]
 ) -> int:
-    """Run ``request`` on both releases and print the differences; return 1 if a law that holds on ``base`` is
-    broken on ``change``.
+    """Run ``request`` on the releases ``base`` and ``change``, print the differences, and return the exit code.
 
-    New failures are run a second time on both, because a busy machine may miss a deadline once. A failure that
-    ``expected_failures`` cover is printed but does not count; neither does a failure on both. Raises UsageError if a
-    release cannot be run, or they share no cell.
+    The exit code is 3 if the harness failed in a cell. Otherwise it is 1 if a law holds on ``base`` and is broken on
+    ``change``, and 0 if not. New failures are run a second time on both releases, because a busy machine may miss a
+    deadline once. A failure that ``expected_failures`` cover is printed but does not count, and a failure on both
+    releases does not count either. Raises UsageError if a release cannot be run, or if the two releases have no cell in
+    common.
     """
     found = run_both(base, change, request, run_request)
     counted = history.describe_overlap(found[0].records, found[1].records)
@@ -127,7 +128,7 @@ def compare_releases(
 
 
 def run_both(base: str, change: str, request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
-    """Return the records of both releases. Raises UsageError if either cannot be run."""
+    """Return the records of ``base`` and of ``change``. Raises UsageError if one of the releases cannot be run."""
     found = [history.run_release(text, request, run_request) for text in (base, change)]
     for column in found:
         if column.failure_reason:
@@ -136,12 +137,12 @@ def run_both(base: str, change: str, request: Request, run_request: RunRequest) 
 
 
 def restrict_to_cells(request: Request, changes: Sequence[Change]) -> Request:
-    """Return ``request`` restricted to the cells of ``changes``."""
+    """Return a copy of ``request`` that runs only the cells of ``changes``."""
     return replace(request, patterns=tuple(change.after.cell.id for change in changes))
 
 
 def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRecords]) -> list[Change]:
-    """Return the suspects that failed in the second run as well."""
+    """Return those of ``suspects``, the failures of the first run, whose cells failed in the second run as well."""
     if not second_columns:
         return []
     failed = {
@@ -153,21 +154,24 @@ def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRe
 
 
 def is_broken(record: Record | None) -> bool:
-    """Return whether there is a record and its verdict means that the law is broken."""
+    """Return whether ``record`` is not None and its verdict means that the law is broken."""
     return record is not None and law_status(record) is LawStatus.BROKEN
 
 
 def is_expected_failure(change: Change, expected_failures: Sequence[ExpectedFailure]) -> bool:
-    """Return whether an expected failure of the user's file covers the change; built-in ones are for releases."""
+    """Return whether ``change`` is a failure that an entry of ``expected_failures``, the user's file, covers.
+
+    Built-in expected failures do not count, because they describe releases.
+    """
     return change.kind in FAILURE_KINDS and change.after.expected_failure in {
         entry.upstream for entry in expected_failures
     }
 
 
 def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int:
-    """Find the release between ``good`` and ``bad`` where the outcome changes, print each run, and return 0.
+    """Find the release between ``good`` and ``bad`` in which the outcome changes, print each run, and return 0.
 
-    Raises UsageError if either is not on the package index, or their outcomes are not good and bad.
+    Raises UsageError if one of the two is not on the package index, or if their outcomes are not good and bad.
     """
     between = list_releases_between(engine, good, bad)
     oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
@@ -177,7 +181,10 @@ def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int
 
 
 def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
-    """Return the releases from the older of the two to the newer, inclusive. Raises UsageError for an unknown one."""
+    """Return the releases from the older to the newer of ``good`` and ``bad``, both included.
+
+    Raises UsageError if one of the two is not on the package index.
+    """
     distribution = engines.info(engine).distribution
     known = index.list_releases(distribution)
     for release in (good, bad):
@@ -190,12 +197,12 @@ def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
 
 
 def make_cell_trial(engine: str, request: Request, run_request: RunRequest) -> ReleaseTrial:
-    """Return a bisect trial that runs the cells of ``request``."""
+    """Return a function that runs the cells of ``request`` on one release and returns the outcome for a bisection."""
     return lambda release: classify_release(history.run_release(f"{engine}=={release}", request, run_request))
 
 
 def make_repro_trial(repro: Repro) -> ReleaseTrial:
-    """Return a bisect trial that runs one reproduction."""
+    """Return a function that runs the reproduction ``repro`` on one release and returns the outcome for a bisection."""
     outcomes = {repros.ReproVerdict.REPRODUCED: Outcome.BAD, repros.ReproVerdict.NOT_REPRODUCED: Outcome.GOOD}
 
     def run_trial(release: str) -> tuple[Outcome, str]:
@@ -210,7 +217,11 @@ def make_repro_trial(repro: Repro) -> ReleaseTrial:
 
 
 def classify_release(column: ReleaseRecords) -> tuple[Outcome, str]:
-    """Return BAD if any cell is broken, GOOD if one holds and none is broken, else SKIPPED; with the reason."""
+    """Return the outcome of one release, and the reason for this outcome.
+
+    The outcome is BAD if any cell is broken, GOOD if no cell is broken and at least one law holds, and SKIPPED
+    otherwise.
+    """
     if column.failure_reason:
         return Outcome.SKIPPED, column.failure_reason
     records = column.records.values()

@@ -1,4 +1,4 @@
-"""Compare cells over releases: find where a law's status flips, and which cells changed since an earlier run."""
+"""Compare cells over releases: find where a law starts or stops holding, and which cells changed between runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RunRequest = Callable[[Request], list[Record]]
 class ReleaseRecords:
     """The records of one release by cell; the cells name the engine without its release.
 
-    ``failure_reason`` is one sentence that explains why there are no records, else empty.
+    ``failure_reason`` is a sentence that explains why there are no records; it is empty if there are records.
     """
 
     engine: str
@@ -30,7 +30,10 @@ class ReleaseRecords:
 
 @dataclass(frozen=True)
 class Flip:
-    """A cell whose law holds on one of two consecutive judged releases and is broken on the other."""
+    """A change of a law's status: the law holds on one of two consecutive judged releases and is broken on the other.
+
+    ``before`` and ``after`` are the records of ``cell`` on the older and the newer release.
+    """
 
     cell: Cell
     before: Record
@@ -38,7 +41,7 @@ class Flip:
 
 
 def request_for_engine(request: Request, engine: str) -> Request:
-    """Return ``request`` for another engine; cell ids among its patterns are rewritten to that engine."""
+    """Return a copy of ``request`` for another engine, in which cell ids among the patterns name that engine."""
     patterns = tuple(
         replace(Cell.parse(pattern), engine=engine).id if is_cell_id(pattern) else pattern
         for pattern in request.patterns
@@ -47,7 +50,7 @@ def request_for_engine(request: Request, engine: str) -> Request:
 
 
 def run_release(engine: str, request: Request, run_request: RunRequest) -> ReleaseRecords:
-    """Return the records of one release, or the reason why there are none."""
+    """Run ``request`` on one release, and return the records or the reason why there are none."""
     try:
         records = run_request(request_for_engine(request, engine))
     except UsageError as error:
@@ -56,7 +59,7 @@ def run_release(engine: str, request: Request, run_request: RunRequest) -> Relea
 
 
 def run_releases(release_engines: Iterable[str], request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
-    """Run the releases one after the other. Raises UsageError if none can be run."""
+    """Run ``request`` on the releases one after the other. Raises UsageError if none of them can be run."""
     columns = [run_release(engine, request, run_request) for engine in release_engines]
     if all(column.failure_reason for column in columns):
         raise UsageError("; ".join(dict.fromkeys(column.failure_reason for column in columns)))
@@ -64,12 +67,12 @@ def run_releases(release_engines: Iterable[str], request: Request, run_request: 
 
 
 def list_cells(columns: Iterable[ReleaseRecords]) -> list[Cell]:
-    """Return every cell of any release, in the order of the matrix."""
+    """Return all cells that have a record on at least one release, in the order of the records."""
     return list(dict.fromkeys(cell for column in columns for cell in column.records))
 
 
 def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
-    """Yield every flip of a law between holding and broken, cell by cell."""
+    """Yield each change of a law between holding and broken on consecutive judged releases, cell by cell."""
     for cell in list_cells(columns):
         records = [column.records[cell] for column in columns if cell in column.records]
         records = [record for record in records if law_status(record) is not LawStatus.UNKNOWN]
@@ -79,7 +82,7 @@ def find_flips(columns: Sequence[ReleaseRecords]) -> Iterator[Flip]:
 
 
 def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> list[Change]:
-    """Return the changes of the cells that both runs have."""
+    """Return how the cells that are in both runs changed from ``before`` to ``after``."""
     found = []
     for cell, now in after.items():
         if cell in before:
@@ -90,7 +93,10 @@ def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) ->
 
 
 def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> str:
-    """Describe how many cells both runs have, and how many only one has. Raises UsageError if they share none."""
+    """Return a text with the number of cells that are in both runs and the numbers that are only in one.
+
+    Raises UsageError if no cell is in both runs.
+    """
     both = len(before.keys() & after.keys())
     if not both:
         raise UsageError(
@@ -101,8 +107,9 @@ def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]
 
 
 def group_by_release(records: Iterable[Record], engine: str) -> dict[str, dict[Cell, Record]]:
-    """Group the records of ``engine`` by release; the last record of a cell counts. Raises UsageError if there are
-    none.
+    """Group the records of ``engine`` by release and cell; a later record of the same cell replaces an earlier one.
+
+    Raises UsageError if there are no records of ``engine``.
     """
     found: dict[str, dict[Cell, Record]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""Render cells over releases as a table, and flips and changes as text."""
+"""Render the verdicts of cells on several releases as a table, and describe the changes between releases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ MAX_CAUSE_LENGTH = 300  # characters printed of a cause; the JSON line contains 
 
 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
-    """Return the table of cells x releases, the releases that were not run, and each flip."""
+    """Return the table of verdicts (cells x releases), the releases that were not run, and each flip.
+
+    A flip is a change of a cell's law between holding and broken from one release to the next.
+    """
     judged = [column for column in columns if not column.failure_reason]
     flips = list(find_flips(judged))
     parts = [
@@ -27,7 +30,7 @@ def render_overview(columns: Sequence[ReleaseRecords]) -> str:
 
 
 def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
-    """Return the table; cells of a law with the same verdicts on all releases share a row."""
+    """Return the table of verdicts; cells of a law that have the same verdicts on all releases share a row."""
     rows: dict[tuple[str, tuple[str, ...]], list[Cell]] = {}
     for cell in list_cells(columns):
         verdicts = tuple(column.records[cell].verdict.value if cell in column.records else "" for column in columns)
@@ -37,7 +40,7 @@ def render_cell_table(columns: Sequence[ReleaseRecords]) -> str:
 
 
 def describe_cells(same_cells: Sequence[Cell]) -> str:
-    """Return one cell's axes, or the number of cells and their stages."""
+    """Describe a group of cells: a single cell by the rest of its id, several cells by their number and stages."""
     if len(same_cells) == 1:
         (cell,) = same_cells
         return cell.id.removeprefix(f"{cell.law}[{cell.engine_label}-").removesuffix("]")
@@ -46,12 +49,12 @@ def describe_cells(same_cells: Sequence[Cell]) -> str:
 
 
 def describe_unrun(column: ReleaseRecords) -> str:
-    """Return why a release was not run; empty if it was."""
+    """Return the reason why a release was not run, or the empty string if it was run."""
     return f"NOT RUN {column.engine}: {column.failure_reason}" if column.failure_reason else ""
 
 
 def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:
-    """Group flips between the same two releases, in the same direction, with the same failure."""
+    """Group the flips that have the same two releases, the same direction and the same failure."""
     groups: dict[tuple[str, str, str], list[Flip]] = {}
     for flip in flips:
         failed = flip.after if law_status(flip.after) is LawStatus.BROKEN else flip.before
@@ -61,7 +64,7 @@ def group_flips(flips: Iterable[Flip]) -> list[list[Flip]]:
 
 
 def describe_flips(flips: Sequence[Flip]) -> str:
-    """Describe the flips of one group: cells, releases, the failure, and the command that runs it again."""
+    """Describe one group of flips: the cells, the two releases, the failure, and the command that reproduces it."""
     first = flips[0]
     broken = law_status(first.after) is LawStatus.BROKEN
     failed = first.after if broken else first.before
@@ -74,19 +77,19 @@ def describe_flips(flips: Sequence[Flip]) -> str:
 
 
 def shorten_cause(cause: str) -> str:
-    """Return a cause on one line, cut to ``MAX_CAUSE_LENGTH``."""
+    """Return ``cause`` on one line, cut to ``MAX_CAUSE_LENGTH`` characters."""
     flat = " ".join(cause.split())
     return flat if len(flat) <= MAX_CAUSE_LENGTH else flat[:MAX_CAUSE_LENGTH] + " ..."
 
 
 def render_flip_count(columns: Sequence[ReleaseRecords], flips: Sequence[Flip]) -> str:
-    """Return the final line of the table of releases."""
+    """Return the last line of the overview: the number of cells, of releases, and of cells with a flip."""
     cells, flipped = list_cells(columns), {flip.cell for flip in flips}
     return f"{len(cells)} cells on {len(columns)} releases: {len(flipped)} flip, {len(cells) - len(flipped)} do not"
 
 
 def render_changes(changes: Sequence[Change]) -> str:
-    """Describe every change, the worst first, with the command that shows it."""
+    """Describe every change, the worst first, with the command that reproduces it."""
     if not changes:
         return "no cell changed"
     kinds = [(kind, [change for change in changes if change.kind is kind]) for kind in ChangeKind]
@@ -96,7 +99,7 @@ def render_changes(changes: Sequence[Change]) -> str:
 
 
 def describe_change(kind: ChangeKind, change: Change) -> str:
-    """Describe one change: the cell, both verdicts with their causes, and the command that runs it again."""
+    """Describe one change: the cell, both verdicts with their causes, and the command that runs the cell again."""
     before, after = change.before, change.after
     lines = [
         f"{kind.value.upper()} {after.cell.id}",

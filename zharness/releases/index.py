@@ -1,4 +1,4 @@
-"""Query the package index for releases."""
+"""Query the package index for the releases of a package."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _SECONDS = 120.0
 
 @cache
 def list_releases(distribution: str) -> tuple[str, ...]:
-    """Return all releases of ``distribution``, without pre-releases, oldest first. Raises UsageError if the index
-    fails.
+    """Return all releases of ``distribution`` on the package index, without pre-releases, the oldest first.
+
+    Raises UsageError if the index cannot be read.
     """
     overlay.check_name(distribution)
     command = [sys.executable, "-m", "pip", "index", "versions", distribution, "--disable-pip-version-check"]
@@ -33,12 +34,12 @@ def list_releases(distribution: str) -> tuple[str, ...]:
 
 
 def get_newest_release(distribution: str) -> str:
-    """Return the newest release. Raises UsageError if the index fails."""
+    """Return the newest release of ``distribution``. Raises UsageError if the package index cannot be read."""
     return list_releases(distribution)[-1]
 
 
 def sort_releases(texts: list[str]) -> tuple[str, ...]:
-    """Sort releases, oldest first. Raises UsageError for a text that is not a version."""
+    """Return the releases ``texts``, the oldest first. Raises UsageError for a text that is not a version."""
     try:
         return tuple(sorted(texts, key=Version))
     except InvalidVersion as error:

@@ -1,4 +1,4 @@
-"""Run a command until its end or its deadline, and end its whole process tree afterwards."""
+"""Run a command until it ends or its deadline has passed, and then end all processes that it started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _MARK_VARIABLE = "ZHARNESS_LAUNCH"  # environment variable by which a command's 
 
 
 class CommandGroup:
-    """The running commands of several threads, which any thread can end; only the main thread receives Ctrl-C."""
+    """The running commands of several threads, which can be ended together from any thread.
+
+    Only the main thread receives Ctrl-C, so it has to end the commands of the other threads.
+    """
 
     def __init__(self) -> None:
         self._children: dict[subprocess.Popen[bytes], str] = {}
@@ -29,7 +32,7 @@ class CommandGroup:
         self._stopped_event = Event()
 
     def terminate(self) -> None:
-        """End every command and start no more."""
+        """End every running command, and prevent further commands from being started."""
         with self._lock:
             self._stopped_event.set()
             children = dict(self._children)
@@ -40,9 +43,9 @@ class CommandGroup:
     def start(
         self, command: list[str], env: Mapping[str, str], output: IO[bytes], folder: Path | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a command in ``folder`` (None: the current one); end it and its descendants when the block ends.
+        """Start a command in ``folder`` (None: the current folder), and end it and its descendants when the block ends.
 
-        Raises KeyboardInterrupt after ``terminate`` was called.
+        Raises KeyboardInterrupt if ``terminate`` was called before.
         """
         child, mark = None, uuid4().hex
         try:
@@ -66,9 +69,10 @@ class CommandGroup:
 def run_torchrun(
     arguments: list[str], env: Mapping[str, str], seconds: float, command_group: CommandGroup
 ) -> tuple[int | None, str]:
-    """Run ``python -m torch.distributed.run`` and return its exit code (None: ended at the deadline) and output.
+    """Run ``python -m torch.distributed.run`` and return its exit code and its output.
 
-    ``arguments`` are the interpreter, then the options and the script.
+    ``arguments`` are the path of the interpreter, then torchrun's options and the script. The exit code is None if the
+    command was ended at the deadline, after ``seconds``.
     """
     with tempfile.TemporaryDirectory() as logs, open(Path(logs) / "output", "wb") as output:
         # A file, because a rank that outlives its launcher would keep a pipe open and block the reader.
@@ -89,8 +93,8 @@ def run_torchrun(
 def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
     """End ``child`` and all processes that it started, even if ``child`` itself has ended already.
 
-    Ranks have sessions of their own, so killpg does not reach them, and if torchrun has ended they have no parent
-    either. ``mark`` in their environment identifies them.
+    Ranks run in sessions of their own, so killpg does not reach them, and if torchrun has ended, they are no longer its
+    children. They are identified by ``mark`` in their environment.
     """
     try:
         child.terminate()  # torchrun then ends its ranks
@@ -109,7 +113,7 @@ def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _kill_marked(pid: int, mark: str) -> None:
-    """Kill a process that has ``mark`` in its environment, and wait for its end."""
+    """Kill the process ``pid`` if ``mark`` is in its environment, and wait until it has ended."""
     if not _has_mark(pid, mark):
         return
     process = os.pidfd_open(pid)  # available wherever /proc is
@@ -123,8 +127,9 @@ def _kill_marked(pid: int, mark: str) -> None:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    """Return whether a process was started with ``mark`` in its environment; False if it ended or belongs to another
-    user.
+    """Return whether ``mark`` is in the environment with which the process ``pid`` was started.
+
+    Return False if the process has ended or belongs to another user.
     """
     try:
         return f"{_MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,8 +1,8 @@
-"""Overlays: a release of an engine in its own folder, which a child process puts in front of the installed packages.
+"""Overlays: folders with one release of an engine each, which a child process puts before the installed packages.
 
-An overlay is built in a temporary folder and renamed, so an existing one is complete; a stamp in it records the Python
-and torch that it was built for. A lock lets only one process build an overlay at a time. A finished overlay
-needs no network.
+An overlay is built in a temporary folder and then renamed, so a folder with an overlay's name is complete. A stamp file
+in the overlay records the Python and the torch for which it was built. A lock lets only one process build an overlay at
+a time. Using a finished overlay needs no network.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Stamp:
     torch: str
 
     def __str__(self) -> str:
-        """Return distribution and release."""
+        """Return the name of the package and its release."""
         return f"{self.distribution} {self.release}"
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: ``$ZHARNESS_CACHE``, else ``zharness`` in the user's cache folder."""
+    """Return the cache folder: ``$ZHARNESS_CACHE`` if it is set, else ``zharness`` in the user's cache folder."""
     chosen = os.environ.get("ZHARNESS_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()
@@ -68,9 +68,9 @@ def cache_folder() -> Path:
 
 
 def ensure_overlay(distribution: str, release: str) -> Path:
-    """Return the overlay of ``release`` of ``distribution``, installing it unless a complete one exists.
+    """Return the overlay of ``release`` of ``distribution``, after installing it if there is no complete overlay yet.
 
-    Raises UsageError if the release does not exist, cannot be downloaded, does not install or does not import.
+    Raises UsageError if the release does not exist, or cannot be downloaded, installed or imported.
     """
     wanted = _make_stamp(distribution, release)
     folder = _overlay_path(wanted)
@@ -86,14 +86,14 @@ def ensure_overlay(distribution: str, release: str) -> Path:
 
 
 def is_cached(distribution: str, release: str) -> bool:
-    """Return whether the cache has a complete overlay of this release."""
+    """Return whether the cache contains a complete overlay of ``release`` of ``distribution``."""
     wanted = _make_stamp(distribution, release)
     return _is_whole(_overlay_path(wanted), wanted)
 
 
 @contextmanager
 def cache_write_guard(subject: str) -> Iterator[None]:
-    """Turn an OSError of the block (disk full, no permission) into a UsageError that names ``subject``."""
+    """Turn an OSError raised in the block (disk full, no permission) into a UsageError that names ``subject``."""
     try:
         yield
     except OSError as error:
@@ -107,7 +107,7 @@ def cache_write_guard(subject: str) -> Iterator[None]:
 def overlay_environment(path: Path, extensions_folder: Path | None = None) -> dict[str, str]:
     """Return the environment of a child process in which the release in ``path`` hides the installed one.
 
-    Compiled extensions are stored in ``extensions_folder`` (None: the overlay itself).
+    Compiled extensions are stored in ``extensions_folder`` (None: in ``path``).
     """
     existing_path = os.environ.get("PYTHONPATH")
     chosen = {
@@ -122,7 +122,10 @@ def overlay_environment(path: Path, extensions_folder: Path | None = None) -> di
 
 
 def has_cuda() -> bool:
-    """Return whether there is a GPU. Uses NVML, because a process that forks ranks must not initialise CUDA."""
+    """Return whether this machine has a GPU that torch can use.
+
+    The check uses NVML, because a process that forks ranks must not initialise CUDA.
+    """
     if torch_version().endswith("+cpu"):
         return False
     import torch
@@ -140,9 +143,10 @@ def has_cuda() -> bool:
 
 
 def torch_version() -> str:
-    """Return ``torch.__version__`` with its build, read from torch's file, because importing torch takes seconds.
+    """Return ``torch.__version__`` with its local version such as ``+cpu``, without importing torch if possible.
 
-    Package metadata is no substitute: that of a wheel from PyPI lacks the build, and that of a source tree is stale.
+    The version is read from torch's file ``version.py``, because importing torch takes seconds. Package metadata cannot
+    be used: in a wheel from PyPI it lacks the local version, and in a source tree it is out of date.
     """
     spec = None if TORCH in sys.modules else importlib.util.find_spec(TORCH)
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin is not None else None
@@ -156,13 +160,16 @@ def torch_version() -> str:
 
 
 def check_name(distribution: str) -> None:
-    """Raise UsageError unless ``distribution`` is a package name; it becomes part of paths and command lines."""
+    """Raise UsageError unless ``distribution`` is a valid package name, since it becomes part of paths and commands."""
     if not _NAME.fullmatch(distribution):
         raise UsageError(f"got distribution {distribution!r}; expected a package name such as deepspeed")
 
 
 def _make_stamp(distribution: str, release: str) -> Stamp:
-    """Return the stamp of a release for this Python and torch. Raises UsageError for an invalid name or release."""
+    """Return the stamp of a release for this Python and torch.
+
+    Raises UsageError if ``distribution`` is not a package name or ``release`` is not a version.
+    """
     check_name(distribution)
     if not _RELEASE.fullmatch(release):
         raise UsageError(f"got release {release!r} of {distribution}; expected a version such as 0.18.8")
@@ -173,12 +180,12 @@ def _make_stamp(distribution: str, release: str) -> Stamp:
 
 
 def _overlay_path(wanted: Stamp) -> Path:
-    """Return the folder of the overlay with this stamp."""
+    """Return the path of the overlay that has the stamp ``wanted``."""
     return cache_folder() / "releases" / f"{wanted.distribution}-{wanted.release}-py{wanted.python}-torch{wanted.torch}"
 
 
 def _is_whole(folder: Path, wanted: Stamp) -> bool:
-    """Return whether ``folder`` is a complete overlay with this stamp."""
+    """Return whether ``folder`` contains a complete overlay with the stamp ``wanted``."""
     try:
         found = json.loads((folder / STAMP_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -188,10 +195,10 @@ def _is_whole(folder: Path, wanted: Stamp) -> bool:
 
 @contextmanager
 def build_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock that lets only one process build ``folder``.
+    """Hold the lock that lets only one process at a time build ``folder``.
 
-    The operating system frees the lock if the process is killed. A process that has to wait prints that to standard
-    error. Raises UsageError after a time-out.
+    The operating system frees the lock if the process is killed. A process that has to wait for the lock prints a line
+    to standard error. Raises UsageError if the lock is not free before the time-out.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(str(folder.parent / f".{folder.name}.lock"), timeout=_INSTALL_SECONDS + _IMPORT_SECONDS)
@@ -212,7 +219,7 @@ def build_lock(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path, wanted: Stamp) -> None:
-    """Install and import a release in a temporary folder, then rename it to ``folder``."""
+    """Install a release in a temporary folder, check that it can be imported, and rename the folder to ``folder``."""
     prefix = f".{folder.name}{BUILDING_INFIX}"
     for left in folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(left)  # left by a killed process: this process has the lock, so no other uses the folder
@@ -231,7 +238,7 @@ def _build(folder: Path, wanted: Stamp) -> None:
 
 
 def _install(folder: Path, wanted: Stamp) -> None:
-    """Install a release with pip. Raises UsageError if pip fails."""
+    """Install a release into ``folder`` with pip. Raises UsageError if pip fails."""
     # Without build isolation DeepSpeed's setup.py uses the installed torch, and nothing is downloaded for the build.
     command = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--target", str(folder)]
@@ -247,7 +254,10 @@ def _install(folder: Path, wanted: Stamp) -> None:
 
 
 def _check_import(folder: Path, wanted: Stamp) -> None:
-    """Import the release in a child process. Raises UsageError if its version is not the requested one."""
+    """Import the release from ``folder`` in a child process.
+
+    Raises UsageError if the import fails or the imported version is not the requested one.
+    """
     module = wanted.distribution.replace("-", "_")
     found = import_and_get_version(
         folder,
@@ -263,10 +273,10 @@ def _check_import(folder: Path, wanted: Stamp) -> None:
 
 
 def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], subject: str, remedy: str) -> str:
-    """Import ``module`` in a child process with ``env`` and return its version, which may be empty.
+    """Import ``module`` in a child process with the environment ``env`` and return its version, which may be empty.
 
-    Raises UsageError if it does not import (with ``remedy``) or is imported from outside ``folder``; ``subject`` names
-    the release in the message.
+    Raises UsageError if the import fails, or if the module is imported from outside ``folder``. ``subject`` names the
+    release in the error message, and ``remedy`` ends the message if the import fails.
     """
     code = f"import {module} as m; print('version:', getattr(m, '__version__', ''), 'file:', m.__file__)"
     done = run_isolated([sys.executable, "-c", code], env, _IMPORT_SECONDS, f"the import of {subject}")
@@ -288,7 +298,8 @@ def run_isolated(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a temporary folder, with stdout and stderr merged, and end all processes that it started.
 
-    Raises UsageError at the deadline.
+    Raises UsageError if the command has not ended after ``seconds``; ``subject`` and ``remedy`` are used in the
+    message.
     """
     # ``python -c`` puts the current folder first on the path, where a checkout would hide the overlay.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
@@ -304,7 +315,7 @@ def run_isolated(
 
 
 def _explain_pip_failure(output: str, wanted: Stamp) -> str:
-    """Return one sentence that explains from pip's output why it failed."""
+    """Return one sentence that explains why pip failed to install ``wanted``; ``output`` is what pip printed."""
     subject, retry = f"{wanted.distribution}=={wanted.release}", _retry_command(wanted)
     needed = re.search(_NEEDS_PYTHON.format(re.escape(wanted.release)), output)
     if needed is not None:
@@ -331,10 +342,10 @@ def _explain_pip_failure(output: str, wanted: Stamp) -> str:
 
 
 def _other_releases_hint(wanted: Stamp) -> str:
-    """Return the command that lists other releases."""
+    """Return a hint with the command that lists the other releases of the package."""
     return f"for other releases try: python -m pip index versions {wanted.distribution}"
 
 
 def _retry_command(wanted: Stamp) -> str:
-    """Return the pip command that shows the whole error."""
+    """Return the pip command that downloads the release again and shows the whole error."""
     return f"python -m pip download --no-deps --no-build-isolation {wanted.distribution}=={wanted.release}"

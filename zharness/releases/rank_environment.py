@@ -1,4 +1,7 @@
-"""The environment of ranks that run a release of an engine. Imports torch, unlike ``release_environment``."""
+"""Build the environment of ranks that run a release of an engine; this module imports torch.
+
+The module ``release_environment`` does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from zharness.world.server import RankEnvironment
 
 
 def get_release_environment(engine: str) -> RankEnvironment:
-    """Build the environment of the rank server of ``engine`` (NAME, NAME==RELEASE or NAME@CHECKOUT).
+    """Build the environment of the rank server for ``engine``, which is NAME, NAME==RELEASE or NAME@CHECKOUT.
 
-    Installs an overlay of a release that is not installed. Raises UsageError for an engine or release that cannot be
-    installed, and for another release of a package that this process has imported already.
+    If the release is not installed, an overlay of it is installed. Raises UsageError if the engine or the release
+    cannot be installed, or if this process has already imported another release of the package.
     """
     info = engines.info(engine)
     release, installed = registry.split_release(engine)[1], get_installed_version(info.distribution)

@@ -1,4 +1,4 @@
-"""Prepare a release of an engine: the installed one, or a folder at the front of a child's search path."""
+"""Prepare a release of an engine: the installed release, or a folder at the front of a child's import path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from zharness.releases import checkout, overlay
 
 @dataclass(frozen=True)
 class ReleaseEnvironment:
-    """A release that is ready to run: its version, the folders to put first on the path, and a child's environment.
+    """A release that is ready to run: its version, the folders to put first on the import path, and the environment.
 
-    Path and environment are empty for the installed release.
+    ``environment`` contains the environment variables of a child process. For the installed release, ``search_path``
+    and ``environment`` are empty.
     """
 
     release: str
@@ -26,11 +27,12 @@ class ReleaseEnvironment:
 
 
 def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
-    """Return the environment of the release that ``engine`` names, installing an overlay if needed.
+    """Return the environment of the release that ``engine`` names, after installing an overlay if needed.
 
-    ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, ``distribution`` the package of NAME. Raises MissingEngine if no
-    release is named and none is installed, and UsageError for a release that cannot be installed. A process that has
-    already imported another release cannot use the result; a process that forks ranks has imported torch.
+    ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, and ``distribution`` is the package of NAME. Raises
+    MissingEngine if no release is named and none is installed, and UsageError if the release cannot be installed. The
+    result is of no use in a process that has already imported another release; a process that forks ranks has imported
+    torch.
     """
     source_checkout = registry.find_checkout(engine)
     if source_checkout is not None:
@@ -48,7 +50,10 @@ def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
 
 
 def get_installed_version(distribution: str) -> str | None:
-    """Return the installed release, for torch without its build such as ``+cpu``; None if it is not installed."""
+    """Return the installed release of ``distribution``, or None if it is not installed.
+
+    For torch, a local version such as ``+cpu`` is removed.
+    """
     try:
         release = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -57,7 +62,7 @@ def get_installed_version(distribution: str) -> str | None:
 
 
 def is_same_release(release: str, installed_version: str) -> bool:
-    """Return whether ``release`` is the installed version, which may also contain a build such as ``+cpu``."""
+    """Return whether ``release`` equals ``installed_version``, which may also have a local version such as ``+cpu``."""
     try:
         return SpecifierSet(f"=={release}").contains(installed_version, prereleases=True)
     except InvalidSpecifier:

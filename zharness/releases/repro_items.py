@@ -1,6 +1,7 @@
-"""Collect reproductions as pytest items, one for each script and release: ``repro/deepspeed_7913_x.py::0.18.8``.
+"""Collect reproductions as pytest items, one per script and release, such as ``repro/deepspeed_7913_x.py::0.18.8``.
 
-``--engine`` selects releases as ``--on`` of `zharness repro` does; scripts of other engines then have no items.
+The option ``--engine`` selects the releases, like ``--on`` of `zharness repro`. Scripts of other engines then yield no
+items.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from zharness.releases.repros import Repro, ReproVerdict, get_distribution, pars
 
 
 class ReproFile(pytest.File):
-    """A reproduction script as a pytest file."""
+    """A pytest collector for one reproduction script."""
 
     def collect(self) -> Iterator[ReproItem]:
-        """Yield an item for each release on which the script runs."""
+        """Yield one item for each release on which the script is to be run."""
         try:
             repro = parse_repro(self.path)
             for engine in repro_runs.select_releases(repro, self.config.getoption("--engine")):
@@ -33,13 +34,16 @@ class ReproFile(pytest.File):
 
 
 def render_title(engine: str) -> str:
-    """Return the last part of an item's id: its release, ``@`` and a checkout's path, or ``installed``."""
+    """Return the last part of an item's id: the release, ``@`` and the path of a checkout, or ``installed``."""
     _, at, path = engine.partition("@")
     return split_release(engine)[1] or f"{at}{path}" or "installed"
 
 
 class ReproItem(pytest.Item):
-    """One script on one release; it passes if its verdict is the one that the script's header predicts."""
+    """A pytest item that runs one script on one release.
+
+    The item passes if the verdict is the one that the script's header predicts.
+    """
 
     def __init__(self, repro: Repro, engine: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -47,7 +51,7 @@ class ReproItem(pytest.Item):
         self._engine = engine
 
     def runtest(self) -> None:
-        """Run the script and fail unless its verdict is the expected one."""
+        """Run the script and fail unless its verdict is the expected one; skip if a requirement is missing."""
         result = run_repro(
             self._repro, self._engine, prepare_release(self._engine, get_distribution(self._repro.engine))
         )
@@ -59,11 +63,11 @@ class ReproItem(pytest.Item):
             )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return one sentence instead of a traceback for a release that cannot be installed."""
+        """Return only the error message, without a traceback, if the release cannot be installed."""
         if isinstance(excinfo.value, UsageError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """Return path and title for pytest's report."""
+        """Return the path and the title that pytest shows for this item."""
         return self.path, None, f"{self._repro.id} on {self._engine}"

@@ -1,4 +1,4 @@
-"""Run many reproductions on many releases: install each release once, then run several scripts at a time."""
+"""Run many reproductions on many releases: install each release once, then run several scripts at the same time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,20 @@ from zharness.releases.repros import (
 
 @dataclass(frozen=True)
 class ReproRun:
-    """One reproduction on one release, spelled as ``--on`` spells it."""
+    """One reproduction and the release on which it is run.
+
+    ``engine`` is the release as the option ``--on`` spells it.
+    """
 
     repro: Repro
     engine: str
 
 
 def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str]) -> list[ReproRun]:
-    """Return the requested runs: each reproduction on the releases ``engines``, or on its header's default releases.
+    """Return the runs of each named reproduction on the releases ``engines``, or on its default releases.
 
-    Raises UsageError if nothing is named, for an unknown id, and for a reproduction of an engine outside ``engines``.
+    The default releases follow from the script's header and are used if ``engines`` is empty. Raises UsageError if no
+    reproduction is named, if an id is unknown, or if a named reproduction runs on none of ``engines``.
     """
     if not run_all and not identifiers:
         raise UsageError("no reproduction was named; name one by its issue, as in `zharness repro 7352`, or pass --all")
@@ -59,7 +63,10 @@ def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str
 
 
 def select_releases(repro: Repro, engines: Sequence[str]) -> tuple[str, ...]:
-    """Return those of ``engines`` that are releases of its engine; its default releases if ``engines`` is empty."""
+    """Return those of ``engines`` that are releases of the engine of ``repro``.
+
+    If ``engines`` is empty, return the default releases of ``repro``.
+    """
     return (
         tuple(dict.fromkeys(text for text in engines if split_release(text)[0] == repro.engine))
         if engines
@@ -73,11 +80,11 @@ def run_repros(
     on_result: Callable[[ReproResult], None] | None = None,
     seconds: float = repros.TIMEOUT_SECONDS,
 ) -> list[ReproResult]:
-    """Run all ``runs`` and return their results in order, with progress on standard error.
+    """Run all ``runs`` and return their results in the same order, with a progress bar on standard error.
 
-    ``on_result`` is called with each result. ``jobs`` scripts run at a time (None: one per core), each for at most
-    ``seconds``. Runs on a release that cannot be installed get the verdict ``not run``; raises UsageError if no
-    release can be installed.
+    ``on_result`` is called with each result. Up to ``jobs`` scripts run at the same time (None: one per core), each for
+    at most ``seconds``. A run on a release that cannot be installed gets the verdict ``not run``. Raises UsageError if
+    no release can be installed.
     """
     environments = prepare_releases(runs)
     errors = [error for error in environments.values() if isinstance(error, UsageError)]
@@ -97,7 +104,10 @@ def run_repros(
 
 
 def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment | UsageError]:
-    """Return the environment of every release, or the error. Installs run one by one, so that Ctrl-C ends them."""
+    """Return the environment of every release in ``runs``, or the error if a release cannot be installed.
+
+    The releases are installed one after the other, so that Ctrl-C ends the installation.
+    """
     prepared: dict[str, ReleaseEnvironment | UsageError] = {}
     wanted = {run.engine: get_distribution(run.repro.engine) for run in runs}
     with tqdm(wanted.items(), unit="release", leave=False, disable=not sys.stderr.isatty()) as bar:
@@ -113,7 +123,10 @@ def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment |
 def iter_results(
     runs: Sequence[ReproRun], environments: dict[str, ReleaseEnvironment | UsageError], jobs: int, seconds: float
 ) -> Generator[tuple[ReproRun, ReproResult], None, None]:
-    """Yield results as they arrive. If the caller stops early, running scripts are ended and no more are started."""
+    """Yield each run with its result, in the order in which the runs end.
+
+    If the caller stops the iteration early, the running scripts are ended and no further scripts are started.
+    """
     commands = CommandGroup()
 
     def run_one(run: ReproRun) -> ReproResult:

@@ -14,7 +14,7 @@ _COLUMN_TITLES = ("bug", "what is seen", "shown on", "absent from", "otherwise")
 
 
 def list_repro_rows() -> list[dict[str, str]]:
-    """Return a row for every reproduction: symptom, report, affected releases."""
+    """Return one row for every reproduction, with its symptom, its report and the affected releases."""
     return [
         {
             "id": repro.id,
@@ -29,7 +29,11 @@ def list_repro_rows() -> list[dict[str, str]]:
 
 
 def render_repro_results(results: Sequence[ReproResult]) -> str:
-    """Return a table with one row per run, then the evidence of the unexpected runs, or of all runs if they are few."""
+    """Return a table with one row per run, followed by the evidence of runs.
+
+    If there are at most ``MAX_PRINTED_RUNS`` runs, the evidence of all of them follows, else only that of unexpected
+    runs.
+    """
     body = [
         [
             result.repro.id,
@@ -46,12 +50,12 @@ def render_repro_results(results: Sequence[ReproResult]) -> str:
 
 
 def describe_expected(result: ReproResult) -> str:
-    """Return the verdict that the script's header predicts for the release."""
+    """Return the verdict that the script's header predicts for the release of ``result``."""
     return result.expected_verdict.value if result.expected_verdict is not None else "reproduced or not reproduced"
 
 
 def describe_run(result: ReproResult) -> str:
-    """Return the evidence of one run, with the end of its output if its verdict is ``failed otherwise``."""
+    """Return the evidence of one run; if its verdict is ``failed otherwise``, add the end of its output."""
     lines = [f"{result.repro.id} on {result.repro.engine} {result.release}: {result.evidence}"]
     if result.verdict is ReproVerdict.FAILED_OTHERWISE:
         lines += [f"  | {line}" for line in result.output.splitlines()[-MAX_OUTPUT_LINES:]]
@@ -59,7 +63,7 @@ def describe_run(result: ReproResult) -> str:
 
 
 def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
-    """Return the final line of a run."""
+    """Return the last line of the output: the number of runs, the time, and the number of runs with each verdict."""
     counts = {verdict: sum(result.verdict is verdict for result in results) for verdict in ReproVerdict}
     parts = [f"{count} {verdict.value}" for verdict, count in counts.items() if count]
     unexpected = sum(not result.is_expected for result in results)
@@ -68,7 +72,7 @@ def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
 
 
 def render_markdown(all_results: Sequence[ReproResult]) -> str:
-    """Return a Markdown table of the releases that show each bug and of those that do not."""
+    """Return a Markdown table that lists, for each bug, the releases that show it and those that do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in all_results:
         by_bug.setdefault(result.repro, []).append(result)
@@ -91,7 +95,7 @@ _COLUMN_VERDICTS = (
 
 
 def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerdict]) -> str:
-    """Return the releases whose verdict is among ``verdicts``, each with its verdict if ``verdicts`` are several."""
+    """Return the releases whose verdict is in ``verdicts``, each with its verdict if there are several verdicts."""
     return ", ".join(
         f"{result.repro.engine} {result.release}" + (f": {result.verdict.value}" if len(verdicts) > 1 else "")
         for result in results
@@ -100,12 +104,15 @@ def render_releases(results: Sequence[ReproResult], verdicts: Sequence[ReproVerd
 
 
 def render_link(repro: Repro) -> str:
-    """Return the id, linked to the report if there is one."""
+    """Return the id of ``repro``, as a Markdown link to its report if there is one."""
     return f"[{repro.id}]({repro.reported})" if repro.reported.startswith("https://") else repro.id
 
 
 def exit_code(results: Sequence[ReproResult]) -> int:
-    """Return 0 if all verdicts are as predicted, 1 if one is not, 3 if a run failed otherwise or was not possible."""
+    """Return the exit code of a run of reproductions.
+
+    The exit code is 3 if a run failed otherwise or was not possible, 1 if a verdict is not the predicted one, else 0.
+    """
     if any(result.verdict in (ReproVerdict.FAILED_OTHERWISE, ReproVerdict.NOT_RUN) for result in results):
         return 3
     return 0 if all(result.is_expected for result in results) else 1

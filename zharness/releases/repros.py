@@ -1,7 +1,7 @@
 """The catalogue of bug reproductions in ``repro/``: parse the scripts, run them on a release, judge their output.
 
-A script runs on its own under ``torchrun``. The second paragraph of its docstring has ``key: value`` lines, the fields
-of ``Repro``.
+Each script also runs without this package, under ``torchrun``. The second paragraph of a script's docstring, its
+header, has lines of the form ``key: value``, which give the fields of ``Repro``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a bu
 
 
 class ReproVerdict(Enum):
-    """How one run of a reproduction ended."""
+    """The verdict of one run of a reproduction: whether the run shows the bug, and otherwise why not."""
 
     REPRODUCED = "reproduced"
     NOT_REPRODUCED = "not reproduced"
@@ -57,11 +57,12 @@ class ReproVerdict(Enum):
 
 @dataclass(frozen=True)
 class Repro:
-    """One script and the facts of its header.
+    """One reproduction: the path of its script and the fields of the script's header.
 
-    ``affects`` is a list of bounds on the release (``>=0.18.3,<=0.19.5``), ``fixed`` the first release without the bug
-    (None: not yet), ``broken`` a release that shows it if the installed one does not. ``needs`` is ``cuda`` if no CPU
-    shows it, else empty. ``signature`` is part of the error, ``ok`` the line that a run without the bug prints.
+    ``affects`` is a list of bounds on the release, such as ``>=0.18.3,<=0.19.5``. ``fixed`` is the first release
+    without the bug (None: not fixed yet). ``broken`` is a release that shows the bug if the installed one does not.
+    ``needs`` is ``cuda`` if the bug does not show on a CPU, else empty. ``signature`` is a part of the error message,
+    and ``ok`` is the line that a run without the bug prints.
     """
 
     path: Path
@@ -79,10 +80,10 @@ class Repro:
     needs: str = ""
 
     def default_releases(self) -> tuple[str, ...]:
-        """Return the releases to run by default, as ``--on`` spells them: one with the fix and one with the bug.
+        """Return the default releases to run, as ``--on`` spells them: one that has the fix and one that has the bug.
 
-        The installed release is taken if it has the fix. A torch that is not installed is included only if it is
-        cached, since it is several GB.
+        If the installed release has the fix, it is used as the first one. A release of torch that is not installed is
+        returned only if it is in the cache, since its download takes several GB.
         """
         package = get_distribution(self.engine)
         installed = get_installed_version(package)
@@ -95,7 +96,7 @@ class Repro:
         return tuple(cheap) or (self.engine,)
 
     def expected_verdict(self, release: str) -> ReproVerdict | None:
-        """Return what the header predicts for ``release``; None if the header does not say."""
+        """Return the verdict that the header predicts for ``release``, or None if the header predicts nothing."""
         try:
             at = _parse_version(release)
         except InvalidVersion:  # a release that cannot be installed has no version
@@ -112,7 +113,7 @@ class Repro:
 
 @dataclass(frozen=True)
 class ReproResult:
-    """The verdict of one run, the line that decided it, and the whole output."""
+    """The result of one run: the verdict, the line that decided it, and the whole output."""
 
     repro: Repro
     release: str
@@ -125,7 +126,10 @@ class ReproResult:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the verdict is the predicted one; False for a run that failed otherwise or was not possible."""
+        """Return whether the verdict does not contradict the header's prediction.
+
+        The result is False for a run that failed otherwise or was not possible, and True if a requirement is missing.
+        """
         if self.verdict is ReproVerdict.UNSUPPORTED:
             return True
         return self.verdict in (ReproVerdict.REPRODUCED, ReproVerdict.NOT_REPRODUCED) and self.expected_verdict in (
@@ -134,7 +138,7 @@ class ReproResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data for a JSON line."""
+        """Return the result as a dictionary that can be written as a JSON line."""
         return {
             "schema": SCHEMA_VERSION,
             "repro": self.repro.id,
@@ -153,7 +157,10 @@ class ReproResult:
 
 
 def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
-    """Return all reproductions by engine and id. Raises UsageError if there are none, or a header is wrong."""
+    """Return all reproductions in ``folder``, sorted by engine and id.
+
+    Raises UsageError if there are none, if a header is wrong, or if two scripts have the same id.
+    """
     scripts = sorted(folder.glob("*.py"))
     if not scripts:
         raise UsageError(
@@ -170,9 +177,9 @@ def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
 
 
 def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
-    """Return the reproduction with this id (a leading ``#`` is allowed), or all those of the issue with this number.
+    """Return the reproduction with the id ``identifier``, or all reproductions of the issue with this number.
 
-    Raises UsageError if there is none.
+    A leading ``#`` is ignored. Raises UsageError if no reproduction matches.
     """
     known = {repro.id: repro for repro in load_catalogue(folder)}
     wanted = identifier.lstrip("#")
@@ -189,7 +196,7 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
 def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
     """Return the only reproduction of ``engine`` that ``identifier`` names.
 
-    Raises UsageError if there is none, or if there are several.
+    Raises UsageError if ``identifier`` names no reproduction of ``engine``, or several.
     """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
@@ -199,12 +206,15 @@ def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Rep
 
 
 def is_repro_id(text: str) -> bool:
-    """Return whether ``text`` has the form of a reproduction's id; names of laws and groups do not."""
+    """Return whether ``text`` has the form of a reproduction's id, which no name of a law or group has."""
     return _ID.fullmatch(text) is not None
 
 
 def parse_repro(script: Path) -> Repro:
-    """Parse the docstring of ``script``. Raises UsageError if a fact is missing or malformed."""
+    """Return the reproduction that the docstring of ``script`` describes.
+
+    Raises UsageError if a line of the header is missing or malformed.
+    """
     paragraphs = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")
     facts = dict(_LINE.findall(paragraphs[1])) if len(paragraphs) > 1 else {}
     needed = ("id", "engine", "symptom", "reported", "affects", "fixed", "ranks", "law", "signature", "ok")
@@ -240,8 +250,8 @@ def run_repro(
 ) -> ReproResult:
     """Run ``repro`` on ``engine`` in ``environment`` and judge its output.
 
-    The verdict is UNSUPPORTED, without a run, if the script needs CUDA and there is none. All processes that the run
-    started are ended.
+    If the script needs CUDA and this machine has no GPU, the script is not run and the verdict is UNSUPPORTED. All
+    processes that the run started are ended.
     """
     if repro.needs == CUDA and not overlay.has_cuda():
         return build_result(
@@ -261,9 +271,9 @@ def run_repro(
 
 
 def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict, evidence: str) -> ReproResult:
-    """Return a result with verdict and evidence, but without seconds and output.
+    """Return a result with the given verdict and evidence, in which the time and the output are still empty.
 
-    ``engine`` is the release as the user named it; ``release`` is its version, empty if unknown.
+    ``engine`` is the release as the user named it; ``release`` is its version, or empty if the version is unknown.
     """
     is_checkout = registry.is_checkout(engine)
     again = engine if is_checkout or not release else f"{repro.engine}=={release}"
@@ -279,16 +289,20 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
 
 
 def get_distribution(engine: str) -> str:
-    """Return the package whose release determines the bugs of ``engine``. Raises UsageError for an unknown engine."""
+    """Return the package whose release determines which bugs ``engine`` has.
+
+    Raises UsageError for an unknown engine.
+    """
     return _UNREGISTERED_ENGINES.get(engine) or registry.info(engine).distribution
 
 
 def judge_output(
     repro: Repro, code: int | None, output: str, seconds: float = TIMEOUT_SECONDS
 ) -> tuple[ReproVerdict, str]:
-    """Return the verdict of a launch that ended with ``code`` (None: at the deadline), and the line that decided it.
+    """Return the verdict of a run that ended with the exit code ``code``, and the line of the output that decided it.
 
-    Marker and signature decide, not only the exit code: a script that fails to import also ends with 1.
+    ``code`` is None if the run was ended at the deadline. The verdict depends on the marker and the signature as well
+    as on the exit code, because a script that cannot be imported ends with 1 too.
     """
     shown = re.search(f"{re.escape(MARKER)}(?P<error>[^\n]*{re.escape(repro.signature)}[^\n]*)", output)
     if code is None:
@@ -301,9 +315,9 @@ def judge_output(
 
 
 def _failure_cause(output: str) -> str:
-    """Return the line that best explains a failed launch: a rank's signal, else the last exception.
+    """Return the line that best explains a failed run: the signal that ended a rank, else the last exception.
 
-    Exceptions of torchrun do not count.
+    Exceptions that torchrun itself raises are ignored.
     """
     # SIGTERM does not count, because torchrun sends it to the remaining ranks after a failure.
     died = re.search(r"Signal (?!15 )\d+ \(\w+\)", output)
@@ -316,7 +330,7 @@ def _failure_cause(output: str) -> str:
 
 
 def _is_available(engine: str, installed_version: str | None) -> bool:
-    """Return whether the release of torch that ``engine`` names is installed or cached."""
+    """Return whether the release of torch that ``engine`` names is installed or in the cache."""
     release = registry.split_release(engine)[1]
     if release is None or (installed_version is not None and is_same_release(release, installed_version)):
         return True
@@ -324,7 +338,10 @@ def _is_available(engine: str, installed_version: str | None) -> bool:
 
 
 def _parse_version(text: str) -> Version:
-    """Return ``text`` as a version without its build (after ``+``). Raises InvalidVersion."""
+    """Return ``text`` as a version without its local version (after ``+``).
+
+    Raises InvalidVersion if ``text`` is not a version.
+    """
     return Version(text.partition("+")[0])
 
 
@@ -337,6 +354,9 @@ def _is_version(text: str) -> bool:
 
 
 def _loopback_environment() -> dict[str, str]:
-    """Return the variables that make gloo use the loopback interface, so that the host name need not resolve."""
+    """Return the environment variables that make gloo use the loopback interface.
+
+    With this interface, gloo works even if the host name does not resolve.
+    """
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}

@@ -1,4 +1,7 @@
-"""Lock cache folders that are in use, so that cleaning skips them; a lock ends with the processes that have it."""
+"""Lock cache folders that are in use, so that `zharness` does not remove them when it cleans the cache.
+
+A lock ends when all processes that hold it have ended.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ _LOCK_FILES: dict[Path, IO[str]] = {}
 
 
 def mark_in_use(folder: Path) -> None:
-    """Mark ``folder`` as in use until this process and every rank forked from it has ended.
+    """Mark ``folder`` as in use until this process and every rank forked from it have ended.
 
-    Call it before testing whether the folder exists, so that it is not removed in between. Waits while another process
-    removes the folder. Does nothing in a cache that is read-only or does not support locks.
+    Call this function before testing whether the folder exists, so that no process can remove the folder in between.
+    The function waits while another process removes the folder. It does nothing if the cache is read-only or its file
+    system does not support locks.
     """
     if folder in _LOCK_FILES:
         return
@@ -37,9 +41,9 @@ def mark_in_use(folder: Path) -> None:
 
 @contextmanager
 def try_exclusive(folder: Path) -> Iterator[bool]:
-    """Try to lock ``folder`` exclusively and yield whether it worked.
+    """Try to lock ``folder`` exclusively, and yield whether the lock was acquired.
 
-    It fails while any process, even this one, uses the folder.
+    The lock cannot be acquired while any process, even this one, uses the folder.
     """
     with _lock_path(folder).open("a") as file:
         try:
@@ -51,5 +55,5 @@ def try_exclusive(folder: Path) -> Iterator[bool]:
 
 
 def _lock_path(folder: Path) -> Path:
-    """Return the lock file of ``folder``."""
+    """Return the path of the lock file that belongs to ``folder``."""
     return folder.with_name(f".{folder.name}.in_use.lock")
