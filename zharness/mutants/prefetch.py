@@ -337,7 +337,7 @@ def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.ORDERS,
 )
 class TakesWhatAFailedBackwardGathered(Around):
-    """Uses, in the next forward, weights that a failed backward had prefetched, even if other weights were loaded since."""
+    """Uses, in the next forward, weights that a failed backward prefetched, even if others were loaded since."""
 
     stages = (3,)
 

@@ -224,7 +224,7 @@ def own_weights_always(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 
 
 def _read_own_parameters(engine: ReferenceEngine, model: nn.Module) -> None:
-    """Replace attribute reads of parameters, so that they always return the parameters that ``model`` has now."""
+    """Replace attribute reads of parameters, so that they return the parameters that ``model`` has at this call."""
     owned = {
         (id(module), name): parameter
         for module in model.modules()
