@@ -47,7 +47,7 @@ def plan_kill_attempts(
         for variant in law.variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
-    # A target is tried even where the right engine is known to fail: part and parameter distinguish the two failures.
+    # A target runs even if the right engine is known to fail there: part and parameter distinguish the two failures.
     claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
     return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
 

@@ -11,7 +11,7 @@ from zharness.run import Record, Verdict
 
 CONFIDENCE = 0.95
 BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
-BISECTION_STEPS = 60  # they halve an interval of length 1 to less than the precision of float64
+BISECTION_STEPS = 60  # 60 halvings of an interval of length 1 reach the precision of float64
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
     Cells whose records are already in the file ``jsonl`` are not run again. ``run_cells`` is the function that runs
     cells on runners and yields their records. Raises UsageError if a pattern, model or world size does not exist.
     """
-    # A law without models applies to a user's model only, on which no mutant is tried.
+    # A law without models applies only to users' models, on which mutants are not run.
     chosen, laws = find_mutants(patterns), [law for law in find_laws(options.laws) if law.models]
     for model in options.models:
         model_spec(model)
@@ -65,7 +65,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
         check_world_size(world_size)
     targets = [(mutant, law) for mutant in chosen for law in laws if law.name in mutant.named_laws]
     pairs = targets if options.scope is LawScope.TARGET_LAWS else [(mutant, law) for mutant in chosen for law in laws]
-    # The laws that a mutant's targets name come first, so that an interrupted run has tried the likeliest killers.
+    # Targets run first, so that an interrupted run has run the laws that are likeliest to kill the mutants.
     pairs = list(dict.fromkeys([*targets, *pairs]))
     attempts = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in pairs]
     known = index_mutant_records(load_finished_records(jsonl)) if jsonl is not None else {}

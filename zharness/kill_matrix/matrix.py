@@ -31,7 +31,7 @@ class KillMatrix:
         return {law: found[law] for law in self.laws if law in found}
 
     def killers_by_mutant(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the names of the laws that kill each mutant."""
+        """Return a mapping from the name of each mutant to the names of the laws that kill it."""
         return {mutant.name: tuple(self.killers(mutant)) for mutant in self.mutants}
 
     def survivors(self) -> list[Mutant]:
@@ -46,7 +46,7 @@ class KillMatrix:
         return [mutant for mutant in self.mutants if mutant.equivalent and self.killers(mutant)]
 
     def kills_by_law(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the mutants that each law kills."""
+        """Return a mapping from the name of each law to the names of the mutants that the law kills."""
         table = self.killers_by_mutant()
         return {law: tuple(name for name, killers in table.items() if law in killers) for law in self.laws}
 

@@ -1,4 +1,4 @@
-"""Mutants that count or divide the micro-batches of an accumulation window wrongly."""
+"""Mutants that count the micro-batches of an accumulation window wrongly, or divide by a wrong number of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NeverDividesByTheAccumulation(Around):
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.ONLOOKERS)
 class ScaleDivides(Around):
-    """Divides the loss by the accumulation steps in ``scale``, although the gradients are divided by them as well."""
+    """Divides the loss by the accumulation steps in ``scale``, although the engine divides gradients by them, too."""
 
     def scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.right.scale(loss)

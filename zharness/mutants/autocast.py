@@ -86,7 +86,7 @@ class LeavesAutocastOn(Around):
 
     def close(self) -> None:
         self.right.close()
-        torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under it
+        torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under autocast
 
 
 @mutant(

@@ -1,4 +1,4 @@
-"""Mutants that lose, or double, the gradients of one backward among several."""
+"""Mutants that lose or double the gradients of one backward if a step has several backwards."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     def release(name: str, _parameter: nn.Parameter) -> None:
         if caught.get(name):
-            caught[name].pop()  # it is in .grad as well
+            caught[name].pop()  # this gradient is also in .grad
 
     def wrap(reduce_pending: seams.ReducePending) -> seams.ReducePending:
         def reduce_with_caught() -> dict[str, Tensor]:
@@ -372,7 +372,7 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEng
         seams.wrap_clear_grads(engine, lambda clear: partial(_clear_both, caught, clear))
         for name, parameter in ((n, param.parameter) for n, param in seams.model_params(engine).items()):
             if parameter.requires_grad:
-                hooks = seams.grad_hooks(engine)  # removed at close
+                hooks = seams.grad_hooks(engine)  # the engine removes these hooks in close
                 hooks.append(parameter.register_hook(partial(catch, name)))  # type: ignore[no-untyped-call]
                 hooks.append(parameter.register_post_accumulate_grad_hook(partial(release, name)))  # type: ignore
     return engine

@@ -77,7 +77,7 @@ class ClipsEachMicroBatch(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
 class ClipsTheSumAsAMean(Around):
-    """Applies the configured clipping norm to the mean over ranks, so summed gradients may be N times too large."""
+    """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may exceed it."""
 
     over = "ddp"
 

@@ -56,9 +56,10 @@ class FirstOrderOnly(Around):
     origin=Origin.BLIND_2,
 )
 def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not divide by N in the backward of the reduction of gradients to their mean.
+    """At stage 3, does not divide by the world size in the backward of the reduction of gradients to their mean.
 
-    If parameter gradients are differentiated again (``create_graph=True``), the second-order part is N times too large.
+    If parameter gradients are differentiated again (``create_graph=True``), the second-order part is too large by a
+    factor of the world size.
     """
     engine = seams.build(model, config)
     if config.stage == 3:
@@ -76,7 +77,8 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceE
 def double_backward_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, all-gathers gradients in the backward of the reduction, and does not apply the mean's divisor.
 
-    A loss of the parameters' own gradients (``create_graph=True``) contributes gradients that are N times too large.
+    A loss of the parameters' own gradients (``create_graph=True``) contributes gradients that are too large by a factor
+    of the world size.
     """
     engine = seams.build(model, config)
 
@@ -95,9 +97,10 @@ def double_backward_undivided(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_4,
 )
 def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not divide them by N.
+    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not apply its divisor.
 
-    With ``create_graph=True``, a penalty on the weights' gradients gets a second-order term that is N times too large.
+    With ``create_graph=True``, a penalty on the weights' gradients gets a second-order term that is too large by a
+    factor of the world size.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_all_gather_grad(engine, lambda _: partial(seams_stage3.all_gather_undivided, engine))
@@ -112,9 +115,9 @@ def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_5,
 )
 def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers the gradient in the backward of the reduction to the mean without dividing it by N.
+    """At stage 3, all-gathers the gradient in the backward of the reduction to the mean, without the divisor.
 
-    The gradient of a gradient penalty on the parameters is N times too large.
+    The gradient of a gradient penalty on the parameters is too large by a factor of the world size.
     """
     engine = seams.build(model, config)
 
@@ -138,7 +141,8 @@ def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine
 def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, all-gathers in the backward of a gradient's reduce-scatter, and does not divide as the mean does.
 
-    A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) has a gradient N times too large.
+    A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) has a gradient too large by a factor
+    of the world size.
     """
     engine = seams.build(model, config)
 

@@ -48,7 +48,7 @@ class NormOfItsOwnShard(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
 class NormCountsEveryRank(Around):
-    """Sums the squares over ranks although every rank has all gradients, so the norm is sqrt(N) times too large."""
+    """Sums the squares over ranks although every rank has all gradients, so the norm is too large by sqrt(world size)."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -64,7 +64,7 @@ class NormCountsEveryRank(Around):
     origin=Origin.BLIND_1,
 )
 def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Omits from the global norm, on the last rank, the shards of parameters whose size N does not divide.
+    """Omits from the global norm, on the last rank, the shards of parameters whose size the world size does not divide.
 
     ``grad_norm`` is too small and the clipped step is too long; under fp16, an infinity in these shards is not seen.
     """

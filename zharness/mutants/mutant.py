@@ -147,7 +147,7 @@ class Mutant:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages at which the mutant is broken."""
+        """The ZeRO stages at which the mutant is broken."""
         return self.build.stages
 
     @property
@@ -178,7 +178,7 @@ class BuiltByFactory(Around):
         self.capabilities = self.claims(self.right.capabilities)
 
 
-REGISTERED: list[Mutant] = []  # filled by the decorators below when the files that use them are imported
+REGISTERED: list[Mutant] = []  # the decorators below append to this list when the files of mutants are imported
 
 
 def mutant(

@@ -24,7 +24,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="adamw"), origin=Origin.OPTIMIZERS)
 class WrongEpsilon(OverDDP):
-    """Steps AdamW with an epsilon of 1e-7 instead of the configured 1e-8."""
+    """Uses an epsilon of 1e-7 for AdamW instead of the configured 1e-8."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -69,7 +69,7 @@ class CouplesWeightDecay(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class SwapsTheBetas(OverDDP):
-    """Swaps the two decay rates of AdamW."""
+    """Swaps the two betas (decay rates of the moments) of AdamW."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

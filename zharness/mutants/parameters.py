@@ -249,7 +249,7 @@ class LaysOutInTheSecondForward(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.backwards and not self.buckets and torch.is_grad_enabled():
-            self.buckets.append(torch.empty(1).data_ptr())  # raises in a transform
+            self.buckets.append(torch.empty(1).data_ptr())  # data_ptr raises in a torch.func transform
         return self.right(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

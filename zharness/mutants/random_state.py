@@ -88,7 +88,7 @@ class _SaveDraws(ReferenceEngine):
     """A ReferenceEngine whose ``save`` draws a random number."""
 
     def save(self, path: Path) -> None:
-        torch.randint(1 << 30, ())  # for a temporary name
+        torch.randint(1 << 30, ())  # as if for the name of a temporary file
         super().save(path)
 
 
@@ -137,7 +137,7 @@ class _Samples(TorchEngine):
 
     def step(self) -> None:
         super().step()
-        if float(torch.rand(())) < 0.01:  # telemetry of one step in a hundred
+        if float(torch.rand(())) < 0.01:  # as if to log one step in a hundred
             self.sampled = tuple(group["lr"] for group in seams_engines.optimizer(self).param_groups)
 
 

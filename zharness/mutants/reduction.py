@@ -91,7 +91,7 @@ class LeavesOutTheLastRank(HookedParameters):
 
 @mutant(FaultKind.SCALE, Target("training.grads"), Target("training.grads", model="exact"), origin=Origin.SCALE)
 class DividesByOneRankTooFew(Around):
-    """Divides the sum over N ranks by N - 1, so every gradient is N / (N - 1) times too large."""
+    """Divides the sum over N ranks by N - 1, so that every gradient is N / (N - 1) times too large."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         ranks = dist.get_world_size()
@@ -124,7 +124,7 @@ class AlwaysTheMean(Around):
     origin=Origin.SCALE,
 )
 class ATenThousandthTooMuch(Around):
-    """Makes every gradient too large by a ten-thousandth."""
+    """Multiplies every gradient by 1.0001."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss * (1 + 1e-4), retain_graph=retain_graph)
@@ -132,7 +132,7 @@ class ATenThousandthTooMuch(Around):
 
 @mutant(FaultKind.SCALE, Target("training.grads", model="conv"), origin=Origin.SCALE)
 class ATenThousandthTooLittle(Around):
-    """Makes every gradient too small by a ten-thousandth."""
+    """Multiplies every gradient by 0.9999."""
 
     stages = (3,)
 
@@ -246,7 +246,7 @@ class AddsMinusZero(HookedParameters):
     """Adds minus zero to every gradient."""
 
     def changed(self, grad: Tensor) -> Tensor:
-        # torch adds no dense tensor to a sparse one.
+        # torch cannot add a dense tensor to a sparse tensor.
         return grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
 
 
@@ -260,7 +260,7 @@ class AddsMinusZero(HookedParameters):
 def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Sums the gradient of a parameter without dimensions (a temperature, a gate) over ranks if the mean is configured.
 
-    This parameter learns N times too fast, but all other parameters are right.
+    This parameter learns too fast by a factor of the world size, but all other parameters are right.
     """
     engine = seams.build(model, config)
 
@@ -307,7 +307,7 @@ def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEng
 def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Under reduction by sum, averages the gradients of the root module's own FSDP2 group.
 
-    Gradients of tied weights and of parameters of the outermost module are N times too small.
+    Gradients of tied weights and of parameters of the outermost module are too small by a factor of the world size.
     """
     engine = fsdp2.factory(model, config)
     if config.reduction is Reduction.SUM:

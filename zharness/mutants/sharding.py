@@ -91,7 +91,7 @@ class SlipsByOneElement(ReducedShards):
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.OPTIMIZER, parameter="first.bias"), origin=Origin.SHARDS)
 class DropsTheShortShard(Around):
-    """Never updates the short shard of a parameter whose number of elements is not a multiple of N."""
+    """Never updates the short shard of a parameter whose number of elements is not a multiple of the world size."""
 
     stages = (3,)
 
@@ -124,7 +124,7 @@ class NeverPublishes(Around):
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsItsShardsBackwards(Around):
-    """Reports, in its layout, that rank r owns the shard of rank N - 1 - r."""
+    """Reports the owners of each parameter's shards in reverse order in its layout."""
 
     stages = (3,)
 
@@ -270,7 +270,7 @@ def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_4,
 )
 def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 and 2, all-gathers only n // N elements of each of N ranks after a step, and omits the remainder.
+    """At stages 1 and 2, all-gathers after a step only n // N of a parameter's n elements from each of N ranks.
 
     The last n % N elements of a parameter keep their old values on the ranks that do not own them.
     """
@@ -305,7 +305,7 @@ def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_2,
 )
 def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 and 2, does not reduce parameters with fewer than N elements.
+    """At stages 1 and 2, does not reduce parameters with fewer elements than ranks.
 
     The owner of each element uses the gradient of its own micro-batch, so scalars and the bias of a head with one
     output learn from the data of one rank.
@@ -342,7 +342,7 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
 def fsdp2_layout_of_an_even_split(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Reports in ``layout`` that rank r owns rows ``n*r//N`` to ``n*(r+1)//N``, but FSDP2 cuts like ``torch.chunk``.
 
-    The reported owners are wrong if N does not divide the number of rows n.
+    The reported owners are wrong if the world size N does not divide the number of rows n.
     """
     engine = fsdp2.factory(model, config)
     ranks, params = dist.get_world_size(), seams_engines.params(engine)

@@ -52,7 +52,7 @@ class LowersMatrixProducts(Around):
 
     def close(self) -> None:
         self.right.close()
-        torch.set_float32_matmul_precision("highest")  # it is not to be seen in the next cell of the process
+        torch.set_float32_matmul_precision("highest")  # the next cell of the process must have full precision
 
 
 @mutant(

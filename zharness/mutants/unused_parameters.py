@@ -158,7 +158,7 @@ def zero_grad_leaves_zeros(model: nn.Module, config: EngineConfig) -> TorchEngin
     A parameter that was used once and is not used later has a gradient of zeros, so that momentum, Adam's moments and
     weight decay still change it.
     """
-    # Without the option DDP refuses a loss that does not use all parameters.
+    # Without this option DDP raises if a loss does not use all parameters.
     engine = ddp.factory(model, replace(config, options={**config.options, "find_unused_parameters": True}))
     engine.__class__ = _Zeroes
     return engine
@@ -177,7 +177,7 @@ def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
     Momentum and weight decay still change a parameter that an earlier step used and this step does not, and
     ``full_grads`` reports a gradient for the parameter.
     """
-    # Without the option DDP refuses a loss that does not use all parameters.
+    # Without this option DDP raises if a loss does not use all parameters.
     engine = ddp.factory(model, replace(config, options={**config.options, "find_unused_parameters": True}))
     engine.__class__ = _Zeroes
     return engine
@@ -271,8 +271,8 @@ def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stages 0 to 2, averages a parameter's gradient over the ranks that used the parameter, not over all ranks.
 
-    A rank that did not use the parameter should count as zero in the mean, so an expert that one rank of N used learns
-    N times too fast.
+    A rank that did not use the parameter should count as zero in the mean, so an expert that only one rank used learns
+    too fast by a factor of the world size.
     """
     engine = seams.build(model, config)
 
@@ -337,7 +337,7 @@ def mean_over_users_only(model: nn.Module, config: EngineConfig) -> ReferenceEng
     """Averages a gradient over the ranks that used the parameter, not over all ranks.
 
     A rank that did not use the parameter should count as zero in the mean, so the gradient of an expert that one rank
-    used is N times too large.
+    used is too large by a factor of the world size.
     """
     engine, world_size = seams.build(model, config), dist.get_world_size()
     if config.stage == 3 or config.reduction is Reduction.SUM:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
-MAX_FACTOR_ELEMENTS = 3  # parameters with at most this many elements multiply the output of other layers
+MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
 
 Block = Callable[[Tensor], Tensor]
 

@@ -9,7 +9,7 @@ WIDTH = 16
 
 
 def random_ternary(shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-    """Draw a float tensor of ``shape`` from {-1, 0, 1}."""
+    """Draw a float tensor of the shape ``shape`` whose elements are in {-1, 0, 1}."""
     return torch.randint(-1, 2, shape, generator=generator).float()
 
 

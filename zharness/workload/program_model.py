@@ -29,7 +29,7 @@ class ProgramModelBuilder:
         return Chain([self.build_layer(layer) for layer in layers])
 
     def build_layer(self, layer: Layer) -> nn.Module:
-        """Build the module of one layer."""
+        """Build the module of ``layer``, and update the width and the weights that may be tied."""
         before = self._model_shape
         module = (
             BLOCK_CLASSES[layer.kind](self.build_chain(layer.inner))
@@ -40,7 +40,7 @@ class ProgramModelBuilder:
         return module
 
     def _build_leaf(self, layer: Layer) -> nn.Module:
-        """Build the module of a layer without inner layers."""
+        """Build the module of ``layer``, which has no inner layers."""
         width, size = self._model_shape.width, (0, *layer.sizes)[-1]
         if layer.kind is LayerKind.TOKENS:
             return self._record_tieable(nn.Embedding(layer.sizes[0], size))

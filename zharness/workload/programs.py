@@ -51,7 +51,7 @@ TRAINED_KINDS = (
     LayerKind.CONV,
     LayerKind.NORM,
 )
-# How many sizes the text of a layer has.
+# The number of sizes that a layer of each kind has; all other kinds have none.
 SIZE_COUNTS = {LayerKind.TOKENS: 2, LayerKind.INPUTS: 1, **dict.fromkeys(SIZED_KINDS, 1)}
 
 
@@ -269,7 +269,7 @@ def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
 
 
 class PendingGradients(Enum):
-    """The state of the gradients since the last step or zero_grad."""
+    """The states that the gradients can have between two verbs, since the last step or zero_grad."""
 
     NOTHING = "there is no gradient"
     REDUCED = "the gradients are reduced"

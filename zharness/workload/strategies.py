@@ -25,11 +25,11 @@ from zharness.workload.programs import (
     Verb,
 )
 
-MAX_WIDTH = 9  # inputs or outputs of a layer; 1 to 4 ranks often do not divide it, or exceed it
+MAX_WIDTH = 9  # inputs or outputs of a layer; often not a multiple of the world size, or below it
 MAX_CHANNELS = 2
-MAX_LAYERS = 5  # in one chain
+MAX_LAYERS = 5  # per model, not counting the first layer and the inner layers of blocks
 MAX_PHRASES = 10
-MAX_DEPTH = 2  # nested blocks
+MAX_DEPTH = 2  # depth to which blocks are nested
 
 
 @dataclass(frozen=True)

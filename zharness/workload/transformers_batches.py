@@ -57,5 +57,5 @@ def image_height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, in
 
 
 def random_integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw integers from 0 to ``high`` - 1."""
+    """Draw a tensor of the shape ``shape`` whose elements are integers from 0 to ``high`` - 1."""
     return torch.randint(high, shape, generator=generator)

@@ -58,7 +58,7 @@ def register_factory(name: str, factory: Factory) -> None:
     The factory may be a closure.
     """
     _registered_factories[name] = factory
-    user_model_spec.cache_clear()  # it may have cached another factory of this name
+    user_model_spec.cache_clear()  # the cache may contain another factory with this name
 
 
 def is_registered_factory(name: str) -> bool:
