@@ -47,15 +47,15 @@ def plan_kill_attempts(
         for variant in law.variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
-    # A target runs even if the right engine is known to fail there: part and parameter distinguish the two failures.
+    # A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.
     claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
     return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
 
 
 def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> Iterator[PlannedCell]:
-    """Yield those of ``cells`` that the mutant's right engine supports and in which it is not known to fail.
+    """Yield those of ``cells`` that the mutant's correct engine supports and in which it is not known to fail.
 
-    The right engine is the engine without the fault, around which the mutant is built.
+    The correct engine is the engine without the fault, around which the mutant is built.
     """
     for cell in cells:
         right = replace(cell, engine=mutant.over)

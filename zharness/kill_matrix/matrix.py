@@ -35,11 +35,11 @@ class KillMatrix:
         return {mutant.name: tuple(self.killers(mutant)) for mutant in self.mutants}
 
     def survivors(self) -> list[Mutant]:
-        """Return the mutants that no law kills, except those that are declared equivalent to the right engine."""
+        """Return the mutants that no law kills, except those that are declared equivalent to the correct engine."""
         return [mutant for mutant in self.mutants if not mutant.equivalent and not self.killers(mutant)]
 
     def killed_equivalents(self) -> list[Mutant]:
-        """Return the mutants that some law kills although they are declared equivalent to the right engine.
+        """Return the mutants that some law kills although they are declared equivalent to the correct engine.
 
         Each of them shows either a false alarm of the law or a wrong declaration.
         """
@@ -61,7 +61,7 @@ class KillMatrix:
         return [law for law, names in self.kills_by_law().items() if not names] if complete else []
 
     def laws_without_reason(self) -> list[str]:
-        """Return the laws whose every kill another law makes as well, and whose ``kept_because`` is empty.
+        """Return the laws that are not the only killer of any mutant and whose ``kept_because`` is empty.
 
         The list is empty unless all mutants were run.
         """

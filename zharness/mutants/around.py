@@ -1,4 +1,4 @@
-"""The wrapper around a right engine that every mutant subclasses, and base classes that several mutants share."""
+"""The wrapper around a correct engine that every mutant subclasses, and base classes that several mutants share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zharness.mutants import seams_engines
 
 
 class Around:
-    """An engine that passes every call on to a right engine (one without the fault).
+    """An engine that passes every call on to a correct engine (one without the fault).
 
-    Subclasses break one call, or a part of the right engine. ``over`` is the name of the right engine. ``stages`` are
-    the stages at which the subclass is broken.
+    Subclasses break one call, or a part of the correct engine. ``over`` is the name of the correct engine. ``stages``
+    are the stages at which the subclass is broken.
     """
 
     over: ClassVar[str] = "reference"
@@ -34,7 +34,7 @@ class Around:
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
-        """Return the right engine's capabilities, restricted to the stages at which the mutant is broken."""
+        """Return the correct engine's capabilities, restricted to the stages at which the mutant is broken."""
         return replace(right, stages=frozenset(cls.stages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ class Around:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The right engine's torch optimizer."""
+        """The correct engine's torch optimizer."""
         inner = getattr(self.right, "engine", None)
         found: torch.optim.Optimizer = seams_engines.optimizer(self.right) if inner is None else inner.optimizer
         return found

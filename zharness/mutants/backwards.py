@@ -35,7 +35,7 @@ from zharness.parity import Part
     imitates=pytorch(47260),
 )
 class ReducesNoSecondBackward(Around):
-    """Is DDP as released, which does not reduce the second backward on a retained graph."""
+    """Does not reduce the second backward on a retained graph, as in the released version of DDP."""
 
     over = "ddp"
 

@@ -48,7 +48,7 @@ class NormOfItsOwnShard(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
 class NormCountsEveryRank(Around):
-    """Sums the squares over ranks although every rank has all gradients, so the norm is too large by sqrt(world size)."""
+    """Sums the squares over ranks although every rank has all gradients, so the norm is too large."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -216,7 +216,7 @@ def looking_unscales(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     origin=Origin.BLIND_4,
 )
 def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, skips the step on a rank if that rank's own gradient shards overflow, without asking other ranks.
+    """At stage 3, skips the step on a rank if that rank's own gradient shards overflow, and only on that rank.
 
     The other ranks make the step, so the model has weights of two different steps, and loss scales differ between
     ranks.

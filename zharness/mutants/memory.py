@@ -243,7 +243,7 @@ def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_3,
 )
 def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not end a module's forward in a ``finally``, so a forward that raises counts as running forever.
+    """At stage 3, does not mark a module's forward as ended if the forward raises, because a ``finally`` is missing.
 
     After an exception that the caller caught, the unsharded weights are never freed, and a read of a weight outside a
     forward returns the value from before the exception, even after later steps.
@@ -263,7 +263,7 @@ def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_5,
 )
 def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not clean up after a forward that raises, so its modules count as running forever.
+    """At stage 3, does not mark the modules as ended if their forward raises.
 
     The weights that these modules had unsharded stay unsharded through ``zero_grad`` and all later steps.
     """

@@ -1,4 +1,4 @@
-"""The data of a mutant (an engine broken on purpose in one way), and the decorators that register mutants."""
+"""The data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Mutant:
 
     @property
     def over(self) -> str:
-        """The name of the right engine (the engine without the fault) around which the mutant is built."""
+        """The name of the correct engine (the engine without the fault) around which the mutant is built."""
         return self.build.over
 
     @property
@@ -158,7 +158,7 @@ class Mutant:
     def claims(self, stage: int) -> Capabilities:
         """Return the capabilities that the mutant claims at ``stage``, without building the mutant.
 
-        Raises HarnessFault if the right engine's claim is not known before that engine is built.
+        Raises HarnessFault if the correct engine's claim is not known before that engine is built.
         """
         right = engines.capabilities(self.over, stage)
         if right is None:
@@ -199,7 +199,7 @@ def mutant_factory(
 ) -> Callable[[Factory], Factory]:
     """Return a decorator that registers a function as the factory of a mutant.
 
-    ``over`` is the name of the right engine, and ``stages`` are the stages at which the mutant is broken. The other
+    ``over`` is the name of the correct engine, and ``stages`` are the stages at which the mutant is broken. The other
     arguments are fields of Mutant.
     """
 

@@ -94,7 +94,7 @@ def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_2)
 def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Lacks try and finally in ``no_sync`` over DDP, so an exception inside the block disables the reduction forever.
+    """Has no ``try`` and ``finally`` in ``no_sync`` over DDP, so an exception leaves the reduction disabled.
 
     If the caller catches the exception (for an odd batch, or out of memory) and goes on, each rank trains on its own
     gradients.
@@ -113,7 +113,7 @@ def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> TorchEng
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Lacks a ``finally`` in ``no_sync`` over DDP, so no backward is reduced after an exception inside the block.
+    """Has no ``finally`` in ``no_sync`` over DDP, so no backward is reduced after an exception inside the block.
 
     If the caller drops the bad micro-batch, calls ``zero_grad`` and goes on, every rank trains alone, without an error.
     """
@@ -213,7 +213,7 @@ def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> Torch
     origin=Origin.BLIND_6,
 )
 def no_sync_outlives_an_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Lacks a ``finally`` in ``no_sync`` over FSDP2, so an exception inside the block leaves the reduction disabled.
+    """Has no ``finally`` in ``no_sync`` over FSDP2, so an exception inside the block leaves the reduction disabled.
 
     If the caller skips a bad micro-batch (a forward that raises), training uses unreduced gradients without an error.
     """
