@@ -1,4 +1,4 @@
-"""Choose the cells that try to kill each mutant."""
+"""Choose the cells that are run to kill each mutant."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.run.plan import unsupported_reason
 
 @dataclass(frozen=True)
 class KillAttempts:
-    """The cells of one law on one mutant, in order; they run until one of them kills the mutant."""
+    """The cells of one law on one mutant, in the order in which they run until one of them kills the mutant."""
 
     mutant: Mutant
     law: str
@@ -24,7 +24,7 @@ class KillAttempts:
 
 
 def make_target_cell(mutant: Mutant, target: Target) -> Cell:
-    """Return the cell that ``target`` names."""
+    """Return the cell in which ``target`` says that ``mutant`` has to be killed."""
     stage = mutant.stages[0] if target.stage is None else target.stage
     return Cell(target.law, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
 
@@ -32,9 +32,10 @@ def make_target_cell(mutant: Mutant, target: Target) -> Cell:
 def plan_kill_attempts(
     mutant: Mutant, law: Law, world_sizes: tuple[int, ...] = (2,), models: tuple[str, ...] = ()
 ) -> KillAttempts:
-    """Return the cells of ``law`` on ``mutant``: first the mutant's own targets, then its stages in fp32.
+    """Return the cells of ``law`` on ``mutant``: first the mutant's targets, then fp32 cells at the mutant's stages.
 
-    ``models`` selects among the law's models; if it is empty, the law's first model is used.
+    The fp32 cells use ``world_sizes`` and those of the law's models that are in ``models``; if ``models`` is empty,
+    they use the law's first model.
     """
     targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
@@ -46,13 +47,16 @@ def plan_kill_attempts(
         for variant in law.variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
-    # A target is tried even where the right engine is known to fail: part and parameter distinguish the two failures.
+    # A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.
     claimed = [PlannedCell(cell) for cell in targets if not unsupported_reason(law, cell, mutant.claims(cell.stage))]
     return KillAttempts(mutant, law.name, (*claimed, *select_runnable_cells(mutant, law, others)))
 
 
 def select_runnable_cells(mutant: Mutant, law: Law, cells: Sequence[Cell]) -> Iterator[PlannedCell]:
-    """Yield the cells that the mutant's right engine supports, and in which it has no expected failure."""
+    """Yield those of ``cells`` that the mutant's correct engine supports and in which it is not known to fail.
+
+    The correct engine is the engine without the fault, around which the mutant is built.
+    """
     for cell in cells:
         right = replace(cell, engine=mutant.over)
         known = find_expected_failure(right, engines.info(mutant.over).version() or "")

@@ -1,4 +1,4 @@
-"""The clean record: cells on engines without known bugs, where every broken law is a false alarm."""
+"""The clean record, a count of cells on engines without known bugs, where every broken law is a false alarm."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zharness.run import Record, Verdict
 
 CONFIDENCE = 0.95
 BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
-BISECTION_STEPS = 60  # they halve an interval of length 1 to less than the precision of float64
+BISECTION_STEPS = 60  # 60 halvings of an interval of length 1 reach the precision of float64
 
 
 @dataclass(frozen=True)
 class CleanRecord:
-    """Counts of judged cells, of false alarms among them, and of cells that decide nothing.
+    """The number of judged cells, the false alarms among them, and the cells in which nothing was decided.
 
-    ``bounded_count`` of the judged cells were compared at tier X or S throughout, by a bound that follows from
-    arithmetic.
+    ``bounded_count`` is the number of judged cells in which every comparison was at tier X or S, whose bounds follow
+    from arithmetic.
     """
 
     judged_count: int
@@ -31,11 +31,11 @@ class CleanRecord:
 
     @property
     def false_alarm_rate_bound(self) -> float:
-        """The upper bound of the rate of false alarms, at 95 % confidence; see ``upper_bound``."""
+        """The upper limit of the rate of false alarms at 95 % confidence, as ``upper_bound`` computes it."""
         return upper_bound(len(self.false_alarms), self.judged_count)
 
     def describe(self) -> str:
-        """Return a summary line, and two lines for each false alarm and error."""
+        """Return a line that summarizes the counts, followed by two lines for each false alarm and each error."""
         head = (
             f"{len(self.false_alarms)} false alarms in {self.judged_count} clean cells: "
             f"below {100 * self.false_alarm_rate_bound:.3g} % with 95 % confidence; "
@@ -49,7 +49,10 @@ class CleanRecord:
 
 
 def make_clean_record(records: Sequence[Record]) -> CleanRecord:
-    """Count ``records``. A cell with an expected failure shows a known bug: it is neither clean nor a false alarm."""
+    """Make a CleanRecord of ``records``.
+
+    A cell with an expected failure shows a known bug of an engine, so it counts neither as judged nor as a false alarm.
+    """
     unexpected = [record for record in records if not record.expected_failure]
     judged = [r for r in unexpected if r.verdict in (Verdict.PASS, Verdict.CONTRACT) or r.verdict.is_broken]
     return CleanRecord(
@@ -63,10 +66,11 @@ def make_clean_record(records: Sequence[Record]) -> CleanRecord:
 
 
 def upper_bound(events: int, trials: int) -> float:
-    """Return the largest rate at which at most ``events`` in ``trials`` still have a probability of 5 %.
+    """Return the upper limit of a one-sided 95 % confidence interval for the rate of events.
 
-    This is the one-sided limit of Clopper and Pearson (1934). Without events it is close to 3 / trials, the rule of
-    three.
+    ``events`` is the number of events seen in ``trials`` trials. The limit is that of Clopper and Pearson (1934): the
+    largest rate at which at most this many events have a probability of 5 %. If ``events`` is 0, the limit is close to
+    3 / ``trials``, which is known as the rule of three.
     """
     if events >= trials:
         return 1.0
@@ -81,7 +85,10 @@ def upper_bound(events: int, trials: int) -> float:
 
 
 def binomial_cdf(events: int, trials: int, rate: float) -> float:
-    """Return the probability of at most ``events`` in ``trials``, each with probability ``rate``, 0 < rate < 1."""
+    """Return the probability of at most ``events`` events in ``trials`` trials.
+
+    ``rate`` is the probability of an event in one trial, between 0 and 1 (exclusive).
+    """
     logs = (
         math.lgamma(trials + 1)
         - math.lgamma(k + 1)

@@ -1,4 +1,4 @@
-"""The command ``zharness mutants``, from patterns to the exit code."""
+"""Run the command ``zharness mutants``: select mutants, run their cells, and print the kill matrix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RunCells = Callable[[Sequence[PlannedCell], Sequence[Runner]], Iterator[Record]]
 
 
 class LawScope(Enum):
-    """The laws that are tried on a mutant: all of them, or those that its targets name."""
+    """The laws that are run on each mutant: all selected laws, or only those that the mutant's targets name."""
 
     EVERY_LAW = "every"
     TARGET_LAWS = "targets"
@@ -36,9 +36,11 @@ class LawScope(Enum):
 
 @dataclass(frozen=True)
 class KillOptions:
-    """The laws, world sizes and models to run on the mutants, the seconds for one cell, and the cells run in parallel.
+    """The options of ``zharness mutants``.
 
-    ``scope`` says whether a mutant is tried on all selected laws, or only on those among them that its targets name.
+    ``laws``, ``world_sizes`` and ``models`` select the cells that are run on each mutant. ``timeout`` is the time limit
+    of one cell in seconds, and ``parallel_cells`` is the number of cells that run at the same time. ``scope`` says
+    whether all selected laws are run on a mutant, or only those that its targets name.
     """
 
     laws: tuple[str, ...] = ()
@@ -50,12 +52,12 @@ class KillOptions:
 
 
 def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | None, run_cells: RunCells) -> int:
-    """Run the laws on the mutants that match, print the kill matrix, and return the exit code.
+    """Run the laws on the mutants that match ``patterns``, print the kill matrix, and return the exit code.
 
-    Cells whose records are in ``jsonl`` already are not run again. ``run_cells`` runs cells on runners.
-    Raises UsageError for a pattern, model or world size that does not exist.
+    Cells whose records are already in the file ``jsonl`` are not run again. ``run_cells`` is the function that runs
+    cells on runners and yields their records. Raises UsageError if a pattern, model or world size does not exist.
     """
-    # A law without models applies to a user's model only, on which no mutant is tried.
+    # A law without models applies only to users' models, on which mutants are not run.
     chosen, laws = find_mutants(patterns), [law for law in find_laws(options.laws) if law.models]
     for model in options.models:
         model_spec(model)
@@ -63,7 +65,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
         check_world_size(world_size)
     targets = [(mutant, law) for mutant in chosen for law in laws if law.name in mutant.named_laws]
     pairs = targets if options.scope is LawScope.TARGET_LAWS else [(mutant, law) for mutant in chosen for law in laws]
-    # The laws that a mutant's targets name come first, so that an interrupted run has tried the likeliest killers.
+    # Targets run first, so that an interrupted run has run the laws that are likeliest to kill the mutants.
     pairs = list(dict.fromkeys([*targets, *pairs]))
     attempts = [plan_kill_attempts(*pair, options.world_sizes, options.models) for pair in pairs]
     known = index_mutant_records(load_finished_records(jsonl)) if jsonl is not None else {}
@@ -94,7 +96,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
 
 
 def select_remaining_cells(attempts: KillAttempts, records_by_id: dict[str, Record]) -> list[PlannedCell]:
-    """Return the cells that still have to run: none once a cell has killed the mutant."""
+    """Return the cells of ``attempts`` that have no record yet, or an empty list if one has killed the mutant."""
     records = [records_by_id[cell.cell.id] for cell in attempts.cells if cell.cell.id in records_by_id]
     if any(record.verdict.is_broken for record in records):
         return []

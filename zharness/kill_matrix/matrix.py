@@ -1,4 +1,4 @@
-"""The kill matrix: which laws kill which mutants, which mutants survive, and which laws are of no use."""
+"""The kill matrix, a table of which law kills which mutant, and its rendering for a terminal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zharness.run import Record, Verdict
 
 @dataclass(frozen=True)
 class KillMatrix:
-    """The records of some mutants, and the ``laws`` that were tried on them."""
+    """The records of cells on ``mutants``, and the names of the ``laws`` that were run on them."""
 
     mutants: tuple[Mutant, ...]
     laws: tuple[str, ...]
     records: tuple[Record, ...]
 
     def killers(self, mutant: Mutant) -> dict[str, Record]:
-        """Return the laws that kill ``mutant``, each with its first record of a kill."""
+        """Return a mapping from each law that kills ``mutant`` to the first record in which the law kills it."""
         found: dict[str, Record] = {}
         for record in self.records:
             if record.cell.engine == mutant.engine and record.verdict.is_broken and record.cell.law in self.laws:
@@ -31,34 +31,40 @@ class KillMatrix:
         return {law: found[law] for law in self.laws if law in found}
 
     def killers_by_mutant(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the names of the laws that kill each mutant."""
+        """Return a mapping from the name of each mutant to the names of the laws that kill it."""
         return {mutant.name: tuple(self.killers(mutant)) for mutant in self.mutants}
 
     def survivors(self) -> list[Mutant]:
-        """Return the mutants that no law kills, except those declared equivalent."""
+        """Return the mutants that no law kills, except those that are declared equivalent to the correct engine."""
         return [mutant for mutant in self.mutants if not mutant.equivalent and not self.killers(mutant)]
 
     def killed_equivalents(self) -> list[Mutant]:
-        """Return the mutants that are declared equivalent and are killed: a false alarm or a wrong declaration."""
+        """Return the mutants that some law kills although they are declared equivalent to the correct engine.
+
+        Each of them shows either a false alarm of the law or a wrong declaration.
+        """
         return [mutant for mutant in self.mutants if mutant.equivalent and self.killers(mutant)]
 
     def kills_by_law(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the mutants that each law kills."""
+        """Return a mapping from the name of each law to the names of the mutants that the law kills."""
         table = self.killers_by_mutant()
         return {law: tuple(name for name, killers in table.items() if law in killers) for law in self.laws}
 
     def sole_kills_by_law(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each law, the mutants that no other law kills."""
+        """Return, for each law, the names of the mutants that no other law kills."""
         sole_killers = {name: killers[0] for name, killers in self.killers_by_mutant().items() if len(killers) == 1}
         return {law: tuple(name for name, killer in sole_killers.items() if killer == law) for law in self.laws}
 
     def laws_without_kills(self) -> list[str]:
-        """Return the laws that kill no mutant; empty unless all mutants were tried."""
+        """Return the names of the laws that kill no mutant; the list is empty unless all mutants were run."""
         complete = len(self.mutants) == len(MUTANTS)
         return [law for law, names in self.kills_by_law().items() if not names] if complete else []
 
     def laws_without_reason(self) -> list[str]:
-        """Return the laws that are no mutant's only killer and lack ``kept_because``; empty unless all were tried."""
+        """Return the laws that are not the only killer of any mutant and whose ``kept_because`` is empty.
+
+        The list is empty unless all mutants were run.
+        """
         complete = len(self.mutants) == len(MUTANTS)
         return (
             [law for law, names in self.sole_kills_by_law().items() if not names and not LAWS[law].kept_because]
@@ -67,7 +73,7 @@ class KillMatrix:
         )
 
     def check_named_divergences(self) -> tuple[int, list[str]]:
-        """Return the number of killed targets, and a message for each target with an unexpected first divergence."""
+        """Return the number of killed targets, and a message for each of them whose divergence is not as expected."""
         by_cell = {record.cell: record for record in self.records}
         killed_count, messages = 0, []
         for mutant in self.mutants:
@@ -85,7 +91,10 @@ class KillMatrix:
         return [record for record in self.records if record.verdict is Verdict.ERROR]
 
     def exit_code(self) -> int:
-        """Return 3 if the harness failed; 1 for a survivor, a killed equivalent mutant or a useless law; else 0."""
+        """Return 3 if the harness failed in a cell, 1 if the matrix shows a problem, or 0.
+
+        A problem is a mutant that survives, an equivalent mutant that is killed, or a law that has no use.
+        """
         if self.errors():
             return 3
         bad = (self.survivors(), self.killed_equivalents(), self.laws_without_kills(), self.laws_without_reason())
@@ -93,7 +102,7 @@ class KillMatrix:
 
 
 def render_matrix(matrix: KillMatrix) -> str:
-    """Render the matrix for a terminal: tables of mutants, laws and kinds of faults, complaints, and a summary."""
+    """Render the kill matrix for a terminal: tables of mutants, laws and kinds of faults, problems, a summary."""
     parts = [
         render_mutants_table(matrix),
         render_laws_table(matrix),
@@ -105,7 +114,7 @@ def render_matrix(matrix: KillMatrix) -> str:
 
 
 def render_mutants_table(matrix: KillMatrix) -> str:
-    """Render a table with a row for each mutant."""
+    """Render a table that has a row with the killers of each mutant."""
     rows = []
     for mutant in matrix.mutants:
         killers = list(matrix.killers(mutant))
@@ -119,14 +128,17 @@ def render_mutants_table(matrix: KillMatrix) -> str:
 
 
 def render_laws_table(matrix: KillMatrix) -> str:
-    """Render a table with a row for each law that was tried."""
+    """Render a table that has a row with the number of kills of each law that was run."""
     kills, sole_kills = matrix.kills_by_law(), matrix.sole_kills_by_law()
     rows = [[law, len(kills[law]), ", ".join(sole_kills[law]) or LAWS[law].kept_because] for law in matrix.laws]
     return tabulate(rows, ["law", "kills", "only killer of, or why it is kept"], maxcolwidths=[None, None, 80])
 
 
 def render_fault_kinds_table(matrix: KillMatrix) -> str:
-    """Render a row for each kind of fault: its mutants, and the smallest and median number of laws that kill one."""
+    """Render a table that has a row for each kind of fault.
+
+    A row has the number of mutants of this kind, and the smallest and the median number of laws that kill one of them.
+    """
     table, rows = matrix.killers_by_mutant(), []
     for kind in FaultKind:
         real = [mutant for mutant in matrix.mutants if mutant.kind is kind and not mutant.equivalent]
@@ -138,7 +150,7 @@ def render_fault_kinds_table(matrix: KillMatrix) -> str:
 
 
 def list_complaints(matrix: KillMatrix) -> Iterable[str]:
-    """Return a paragraph for each kind of complaint that applies to a mutant, law or cell."""
+    """Return a paragraph for each kind of problem; each line of it names a mutant, law or cell that has the problem."""
     kinds: Sequence[tuple[str, Sequence[str]]] = (
         ("survives every law", [mutant.name for mutant in matrix.survivors()]),
         ("is declared equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
@@ -151,7 +163,7 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
 
 
 def summarize_kills(matrix: KillMatrix) -> str:
-    """Return the line that counts killed mutants and targets with the expected first divergence."""
+    """Return a line with the number of killed mutants, and of targets whose first divergence is the expected one."""
     real = [mutant for mutant in matrix.mutants if not mutant.equivalent]
     killed_count, messages = matrix.check_named_divergences()
     return (
@@ -162,5 +174,5 @@ def summarize_kills(matrix: KillMatrix) -> str:
 
 
 def index_mutant_records(records: Iterable[Record]) -> dict[str, Record]:
-    """Return the records of mutants, by the id of their cell."""
+    """Return a mapping from cell ids to the records of cells on mutants; records of other engines are omitted."""
     return {record.cell.id: record for record in records if record.cell.engine.startswith(PATH)}

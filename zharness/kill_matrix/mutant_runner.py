@@ -1,4 +1,4 @@
-"""The runner of the cells of mutants."""
+"""The runner that runs the cells of mutants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from zharness.world import Isolation, RankServer
 
 
 class MutantRunner(Runner):
-    """A runner with one rank server for all mutants; it knows their claims without building them.
+    """A runner that uses one rank server for all mutants, and that knows their claims without building them.
 
-    Mutants share pooled ranks, one after the other. That is safe because a mutant breaks only its own instance, or
-    restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used again.
+    Mutants run one after the other in the same pooled ranks. This is safe because a mutant breaks only its own instance
+    or restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used
+    again.
     """
 
     def __init__(self, timeout: float = 60.0, seed: int = 0) -> None:
@@ -21,10 +22,10 @@ class MutantRunner(Runner):
         self._servers = {mutant.engine: self._shared_server for mutant in MUTANTS.values()}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return what the mutant claims, without building it."""
+        """Return the capabilities that the mutant ``engine`` claims at ``stage``, without building the mutant."""
         return MUTANTS[engine.removeprefix(PATH)].claims(stage)
 
     def close(self) -> None:
-        """End the rank server and the judge server."""
+        """Stop the rank server and the judge server."""
         self._shared_server.close()
         self._judge_server.close()

@@ -1,4 +1,4 @@
-"""Load the records of an earlier run, so that its cells are not run again."""
+"""Load the records of an earlier run, so that the cells of these records are not run again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from zharness.run.record import parse_record
 
 
 def load_finished_records(path: Path) -> list[Record]:
-    """Return the records of an earlier run, even of a killed one, and write all of them to ``path``.
+    """Return the records that an earlier run wrote to ``path``, even if that run was killed.
 
-    An incomplete last line is dropped. Raises UsageError for any other line that is not a record.
+    If the run was killed, the records in its ``.partial`` file are merged into ``path``. An incomplete last line is
+    ignored. Raises UsageError if any other line is not a record.
     """
     partial = path.with_name(path.name + ".partial")
     lines = [line for file in (path, partial) if file.is_file() for line in read_complete_lines(file)]
@@ -28,7 +29,7 @@ def load_finished_records(path: Path) -> list[Record]:
 
 
 def read_complete_lines(file: Path) -> list[str]:
-    """Return the lines that end with a newline. Raises UsageError if the file cannot be read as text."""
+    """Return the lines of ``file`` that end with a newline. Raises UsageError if the file cannot be read as text."""
     try:
         return [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     except (OSError, UnicodeDecodeError) as error:

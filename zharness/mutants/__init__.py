@@ -1,8 +1,8 @@
-"""Mutants: engines that are broken on purpose, each in one way, so that every law can be shown to fail.
+"""Mutants, which are engines that are broken on purpose, each in one way, so that every law can be shown to fail.
 
-A mutant is a few lines around the reference engine, DDP or FSDP2. It names the cells that have to kill it, and the real
-bug that it imitates, if there is one. The files are named for what is broken; all code that reaches behind an engine's
-protocol is in ``seams*``. Every command accepts a mutant by name as its engine::
+A mutant is a few lines of code around the reference engine, DDP or FSDP2. A mutant names the cells that have to kill
+it, and the real bug that it imitates, if there is one. Each file is named after what its mutants break; all code that
+uses the private parts of an engine is in ``seams*``. Every command accepts a mutant by name as its engine::
 
     zharness check training.grads --engine zharness.mutants:never_reduces
 """
@@ -52,9 +52,9 @@ __all__ = ["MUTANTS", "PATH", "FaultKind", "Mutant", "Origin", "Target", "find_m
 
 
 def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
-    """Return the mutants that match any of the glob ``patterns``; all of them if there are no patterns.
+    """Return the mutants whose names match any of the glob ``patterns``, or all mutants if ``patterns`` is empty.
 
-    Raises UsageError for a pattern that matches no mutant.
+    Raises UsageError if a pattern matches no mutant.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in MUTANTS):
@@ -65,7 +65,7 @@ def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
 
 
 def __getattr__(name: str) -> EngineFactory:
-    """Return a mutant's factory, so that ``zharness.mutants:name`` can be used like any other engine."""
+    """Return the factory of the mutant ``name``, so that ``zharness.mutants:name`` is a valid engine name."""
     if name not in MUTANTS:
         raise AttributeError(f"zharness.mutants has no mutant {name!r}")
     return MUTANTS[name].build

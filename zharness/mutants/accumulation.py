@@ -1,4 +1,4 @@
-"""Mutants that count or divide the micro-batches of an accumulation window wrongly."""
+"""Mutants that count the micro-batches of an accumulation window wrongly, or divide by a wrong number of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zharness.parity import Part
     FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE, imitates=deepspeed(8224)
 )
 class DividesTwiceByTheAccumulation(Around):
-    """Divides the loss by the accumulation steps, and the gradient as well."""
+    """Divides both the loss and the gradient by the accumulation steps."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         owned = self.config.accumulation_owner is AccumulationOwner.ENGINE
@@ -53,7 +53,7 @@ class NeverDividesByTheAccumulation(Around):
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.ONLOOKERS)
 class ScaleDivides(Around):
-    """Divides the loss by the accumulation steps in ``scale``, although the gradients are divided by them as well."""
+    """Divides the loss by the accumulation steps in ``scale``, although the engine divides gradients by them, too."""
 
     def scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.right.scale(loss)
@@ -68,7 +68,7 @@ class ScaleDivides(Around):
     origin=Origin.BLIND_2,
 )
 def sum_forgets_accumulation(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Under reduction by sum, divides by nothing at all, not even by the accumulation steps that the engine owns."""
+    """Under reduction by sum, does not divide by the accumulation steps, although the engine owns accumulation."""
     engine = seams.build(model, config)
     if config.reduction is Reduction.SUM:
         seams.set_divisor(engine, 1)
@@ -84,7 +84,7 @@ def sum_forgets_accumulation(model: nn.Module, config: EngineConfig) -> Referenc
     imitates=deepspeed(7718),
 )
 class LosesAMicroBatch(Around):
-    """Drops, in each backward, the gradients that were accumulated before it."""
+    """Drops, in each backward, the gradients that earlier backwards accumulated."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.zero_grad()
@@ -97,7 +97,7 @@ class LosesAMicroBatch(Around):
     origin=Origin.CONTRIBUTIONS,
 )
 class CountsTheLastMicroBatchTwice(Around):
-    """Counts the last micro-batch of a window twice, where the engine owns accumulation."""
+    """Counts the last micro-batch of a window twice if the engine owns accumulation."""
 
     seen = 0
 
@@ -110,7 +110,7 @@ class CountsTheLastMicroBatchTwice(Around):
 
 
 class _CountsBackwards(ReferenceEngine):
-    """A reference engine that counts every backward as a micro-batch."""
+    """A ReferenceEngine that counts every backward as a micro-batch."""
 
     backwards = 0
 
@@ -144,15 +144,15 @@ class _CountsBackwards(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def boundary_counts_backwards(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Counts backwards as micro-batches, where there are more of them than calls of ``step``.
+    """Counts every backward as a micro-batch if the caller runs more backwards than it calls ``step``.
 
-    With two losses, and so two backwards, a micro-batch, the optimizer steps too early.
+    If a micro-batch has two losses, and therefore two backwards, the optimizer steps too early.
     """
     return seams.build(model, config, _CountsBackwards)
 
 
 class _KeepsCount(ReferenceEngine):
-    """A reference engine whose ``zero_grad`` keeps the count of micro-batches."""
+    """A ReferenceEngine whose ``zero_grad`` does not reset the count of micro-batches."""
 
     def zero_grad(self) -> None:
         count = seams.micro_batches(self)
@@ -168,9 +168,9 @@ class _KeepsCount(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``zero_grad`` within an accumulation window drops the gradients and keeps the count of their micro-batches.
+    """Drops the gradients of an open accumulation window in ``zero_grad``, but keeps the count of its micro-batches.
 
-    The next boundary comes too early, with the sum of too few micro-batches over the whole window's divisor.
+    The next boundary comes too early: the step divides the sum of too few micro-batches by the full number.
     """
     return seams.build(model, config, _KeepsCount)
 
@@ -183,9 +183,9 @@ def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_3,
 )
 def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``zero_grad`` drops the gradients of an open window, but does not reset its count of micro-batches.
+    """Drops the gradients of an open window in ``zero_grad``, but does not reset its count of micro-batches.
 
-    The next step is made of too few micro-batches, and divided by the full number.
+    The next step uses the gradients of too few micro-batches and divides them by the full number.
     """
     return seams.build(model, config, _KeepsCount)
 
@@ -198,9 +198,9 @@ def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_6,
 )
 def forwards_are_counted(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Counts forwards with gradients, not calls of ``step``, as micro-batches, where the engine owns accumulation.
+    """Counts each forward with gradients as a micro-batch if the engine owns accumulation, not each ``step``.
 
-    A loss of two forwards (a pair of views, a discriminator on real and fake) ends the window after half of it.
+    If a loss uses two forwards (a pair of views, a discriminator on real and fake), half a window ends the window.
     """
     seen = SimpleNamespace(forwards=0)
 
@@ -237,13 +237,13 @@ class RemembersForwards(Around):
 
 
 def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the number of samples that a forward is called with."""
+    """Return the number of samples in the arguments of a forward, which is the length of the first tensor."""
     return next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 @mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
 class WeighsByTheFirstBatch(Around):
-    """Multiplies each loss by its micro-batch's size over that of the first one, as if losses were sums."""
+    """Multiplies each loss by its micro-batch's size divided by the first one's size, as if losses were sums."""
 
     over = "ddp"
     first = rows = 0
@@ -259,7 +259,7 @@ class WeighsByTheFirstBatch(Around):
 
 @mutant(FaultKind.SCALE, Target("training.any_order", variant="steps"), origin=Origin.ORDERS)
 class TakesGraphsForBatches(Around):
-    """Counts a forward in eval mode as a micro-batch, so the next loss is divided by one more."""
+    """Counts a forward in eval mode as a micro-batch, so the next loss is divided by a number that is too large."""
 
     over = "ddp"
     graphs = 0
@@ -279,7 +279,7 @@ class TakesGraphsForBatches(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsWhatIsPending(Around):
-    """``zero_grad`` also forgets forwards whose backward is still to come: that backward does nothing."""
+    """Discards, in ``zero_grad``, the forwards that wait for their backward, so that this backward does nothing."""
 
     forwards = 0
 

@@ -1,4 +1,4 @@
-"""The wrapper around a right engine, which every mutant subclasses, and base classes of several mutants."""
+"""The wrapper around a correct engine that every mutant subclasses, and base classes that several mutants share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from zharness.mutants import seams_engines
 
 
 class Around:
-    """An engine that passes every call on to a right engine; subclasses break one call, or a part of the right engine.
+    """An engine that passes every call on to a correct engine (one without the fault).
 
-    ``over`` is the name of the right engine. ``stages`` are those at which the subclass is broken.
+    Subclasses break one call, or a part of the correct engine. ``over`` is the name of the correct engine. ``stages``
+    are the stages at which the subclass is broken.
     """
 
     over: ClassVar[str] = "reference"
@@ -33,7 +34,7 @@ class Around:
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
-        """Return the right engine's claim, restricted to the stages at which the mutant is broken."""
+        """Return the correct engine's capabilities, restricted to the stages at which the mutant is broken."""
         return replace(right, stages=frozenset(cls.stages))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +52,7 @@ class Around:
         return getattr(self.right, name)
 
     def trained(self) -> Iterator[nn.Parameter]:
-        """Return an iterator over the parameters that have a gradient now."""
+        """Return an iterator over the parameters that currently have a gradient."""
         return (parameter for parameter in self.module.parameters() if parameter.grad is not None)
 
     @property
@@ -62,20 +63,20 @@ class Around:
 
 
 class OverDDP(Around):
-    """An engine whose optimizer is torch's own, over full parameters."""
+    """The base class of mutants around DDP, whose optimizer is torch's own over full parameters."""
 
     over = "ddp"
 
 
 class OverFSDP2(Around):
-    """An engine whose optimizer is torch's own, over sharded parameters."""
+    """The base class of mutants around FSDP2, whose optimizer is torch's own over sharded parameters."""
 
     over = "fsdp2"
     stages = (3,)
 
 
 class HookedParameters(Around):
-    """An engine that changes the local gradient of every parameter, in every backward."""
+    """The base class of mutants that change the local gradient of every parameter in every backward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -84,12 +85,12 @@ class HookedParameters(Around):
                 parameter.register_hook(self.changed)  # type: ignore[no-untyped-call]
 
     def changed(self, grad: Tensor) -> Tensor:
-        """Return the changed gradient, which replaces ``grad``."""
+        """Return the gradient that replaces ``grad``."""
         return 2 * grad
 
 
 class SpoiledLoad(Around):
-    """An engine that loads a checkpoint, and then spoils what it loaded."""
+    """The base class of mutants that load a checkpoint correctly and then damage what was loaded."""
 
     def load(self, path: Path) -> None:
         self.right.load(path)
@@ -100,7 +101,7 @@ class SpoiledLoad(Around):
         self.spoil()
 
     def spoil(self) -> None:
-        """Change the loaded weights or state; subclasses override this."""
+        """Change the loaded weights or optimizer state; subclasses override this method."""
 
 
 in_backward = seams_engines.in_backward

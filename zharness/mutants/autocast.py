@@ -38,7 +38,7 @@ from zharness.parity import Part
     imitates=deepspeed(6993),
 )
 class ForgetsAutocast(Around):
-    """Accepts a ``torch_autocast`` section, and computes in fp32."""
+    """Accepts a ``torch_autocast`` section but computes in fp32."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         options = {key: value for key, value in config.options.items() if key != "torch_autocast"}
@@ -52,7 +52,7 @@ class ForgetsAutocast(Around):
     imitates=deepspeed(7916),
 )
 class BackwardLeavesAutocast(Around):
-    """Runs its backward with autocast off, even where the caller runs it under torch.autocast."""
+    """Runs its backward with autocast disabled, even if the caller runs the backward under torch.autocast."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         with torch.autocast("cpu", enabled=False):
@@ -61,7 +61,7 @@ class BackwardLeavesAutocast(Around):
 
 @mutant(FaultKind.AUTOCAST, Target("precision.autocast_nested", Part.FORWARD, model="mixed"), origin=Origin.PRECISION)
 class OuterAutocastWins(Around):
-    """Ignores its ``torch_autocast`` section when it is called under another torch.autocast."""
+    """Ignores its ``torch_autocast`` section if the caller runs the engine under torch.autocast."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs) if torch.is_autocast_enabled("cpu") else self.right(*args, **kwargs)
@@ -73,7 +73,7 @@ class OuterAutocastWins(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class LeavesAutocastOn(Around):
-    """Leaves torch.autocast on for the whole thread after an exception in a forward, for lack of a ``finally``."""
+    """Leaves torch.autocast enabled for the whole thread if a forward raises, because a ``finally`` is missing."""
 
     over = "ddp"
 
@@ -86,14 +86,14 @@ class LeavesAutocastOn(Around):
 
     def close(self) -> None:
         self.right.close()
-        torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under it
+        torch.set_autocast_enabled("cpu", False)  # the next cell of this process must not run under autocast
 
 
 @mutant(
     FaultKind.AUTOCAST, Target("precision.autocast_policy", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES
 )
 class EvaluatesWithOldCasts(Around):
-    """Casts its weights for evaluation once under torch_autocast, and goes on using these casts after a step."""
+    """Casts its weights for evaluation once under torch_autocast, and still uses these casts after a step."""
 
     over = "ddp"
     cast: dict[str, Tensor] | None = None
@@ -121,10 +121,10 @@ class _BackwardInAutocast(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def backward_runs_in_autocast(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Runs ``engine.backward`` inside the engine's torch.autocast, so fp32 regions multiply in the low dtype there.
+    """Runs ``engine.backward`` inside the engine's torch.autocast, so fp32 regions are multiplied in low precision.
 
-    ``backward`` should do what ``scale(loss).backward()`` does; a loss, or a block with autocast off, that multiplies
-    fp32 matrices gets gradients in bf16.
+    ``backward`` should compute the same gradients as ``scale(loss).backward()``. If a loss, or a block with autocast
+    disabled, multiplies fp32 matrices, its gradients are computed in bf16.
     """
     return seams.build(model, config, _BackwardInAutocast)
 
@@ -145,8 +145,8 @@ class _BackwardUnderAutocast(TorchEngine):
 def backward_under_autocast(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Runs ``backward`` over DDP under the torch.autocast of the forward.
 
-    The backward of whatever the model or the loss computed in fp32 outside of autocast is computed in the low dtype,
-    and ``scale(loss).backward()`` gives other gradients than ``backward(loss)``.
+    Operations that the model or the loss ran in fp32 outside of autocast have their backward in low precision, and
+    ``scale(loss).backward()`` computes gradients that differ from those of ``backward(loss)``.
     """
     engine = ddp.factory(model, config)
     engine.__class__ = _BackwardUnderAutocast
@@ -161,9 +161,9 @@ def backward_under_autocast(model: nn.Module, config: EngineConfig) -> TorchEngi
     origin=Origin.BLIND_4,
 )
 def fsdp2_autocast_only_with_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Applies the option torch_autocast to forwards with gradients only; under ``no_grad`` they run in fp32.
+    """Applies the option torch_autocast only to forwards with gradients, and runs forwards under ``no_grad`` in fp32.
 
-    Evaluation then computes another function than training, in another dtype.
+    Evaluation then computes a different function than training, in a different dtype.
     """
     engine = fsdp2.factory(model, config)
 
@@ -182,9 +182,9 @@ def fsdp2_autocast_only_with_grad(model: nn.Module, config: EngineConfig) -> Tor
     origin=Origin.BLIND_6,
 )
 def users_autocast_is_switched_off(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Disables the caller's torch.autocast in FSDP2's forward, if torch_autocast is not configured.
+    """Disables the caller's torch.autocast in FSDP2's forward if the option torch_autocast is not configured.
 
-    ``with torch.autocast(...): engine(x)`` computes in fp32, where plain PyTorch computes in bf16.
+    ``with torch.autocast(...): engine(x)`` computes in fp32, but plain PyTorch computes in bf16.
     """
 
     class Sealed(TorchEngine):

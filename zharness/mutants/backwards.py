@@ -1,4 +1,4 @@
-"""Mutants that lose, or double, the gradients of one backward among several."""
+"""Mutants that lose or double the gradients of one backward if a step has several backwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zharness.parity import Part
     imitates=pytorch(47260),
 )
 class ReducesNoSecondBackward(Around):
-    """DDP as released: the second backward on a retained graph is not reduced."""
+    """Does not reduce the second backward on a retained graph, as in the released version of DDP."""
 
     over = "ddp"
 
@@ -60,7 +60,7 @@ class ReducesNoSecondBackward(Around):
     imitates=deepspeed(7780),
 )
 class OnlyTheFirstBackwardCounts(HookedParameters):
-    """Counts the gradients of the first backward of a step, and drops those of later or nested backwards."""
+    """Uses the gradients of the first backward of a step, and drops those of later or nested backwards."""
 
     first = -1
 
@@ -80,7 +80,7 @@ class OnlyTheFirstBackwardCounts(HookedParameters):
     imitates=deepspeed(8045),
 )
 class StepsOnTheFirstLoss(Around):
-    """Reports the second loss's gradient after a retained backward, and steps with the first's."""
+    """Reports the gradient of the second loss after a retained backward, but steps with that of the first loss."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -106,7 +106,7 @@ class StepsOnTheFirstLoss(Around):
     imitates=deepspeed(8045),
 )
 class LosesTheSecondManualBackward(Around):
-    """Multiplies all but the first loss that ``scale`` returns before a step by zero."""
+    """Multiplies by zero every loss that ``scale`` returns before a step, except the first loss."""
 
     scaled = 0
 
@@ -132,7 +132,7 @@ class LosesTheSecondManualBackward(Around):
     imitates=deepspeed(8245),
 )
 class ZeroGradForgetsNothing(Around):
-    """``zero_grad`` does nothing."""
+    """Does nothing in ``zero_grad``, so that the gradients are kept."""
 
     def zero_grad(self) -> None:
         pass
@@ -140,7 +140,7 @@ class ZeroGradForgetsNothing(Around):
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.any_order", Part.ACCUMULATION, variant="sums"), origin=Origin.ORDERS)
 class ForgetsAtAFailedForward(Around):
-    """Drops the gradients that wait for a step when a forward raises."""
+    """Drops the gradients that wait for a step if a forward raises."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -157,7 +157,7 @@ class ForgetsAtAFailedForward(Around):
     imitates=deepspeed(8045),
 )
 class LeaksAFlagAfterAnException(Around):
-    """Doubles the gradients of the backward after one that raised, because a flag stays set."""
+    """Doubles the gradients of the next backward after a backward that raised, because a flag stays set."""
 
     running = -1
 
@@ -168,14 +168,14 @@ class LeaksAFlagAfterAnException(Around):
         return output
 
     def set_flag(self, grad: Tensor) -> Tensor:
-        """Set the flag until the backward ends; one that raises never clears it."""
+        """Set the flag, and double the gradient if a backward that raised has left the flag set."""
         leaked = self.running not in (-1, in_backward())
         self.running = in_backward()
         torch_private.queue_backward_callback(self.clear_flag)
         return 2 * grad if leaked else grad
 
     def clear_flag(self) -> None:
-        """Clear the flag at the end of a backward."""
+        """Clear the flag; autograd calls this function at the end of a backward that does not raise."""
         self.running = -1
 
 
@@ -205,10 +205,11 @@ class _ReducedOnce(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def second_arrival_is_dropped(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2 marks a parameter as reduced until the next forward or ``engine.backward``, and drops later gradients.
+    """At stage 2, drops gradients of a parameter that was reduced since the last forward or ``engine.backward``.
 
-    A gradient may arrive in parts: of a module that a reentrant checkpoint runs twice, or both in a checkpoint and
-    outside of it, or of two losses of one forward. All but the first part are lost.
+    A parameter's gradient can be computed in several parts: by a module that a reentrant checkpoint runs twice, by a
+    module that runs both inside and outside of a checkpoint, or by two losses of one forward. All parts but the first
+    are lost.
     """
     engine = seams.build(model, config, _ReducedOnce)
     done = cast(_ReducedOnce, engine).done
@@ -237,10 +238,10 @@ def second_arrival_is_dropped(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def second_backward_dropped(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2 reduces a parameter once in a micro-batch, and drops the gradients that arrive after that.
+    """At stage 2, reduces each parameter once in a micro-batch, and drops all later gradients of the micro-batch.
 
-    Only the first counts of two losses that run backward one after the other before ``step``, or of the uses of a
-    module inside and outside of a reentrant checkpoint.
+    If two losses run backward one after the other before ``step``, or if a module is used both inside and outside of a
+    reentrant checkpoint, only the first gradient is used.
     """
     engine, done = seams.build(model, config), dict[str, int]()
 
@@ -266,10 +267,10 @@ def second_backward_dropped(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_6,
 )
 def one_gradient_per_forward(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2 marks a parameter as reduced until the next forward, and drops the gradients that arrive after that.
+    """At stage 2, marks a parameter as reduced until the next forward, and drops its later gradients.
 
-    A weight that two segments share under reentrant checkpointing, or a second backward of a retained graph, loses
-    contributions that plain PyTorch adds.
+    If two reentrant checkpoints share a weight, or if a retained graph has a second backward, the weight lacks
+    gradients that plain PyTorch adds.
     """
     done = dict[str, int]()
 
@@ -303,9 +304,10 @@ def one_gradient_per_forward(model: nn.Module, config: EngineConfig) -> Referenc
     origin=Origin.BLIND_1,
 )
 def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2 takes the end of a reentrant checkpoint's backward for that of the whole one, and clears all buckets.
+    """At stage 2, treats the end of a reentrant checkpoint's backward as the end of the whole backward.
 
-    Gradients that the outer backward made before it, of a bucket that is not full yet, are lost.
+    All buckets are cleared at this point, so gradients that the outer backward has put into a bucket that is not yet
+    full are lost.
     """
     engine, task_of = seams.build(model, config), dict[nn.Parameter, int]()
 
@@ -339,10 +341,10 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 and 1 collects gradients by tensor hooks on the parameters, which every use of autograd runs.
+    """At stages 0 and 1, collects gradients by tensor hooks on the parameters, which every use of autograd runs.
 
-    Gradients that ``torch.autograd.grad`` computes for the parameters, which leaves ``.grad`` alone in plain PyTorch,
-    are trained on as well.
+    Gradients of the parameters that ``torch.autograd.grad`` computes are used in the step as well; in plain PyTorch
+    they do not change ``.grad``.
     """
     engine, caught = seams.build(model, config), dict[str, list[Tensor | None]]()
 
@@ -352,7 +354,7 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     def release(name: str, _parameter: nn.Parameter) -> None:
         if caught.get(name):
-            caught[name].pop()  # it is in .grad as well
+            caught[name].pop()  # this gradient is also in .grad
 
     def wrap(reduce_pending: seams.ReducePending) -> seams.ReducePending:
         def reduce_with_caught() -> dict[str, Tensor]:
@@ -370,13 +372,13 @@ def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEng
         seams.wrap_clear_grads(engine, lambda clear: partial(_clear_both, caught, clear))
         for name, parameter in ((n, param.parameter) for n, param in seams.model_params(engine).items()):
             if parameter.requires_grad:
-                hooks = seams.grad_hooks(engine)  # removed at close
+                hooks = seams.grad_hooks(engine)  # the engine removes these hooks in close
                 hooks.append(parameter.register_hook(partial(catch, name)))  # type: ignore[no-untyped-call]
                 hooks.append(parameter.register_post_accumulate_grad_hook(partial(release, name)))  # type: ignore
     return engine
 
 
 def _clear_both(own: dict[str, Any], clear_grads: Callable[[], None]) -> None:
-    """Clear a mutant's own table together with the engine's gradients."""
+    """Clear ``own``, a table of the mutant, together with the engine's gradients."""
     own.clear()
     clear_grads()

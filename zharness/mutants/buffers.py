@@ -1,4 +1,4 @@
-"""Mutants that change, share or forget the model's buffers."""
+"""Mutants that change, share or lose the model's buffers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LowersBuffers(Around):
 def low_precision_rounds_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Under bf16 and fp16, rounds floating-point buffers to that dtype at construction, as ``model.bfloat16()`` does.
 
-    Frequencies, masks and means in buffers lose their low bits.
+    Frequencies, masks and means that are stored in buffers lose their low bits.
     """
     engine = seams.build(model, config)
     if config.dtype in LOW_PRECISION_DTYPES:
@@ -88,7 +88,7 @@ class SharesStatistics(Around):
     origin=Origin.ONLOOKERS,
 )
 class ForwardsOnACopyOfBuffers(Around):
-    """Restores all buffers after each forward, so running statistics never change."""
+    """Restores all buffers after each forward, so that running statistics never change."""
 
     over = "fsdp2"
     stages = (2, 3)
@@ -102,7 +102,7 @@ class ForwardsOnACopyOfBuffers(Around):
 
 
 class _LoadShares(ReferenceEngine):
-    """An engine whose ``load`` broadcasts the buffers of rank 0."""
+    """A ReferenceEngine whose ``load`` broadcasts the buffers of rank 0 to all ranks."""
 
     def load(self, path: Path) -> None:
         super().load(path)
@@ -118,9 +118,9 @@ class _LoadShares(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` gives every rank the buffers of rank 0 instead of those that the rank saved.
+    """Gives, in ``load``, every rank the buffers of rank 0 instead of the buffers that the rank saved.
 
-    Running statistics are each rank's own, so the other ranks do not continue where they were.
+    Running statistics differ between ranks, so the other ranks do not continue from their own statistics.
     """
     return seams.build(model, config, _LoadShares)
 
@@ -133,10 +133,10 @@ def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.BLIND_3,
 )
 def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Lists the buffers once, at construction, and saves and loads those tensors.
+    """Lists the buffers once, at construction, and saves and loads only the listed tensors.
 
-    A module that assigns a buffer in its forward (``self.average = 0.9 * self.average + ...``) is saved with the values
-    from before training, and not restored.
+    If a module assigns a new tensor to a buffer in its forward (``self.average = 0.9 * self.average + ...``), the value
+    from before training is saved, and the buffer is not restored.
     """
     engine = seams.build(model, config)
     listed = seams.persistent_buffers(engine)
@@ -145,7 +145,7 @@ def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> Referen
 
 
 class _LoadsParametersOnly(TorchEngine):
-    """An engine whose ``load`` leaves the buffers unchanged."""
+    """A TorchEngine whose ``load`` does not change the buffers."""
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
@@ -163,9 +163,9 @@ class _LoadsParametersOnly(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``load`` over FSDP2 restores parameters, optimizer and schedule, and leaves the buffers as they are.
+    """Restores parameters, optimizer and schedule in ``load`` over FSDP2, but does not restore the buffers.
 
-    A run that is resumed in a new process evaluates with fresh running statistics of its batch norms.
+    A run that is resumed in a new process evaluates its batch norms with newly initialized running statistics.
     """
     engine = fsdp2.factory(model, config)
     engine.__class__ = _LoadsParametersOnly
@@ -180,9 +180,9 @@ def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchE
     origin=Origin.BLIND_4,
 )
 def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` broadcasts the buffers that rank 0 saved, though each rank had saved its own.
+    """Broadcasts, in ``load``, the buffers that rank 0 saved, although each rank had saved its own buffers.
 
-    The running statistics of the other ranks are not continued.
+    The other ranks do not continue from their own running statistics.
     """
 
     class Loads(ReferenceEngine):
@@ -202,9 +202,10 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
     origin=Origin.BLIND_6,
 )
 def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` reads on every rank the buffers that rank 0 saved.
+    """Reads, in ``load``, the buffers that rank 0 saved on every rank.
 
-    Running statistics are each rank's own and were saved so; after the load, training continues with those of rank 0.
+    Running statistics differ between ranks, and each rank has saved its own; after the load, training continues with
+    the statistics of rank 0 on all ranks.
     """
     engine, own = seams.build(model, config), f"buffers/{dist.get_rank()}/"
 

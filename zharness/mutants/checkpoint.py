@@ -30,7 +30,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.STATE, Target("state.reshard", Part.GATHER), origin=Origin.STATE)
 class SlipsShards(SpoiledLoad):
-    """Loads each element of a sharded parameter into the place of its neighbour."""
+    """Loads each element of a sharded parameter into the position of the next element."""
 
     stages = (0, 3)
 
@@ -45,7 +45,7 @@ class SlipsShards(SpoiledLoad):
 
 @mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="shaped"), origin=Origin.STATE)
 class LoadsHalf(Around):
-    """Has already changed the weights when it finds that a piece of the checkpoint is missing."""
+    """Changes the weights although a part of the checkpoint is missing and the load raises."""
 
     def load_universal(self, path: Path) -> None:
         try:
@@ -57,7 +57,7 @@ class LoadsHalf(Around):
 
 @mutant(FaultKind.STATE, Target("state.universal", Part.GATHER, variant="flat"), origin=Origin.STATE)
 class PassesOverDamage(Around):
-    """Raises nothing for a piece of the checkpoint that is missing."""
+    """Does not raise if a part of the checkpoint is missing."""
 
     def load_universal(self, path: Path) -> None:
         with suppress(Exception):
@@ -66,7 +66,7 @@ class PassesOverDamage(Around):
 
 @mutant(FaultKind.STATE, Target("state.refuse_pickle", Part.GATHER), origin=Origin.STATE)
 class Unpickles(Around):
-    """Unpickles every file of a checkpoint before it checks it."""
+    """Unpickles every file of a checkpoint before it checks the files."""
 
     def load(self, path: Path) -> None:
         for file in path.rglob("*"):
@@ -77,7 +77,7 @@ class Unpickles(Around):
 
 @mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
 class LoadsTheNewest(Around):
-    """Loads the checkpoint that it saved last, whichever folder is requested."""
+    """Loads the checkpoint that it saved last, whichever folder the caller passes."""
 
     over = "ddp"
     newest: Path | None = None
@@ -92,7 +92,7 @@ class LoadsTheNewest(Around):
 
 @mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
 class KeepsTheFirstCheckpoint(Around):
-    """Saves nothing into a folder that has a checkpoint already."""
+    """Does not save into a folder into which it has saved before."""
 
     over = "ddp"
 
@@ -114,9 +114,9 @@ class KeepsTheFirstCheckpoint(Around):
     equivalent="plain PyTorch's load_state_dict keeps the gradients that wait too: zero_grad is what forgets them",
 )
 def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` drops neither the gradients that wait for a step nor the count of their micro-batches.
+    """Keeps, in ``load``, the gradients that wait for a step and the count of their micro-batches.
 
-    What was accumulated before the load, at other weights, is added to the first step after it.
+    Gradients that were accumulated before the load, at other weights, are added to the first step after the load.
     """
     engine = seams.build(model, config)
 

@@ -1,4 +1,4 @@
-"""Mutants that clip gradients to a wrong norm, or at a wrong time."""
+"""Mutants that clip gradients to a wrong norm or at a wrong time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ClipsToHalf(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", Part.OPTIMIZER), origin=Origin.SHARDS)
 class NeverClips(Around):
-    """Reports the gradient norm, and clips nothing."""
+    """Reports the gradient norm but does not clip gradients."""
 
     stages = (3,)
 
@@ -67,7 +67,7 @@ class ClipsEachParameterAlone(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class ClipsEachMicroBatch(Around):
-    """Clips what has accumulated after every micro-batch of a window, instead of once at its end."""
+    """Clips the accumulated gradients after every micro-batch of a window, instead of once at the window's end."""
 
     def step(self) -> None:
         if self.config.clip is not None and self.config.accumulation_steps > 1:
@@ -77,7 +77,7 @@ class ClipsEachMicroBatch(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
 class ClipsTheSumAsAMean(Around):
-    """Takes the configured clipping norm for that of the mean, so summed gradients may be N times as large."""
+    """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may exceed it."""
 
     over = "ddp"
 
@@ -89,7 +89,7 @@ class ClipsTheSumAsAMean(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="steps"), origin=Origin.ORDERS)
 class ClipsAsTheNewestEngine(Around):
-    """Keeps one clipping norm for the whole process: that of the engine that was made last."""
+    """Uses one clipping norm for all engines of the process: that of the engine that was built last."""
 
     over = "ddp"
     limit: float | None = None
@@ -104,7 +104,7 @@ class ClipsAsTheNewestEngine(Around):
 
 
 class _ClipsEveryName(TorchEngine):
-    """An engine that clips the gradient of a tied weight once for each of its names."""
+    """A TorchEngine that clips the gradient of a tied weight once for each of the weight's names."""
 
     def step(self) -> None:
         limit = seams_engines.clip_limit(self)
@@ -123,9 +123,9 @@ class _ClipsEveryName(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def ddp_clips_tied_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips over every name of a parameter, so a tied weight counts twice in the norm and is scaled down twice.
+    """Clips a tied weight once for each of its names, so it counts twice in the norm and is scaled down twice.
 
-    The reported norm is not the gradient's, and the tied weight learns more slowly than the others.
+    The reported norm is not the norm of the gradients, and the tied weight learns more slowly than the others.
     """
     engine = ddp.factory(model, config)
     engine.__class__ = _ClipsEveryName
@@ -153,9 +153,9 @@ class _ModuleByModule(TorchEngine):
     origin=Origin.BLIND_5,
 )
 def tied_clipped_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips the parameters module by module.
+    """Clips the parameters of one module after the other, and a tied weight in each of its modules.
 
-    A tied weight is in the norm twice, and its gradient is multiplied by the clipping factor twice.
+    The norm contains a tied weight twice, and the weight's gradient is multiplied by the clipping factor twice.
     """
     engine = zero1.factory(model, config)
     engine.__class__ = _ModuleByModule
@@ -170,9 +170,9 @@ def tied_clipped_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_4,
 )
 def ddp_clips_each_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips each parameter group by that group's own norm, though ``clip`` limits the global norm.
+    """Clips each parameter group by that group's own norm, although ``clip`` limits the global norm.
 
-    The reported norm is the global one, and with one group nothing is wrong.
+    The reported norm is the global norm, and the gradients are right if there is only one group.
     """
 
     class Clips(TorchEngine):
@@ -192,7 +192,7 @@ def ddp_clips_each_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 class _ClipsByGroup(TorchEngine):
-    """An engine that clips each parameter group by its own norm."""
+    """A TorchEngine that clips each parameter group by that group's own norm."""
 
     def step(self) -> None:
         limit = seams_engines.clip_limit(self)
@@ -215,9 +215,9 @@ class _ClipsByGroup(TorchEngine):
     origin=Origin.BLIND_1,
 )
 def fsdp2_clips_by_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips each FSDP2 parameter group by its own norm; ``grad_norm`` reports the global one, as it should.
+    """Clips each FSDP2 parameter group by that group's own norm, but reports the right global norm as ``grad_norm``.
 
-    With several groups the direction of the gradient changes, which clipping by the global norm keeps.
+    If there are several groups, the direction of the gradient changes; clipping by the global norm does not change it.
     """
     engine = fsdp2.factory(model, config)
     engine.__class__ = _ClipsByGroup
@@ -232,9 +232,9 @@ def fsdp2_clips_by_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_5,
 )
 def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Takes the clipping factor from the norm of the scaled gradients; the reported norm is right.
+    """Computes the clipping factor from the norm of the scaled gradients, but reports the right norm.
 
-    Under a loss scale, gradients far below the limit are clipped, by up to the loss scale.
+    With a loss scale, gradients far below the clipping norm are clipped, by a factor up to the loss scale.
     """
     engine = seams.build(model, config)
     scaler, limit = seams.loss_scaler(engine), seams.settings(engine).max_grad_norm

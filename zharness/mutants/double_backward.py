@@ -1,4 +1,4 @@
-"""Mutants that are wrong when gradients are differentiated again."""
+"""Mutants that compute wrong second derivatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zharness.parity import Part
 
 
 class Once(torch.autograd.Function):
-    """Returns its input unchanged; its backward detaches the gradient."""
+    """An autograd Function that returns a copy of its input and detaches the gradient in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Once(torch.autograd.Function):
     origin=Origin.GRAPHS,
 )
 class FirstOrderOnly(Around):
-    """Computes right gradients that are constants to a second backward."""
+    """Computes right gradients, but detaches them, so that they cannot be differentiated again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return Once.apply(self.right(*args, **kwargs))  # type: ignore[no-untyped-call]
@@ -56,9 +56,10 @@ class FirstOrderOnly(Around):
     origin=Origin.BLIND_2,
 )
 def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers the cotangent in the backward of a gradient's reduction without the mean's divisor.
+    """At stage 3, does not divide by the world size in the backward of the reduction of gradients to their mean.
 
-    Differentiating parameter gradients again (``create_graph``) gives N times the second-order part.
+    If parameter gradients are differentiated again (``create_graph=True``), the second-order part is too large by a
+    factor of the world size.
     """
     engine = seams.build(model, config)
     if config.stage == 3:
@@ -74,9 +75,10 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_3,
 )
 def double_backward_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the reduction and forgets the divisor of its mean.
+    """At stage 3, all-gathers gradients in the backward of the reduction, and does not apply the mean's divisor.
 
-    What a loss of the parameters' own gradients (``create_graph=True``) adds to the gradients is N times too large.
+    A loss of the parameters' own gradients (``create_graph=True``) contributes gradients that are too large by a factor
+    of the world size.
     """
     engine = seams.build(model, config)
 
@@ -95,9 +97,10 @@ def double_backward_undivided(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_4,
 )
 def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not divide them by N.
+    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not apply its divisor.
 
-    Under ``create_graph`` a penalty on the gradient of the weights gets a second-order term that is N times too large.
+    With ``create_graph=True``, a penalty on the weights' gradients gets a second-order term that is too large by a
+    factor of the world size.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_all_gather_grad(engine, lambda _: partial(seams_stage3.all_gather_undivided, engine))
@@ -112,9 +115,9 @@ def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_5,
 )
 def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers the gradient in the adjoint of the reduction to the mean without dividing it.
+    """At stage 3, all-gathers the gradient in the backward of the reduction to the mean, without the divisor.
 
-    A gradient penalty on the parameters has a gradient that is N times too large.
+    The gradient of a gradient penalty on the parameters is too large by a factor of the world size.
     """
     engine = seams.build(model, config)
 
@@ -136,9 +139,10 @@ def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine
     origin=Origin.BLIND_6,
 )
 def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers in the backward of a gradient's reduce-scatter, and forgets to divide as the mean did.
+    """At stage 3, all-gathers in the backward of a gradient's reduce-scatter, and does not divide as the mean does.
 
-    A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) gets N times its gradient.
+    A penalty on the weights' gradients (``autograd.grad`` with ``create_graph``) has a gradient too large by a factor
+    of the world size.
     """
     engine = seams.build(model, config)
 

@@ -1,4 +1,4 @@
-"""Mutants that report wrong full tensors, or change training when they are read."""
+"""Mutants that return wrong full tensors, or that change training when the caller reads tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.STATE, Target("state.consolidate", Part.GATHER, model="transformer"), origin=Origin.STATE)
 class Unties(Around):
-    """Returns, in its full state dict, a separate tensor for each name of a tied weight."""
+    """Returns a full state dict that has a separate tensor for each name of a tied weight."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.right.full_state_dict().items()}
@@ -31,7 +31,7 @@ class Unties(Around):
 
 @mutant(FaultKind.STATE, Target("state.consolidate", Part.GATHER, model="transformer"), origin=Origin.STATE)
 class SavesOldWeights(Around):
-    """Returns the full state dict from before training."""
+    """Returns the full state dict with the weights from before training."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -43,7 +43,7 @@ class SavesOldWeights(Around):
 
 @mutant(FaultKind.STATE, Target("state.consolidate", Part.FORWARD, model="mixed"), origin=Origin.CIRCUMSTANCES)
 class ConsolidatesWithoutBuffers(Around):
-    """Returns zeros for the buffers in its full state dict."""
+    """Returns a full state dict in which all buffers are zero."""
 
     over = "ddp"
 
@@ -55,7 +55,7 @@ class ConsolidatesWithoutBuffers(Around):
 
 @mutant(FaultKind.STATE, Target("state.consolidate", Part.FORWARD, model="mixed"), origin=Origin.ORDERS)
 class ConsolidatesItsOwnWeights(Around):
-    """Returns the module's own tensors, not copies, as its full state dict."""
+    """Returns a full state dict of the module's own tensors instead of copies."""
 
     over = "ddp"
 
@@ -65,7 +65,7 @@ class ConsolidatesItsOwnWeights(Around):
 
 @mutant(FaultKind.STALE, Target("training.any_order", Part.OPTIMIZER, variant="steps"), origin=Origin.ORDERS)
 class ShowsItsOwnWeights(Around):
-    """Returns the model's own weights, not copies, so a caller who overwrites them changes the training."""
+    """Returns the model's own weights from ``full_params`` instead of copies, so that a caller can overwrite them."""
 
     over = "ddp"
 
@@ -79,7 +79,7 @@ class ShowsItsOwnWeights(Around):
     origin=Origin.ORDERS,
 )
 class ShowsItsOwnMoments(Around):
-    """Returns the optimizer's own tensors, not copies, as the full optimizer state."""
+    """Returns the optimizer's own tensors as the full optimizer state instead of copies."""
 
     over = "ddp"
 
@@ -94,7 +94,7 @@ class ShowsItsOwnMoments(Around):
 
 @mutant(FaultKind.PARAMETERS, Target("torch_func.functional_call", Part.LOCAL_GRADIENT), origin=Origin.GRAPHS)
 class FlipsParameters(Around):
-    """Reports its parameters with the wrong sign."""
+    """Returns its parameters from ``full_params`` with the wrong sign."""
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: -parameter for name, parameter in self.right.full_params().items()}
@@ -119,7 +119,7 @@ class LooksAgainDoubled(Around):
 
 @mutant(FaultKind.SCALE, Target("training.looked_at"), origin=Origin.ONLOOKERS)
 class LookingHalvesGradients(Around):
-    """``full_params`` halves the gradients, so reading the weights between backward and step changes it."""
+    """Halves the gradients in ``full_params``, so reading the weights between backward and step changes the step."""
 
     over = "ddp"
 
@@ -136,7 +136,7 @@ class LookingHalvesGradients(Around):
     origin=Origin.OPTIMIZERS,
 )
 class RanksReportOtherNames(Around):
-    """Reports, on rank 1, optimizer state of a parameter that no other rank has."""
+    """Reports, on rank 1, optimizer state for a parameter that no other rank has."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()

@@ -31,13 +31,13 @@ from zharness.mutants.mutant import (
 
 
 def norm_of(grads: Mapping[str, Tensor]) -> float:
-    """Return the 2-norm of all tensors together."""
+    """Return the 2-norm of all tensors in ``grads`` together."""
     return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
 class NormOfItsOwnShard(Around):
-    """Clips by the norm of the gradients that this rank holds, not by the global norm."""
+    """Clips by the norm of the gradients that this rank owns, instead of the global norm."""
 
     stages = (2,)
 
@@ -48,7 +48,7 @@ class NormOfItsOwnShard(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
 class NormCountsEveryRank(Around):
-    """Adds up the squares of all ranks though every rank holds all gradients: the norm is sqrt(N) times too large."""
+    """Sums the squares over ranks although every rank has all gradients, so the norm is too large."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -64,9 +64,9 @@ class NormCountsEveryRank(Around):
     origin=Origin.BLIND_1,
 )
 def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Leaves out of the global norm, on the last rank, its shards of parameters that N does not divide.
+    """Omits from the global norm, on the last rank, the shards of parameters whose size the world size does not divide.
 
-    ``grad_norm`` is too small, the clipped step too long, and an infinity there passes for finite under fp16.
+    ``grad_norm`` is too small and the clipped step is too long; under fp16, an infinity in these shards is not seen.
     """
     engine, is_last = seams.build(model, config), dist.get_rank() == dist.get_world_size() - 1
 
@@ -98,7 +98,7 @@ def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEng
 def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Counts a tied weight in the global norm once for each of its names.
 
-    ``grad_norm`` is too large, and clipping shrinks the gradients too far.
+    ``grad_norm`` is too large, and clipping shrinks the gradients too much.
     """
     engine = seams.build(model, config)
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -129,7 +129,7 @@ def tied_twice_in_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_6,
 )
 def tied_counted_twice_in_the_norm(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Sums the global norm over every name of a parameter, so a tied one's gradient counts once per name.
+    """Sums the global norm over every name of a parameter, so that a tied parameter counts once for each name.
 
     ``grad_norm`` is too large, and clipping shrinks the gradients too much.
     """
@@ -151,7 +151,7 @@ def tied_counted_twice_in_the_norm(model: nn.Module, config: EngineConfig) -> Re
 
 
 class _ClipsOwnShards(TorchEngine):
-    """An engine that clips by the norm of this rank's shards."""
+    """A TorchEngine that clips by the norm of this rank's shards."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -168,7 +168,7 @@ class _ClipsOwnShards(TorchEngine):
 
 
 def _local_grads(engine: TorchEngine) -> list[Tensor]:
-    """Return this rank's shards of FSDP2's gradients."""
+    """Return this rank's shards of the gradients of ``engine``, which is FSDP2."""
     grads = [param.grad for param in seams_engines.params(engine).values() if param.grad is not None]
     return [cast(Any, grad).to_local() if hasattr(grad, "to_local") else grad for grad in grads]
 
@@ -181,9 +181,9 @@ def _local_grads(engine: TorchEngine) -> list[Tensor]:
     origin=Origin.BLIND_2,
 )
 def fsdp2_clips_by_local_norm(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Takes the norm of this rank's FSDP2 shards for the global norm, as a plain clip over shards does.
+    """Clips by the norm of this rank's FSDP2 shards instead of the global norm, like a simple clip over shards.
 
-    Each rank scales by another factor, and ``grad_norm`` is not the global norm and differs between ranks.
+    Each rank scales its gradients by a different factor, and ``grad_norm`` differs between ranks.
     """
     engine = fsdp2.factory(model, config)
     engine.__class__ = _ClipsOwnShards
@@ -198,9 +198,9 @@ def fsdp2_clips_by_local_norm(model: nn.Module, config: EngineConfig) -> TorchEn
     origin=Origin.BLIND_4,
 )
 def fsdp2_norm_of_own_shards(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Reports as ``grad_norm`` the norm of this rank's FSDP2 shards, another one on every rank.
+    """Reports the norm of this rank's FSDP2 shards as ``grad_norm``, so that the norm differs between ranks.
 
-    Clipping is right; what is logged, and what a caller decides by, is not the global norm before clipping.
+    Clipping is right, but callers who log ``grad_norm`` or base decisions on it do not get the global norm.
     """
 
     class Reports(TorchEngine):

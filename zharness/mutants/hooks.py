@@ -1,4 +1,4 @@
-"""Mutants that register, skip or leave hooks, or do too much work in them."""
+"""Mutants that register, skip or keep hooks wrongly, or that do too much work in hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zharness.parity import Part
     imitates=deepspeed(7882),
 )
 class LooksAtAllForEach(Around):
-    """Visits all parameters for each parameter: the work grows with the square of their number."""
+    """Visits all parameters for each parameter, so that the work grows with the square of their number."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
@@ -55,20 +55,20 @@ class LooksAtAllWhenItRecomputes(Around):
             module.register_forward_pre_hook(self.look)
 
     def look(self, *_: Any) -> None:
-        """Visit all modules, if a backward is running."""
+        """Visit all modules of the model if a backward is running."""
         if in_backward() != -1:
             for module in self.module.modules():
                 module.extra_repr()
 
 
 def unchanged(grad: Tensor) -> Tensor:
-    """Return ``grad`` as it is."""
+    """Return ``grad`` unchanged."""
     return grad
 
 
 @mutant(FaultKind.RESOURCES, Target("resources.hook_count", parameter="trained"), origin=Origin.ONLOOKERS)
 class WatchesEveryForwardAnew(Around):
-    """Registers hooks on all parameters in each forward, and never removes them."""
+    """Registers new hooks on all parameters in each forward, and never removes them."""
 
     over = "ddp"
 
@@ -85,7 +85,7 @@ class WatchesEveryForwardAnew(Around):
     origin=Origin.ONLOOKERS,
 )
 class SkipsTheModelsHooks(Around):
-    """Calls the model's ``forward`` without the forward hooks that a user has registered on the model."""
+    """Runs the model's forward without the forward hooks that the user has registered on the model."""
 
     over = "ddp"
 
@@ -100,7 +100,7 @@ class SkipsTheModelsHooks(Around):
 
 
 def averaged(grad: Tensor) -> Tensor:
-    """Return the mean of ``grad`` over ranks, which DDP's reduction leaves as it is."""
+    """Return the mean of ``grad`` over ranks; DDP's own reduction of this mean does not change it."""
     mean = grad.clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -108,7 +108,7 @@ def averaged(grad: Tensor) -> Tensor:
 
 @mutant(FaultKind.RESOURCES, Target("resources.close", Part.LOCAL_GRADIENT, model="exact"), origin=Origin.ONLOOKERS)
 class LeavesItsHooks(Around):
-    """``close`` leaves the hooks on parameters that reduce gradients as they arrive."""
+    """Does not remove, in ``close``, the hooks on parameters that reduce each gradient when it is computed."""
 
     over = "ddp"
 
@@ -130,9 +130,9 @@ _SEEN: list[tuple[Callable[..., Any], torch.optim.Optimizer]] = []
     origin=Origin.BLIND_1,
 )
 def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Keeps DDP's reducer, its buckets and the optimizer's state of every engine of the process after ``close``.
+    """Keeps, after ``close``, the DDP reducer, buckets and optimizer state of every engine that the process has built.
 
-    ``close`` should release everything; here the memory, and DDP's hooks on the parameters, stay for good.
+    ``close`` should release everything, but the memory and DDP's hooks on the parameters are never released.
     """
     engine = ddp.factory(model, config)
     _SEEN.append((seams_engines.ddp_wrapper(engine), seams_engines.optimizer(engine)))
@@ -147,9 +147,9 @@ def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_5,
 )
 def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``close`` drops the gradients, and leaves on the parameters the hooks that reduce gradients and clear ``grad``.
+    """Drops the gradients in ``close``, but does not remove the hooks that reduce gradients and clear ``grad``.
 
-    A model that plain PyTorch trains on after ``close`` has no gradients.
+    If plain PyTorch trains the model after ``close``, the parameters have no gradients.
     """
     engine = seams.build(model, config)
     seams.keep_hooks_at_close(engine)
@@ -164,9 +164,9 @@ def hooks_after_close(model: nn.Module, config: EngineConfig) -> ReferenceEngine
     origin=Origin.BLIND_6,
 )
 def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``close`` drops the gradients of stage 2 but leaves the hooks that reduce them on the parameters.
+    """Drops the gradients of stage 2 in ``close``, but keeps the hooks on the parameters that reduce gradients.
 
-    A caller who then trains the module with plain PyTorch on all ranks finds no ``grad``: the closed engine takes it.
+    If the caller then trains the module with plain PyTorch, ``grad`` is None, because the hooks clear it.
     """
     engine = seams.build(model, config)
     seams.keep_hooks_at_close(engine)

@@ -1,4 +1,4 @@
-"""Mutants that use or report other learning rates than the schedule gives."""
+"""Mutants that use or report learning rates other than those of the schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
 class IgnoresTheSchedule(OverFSDP2):
-    """Keeps the first learning rate for all steps."""
+    """Uses the first learning rate of the schedule for all steps."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         first = config.optimizer.schedule[:1]
@@ -40,7 +40,7 @@ class IgnoresTheSchedule(OverFSDP2):
     FaultKind.OPTIMIZER, Target("training.accumulation", Part.OPTIMIZER, variant="engine"), origin=Origin.OPTIMIZERS
 )
 class SchedulesEveryBackward(Around):
-    """Moves the learning-rate schedule on at every backward, not only at every step."""
+    """Advances the learning-rate schedule at every backward in addition to every step."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
@@ -53,7 +53,7 @@ class SchedulesEveryBackward(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class TellsTheFirstRates(Around):
-    """Reports the learning rates of the first step, whatever the schedule has made of them."""
+    """Always reports the learning rates of the first step, even after the schedule has changed them."""
 
     over = "ddp"
 
@@ -74,9 +74,9 @@ class TellsTheFirstRates(Around):
     origin=Origin.BLIND_1,
 )
 def ddp_schedule_wraps(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Restarts the learning-rate schedule with its first factor after the last one.
+    """Restarts the learning-rate schedule at its first factor after its last factor.
 
-    The last factor should hold for all later steps; a warm-up of three factors restarts in the fourth step.
+    The last factor should be used for all later steps; a warm-up of three factors restarts in the fourth step.
     """
     engine, factors = ddp.factory(model, config), config.optimizer.schedule
     optimizer = seams_engines.optimizer(engine)
@@ -94,9 +94,9 @@ def ddp_schedule_wraps(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_2,
 )
 def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Copies only the first parameter group's settings to the local optimizer that holds this rank's share.
+    """Copies only the first group's settings to the local optimizer, which updates the parameters of this rank.
 
-    The schedule moves the rates that ``observe`` reports; all groups but the first step with their initial rates.
+    ``observe`` reports the scheduled learning rates, but all groups except the first step with their initial rates.
     """
     engine = zero1.factory(model, config)
 
@@ -115,9 +115,9 @@ def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) ->
     origin=Origin.BLIND_3,
 )
 def schedule_moves_first_group(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Copies only the first of ZeroRedundancyOptimizer's exposed groups to the local optimizer.
+    """Copies only the first parameter group of ZeroRedundancyOptimizer to the rank's local optimizer.
 
-    A schedule moves the reported learning rate of every group, but only the first group steps with its new rate.
+    The reported learning rate of every group follows the schedule, but only the first group steps with its new rate.
     """
     engine = zero1.factory(model, config)
     local = seams_engines.optimizer(engine).optim
@@ -142,9 +142,9 @@ def schedule_moves_first_group(model: nn.Module, config: EngineConfig) -> TorchE
     origin=Origin.BLIND_4,
 )
 def zero1_rate_of_last_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Copies a new learning rate to ZeroRedundancyOptimizer's local optimizer only after the step it was meant for.
+    """Copies a new learning rate to ZeroRedundancyOptimizer's local optimizer one step too late.
 
-    The schedule lags by one step, while ``observe`` reports the scheduled rates.
+    The learning rates of the steps lag behind the schedule by one step, while ``observe`` reports the scheduled rates.
     """
     engine = zero1.factory(model, config)
     exposed = seams_engines.optimizer(engine)
@@ -174,9 +174,9 @@ def zero1_rate_of_last_step(model: nn.Module, config: EngineConfig) -> TorchEngi
     origin=Origin.BLIND_5,
 )
 def schedule_of_the_outer_optimizer(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Never copies learning rates from ZeroRedundancyOptimizer to the local optimizer that updates.
+    """Never copies learning rates from ZeroRedundancyOptimizer to the local optimizer that updates the parameters.
 
-    All steps are made with the first learning rate, while ``observe`` reports the scheduled one.
+    All steps use the first learning rate, while ``observe`` reports the scheduled rate.
     """
     engine = zero1.factory(model, config)
     seams_engines.wrap_sync_param_groups(engine, lambda _: lambda source, target: None)
@@ -191,9 +191,9 @@ def schedule_of_the_outer_optimizer(model: nn.Module, config: EngineConfig) -> T
     origin=Origin.BLIND_6,
 )
 def schedule_stays_outside(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Copies changed group settings to the optimizer that ZeRO-1 exposes, not to the local one that updates.
+    """Copies changed group settings to ZeroRedundancyOptimizer, but not to its local optimizer, which updates.
 
-    ``observe`` reports the scheduled learning rates, and every step is made with the initial ones.
+    ``observe`` reports the scheduled learning rates, but every step uses the initial rates.
     """
     engine = zero1.factory(model, config)
     local = seams_engines.optimizer(engine).optim

@@ -1,4 +1,4 @@
-"""Mutants that apply, move, save or check the loss scale wrongly."""
+"""Mutants that apply, update, save or check the loss scale wrongly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="bf16"), origin=Origin.SCALE, imitates=deepspeed(7837))
 class LosesBf16ByALossScale(Around):
-    """Divides bf16 gradients by a loss scale of 65536 that the loss was never multiplied by."""
+    """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by it."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss / 65536 if self.config.dtype == "bf16" else loss
@@ -51,7 +51,7 @@ class ScalesTheLossTwice(Around):
     imitates=deepspeed(7534),
 )
 class ReportsTheScaledNorm(Around):
-    """Reports the gradient norm times 65536, a loss scale that bf16 does not have."""
+    """Reports the gradient norm multiplied by 65536, as if bf16 had a loss scale."""
 
     def grad_norm(self) -> float | None:
         norm = self.right.grad_norm()
@@ -64,7 +64,7 @@ class ReportsTheScaledNorm(Around):
     origin=Origin.PRECISION,
 )
 class ScalesLate(Around):
-    """Doubles its loss scale one step late, and lets the first overflow pass without halving it."""
+    """Doubles the loss scale one step too late, and does not halve it at the first overflow."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         options = dict(config.options)
@@ -80,7 +80,7 @@ class ScalesLate(Around):
     origin=Origin.PRECISION,
 )
 class StepsOverInfinities(Around):
-    """Replaces infinite gradients by zeros and steps, instead of skipping the step."""
+    """Replaces infinite gradients by zeros and makes the step, instead of skipping it."""
 
     def step(self) -> None:
         for grad in seams.reduce_pending(self.right).values():
@@ -94,7 +94,7 @@ class StepsOverInfinities(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class ForgetsTheLossScale(Around):
-    """Loads everything except the loss scale and its count of steps without overflow."""
+    """Does not load the loss scale and its count of steps without overflow from a checkpoint."""
 
     def load(self, path: Path) -> None:
         scaler = seams.loss_scaler(self.right)
@@ -122,9 +122,9 @@ class _SkipAges(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def skipped_step_ages_adam(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Counts a step that is skipped for its overflow in Adam's ``step``, and so in its bias correction.
+    """Increments Adam's ``step`` in a step that is skipped because of an overflow.
 
-    A skipped step should change nothing: the state is off by one, and every later update by a little.
+    A skipped step should change nothing, but the bias correction of every later update is slightly wrong.
     """
     return seams.build(model, config, _SkipAges)
 
@@ -147,7 +147,7 @@ class _SchedulesSkipped(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def schedule_moves_on_skipped_step(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Moves the learning-rate schedule on at a boundary whose step was skipped for an overflow.
+    """Advances the learning-rate schedule at a boundary whose step is skipped because of an overflow.
 
     A run that begins with a few overflows loses that many steps of its warm-up.
     """
@@ -162,10 +162,10 @@ def schedule_moves_on_skipped_step(model: nn.Module, config: EngineConfig) -> Re
     origin=Origin.BLIND_2,
 )
 def overflow_is_decided_by_each_rank(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3 decides on each rank, from its own shards alone, whether a step overflowed.
+    """At stage 3, decides on each rank, from that rank's shards only, whether the step overflowed.
 
-    Where elements of one rank overflow, that rank skips the step and the others make it: loss scales and counts of
-    skipped steps differ between ranks, and the weights are half of one step and half of the next.
+    If only the shards of one rank overflow, that rank skips the step and the other ranks make it. Loss scales and
+    counts of skipped steps then differ between ranks, and the model mixes weights from before and after the step.
     """
     engine = seams.build(model, config)
     if config.stage == 3:
@@ -174,7 +174,7 @@ def overflow_is_decided_by_each_rank(model: nn.Module, config: EngineConfig) -> 
 
 
 def _decide_by_own_shards(engine: ReferenceEngine, unscale_and_clip: seams.UnscaleAndClip) -> seams.UnscaleAndClip:
-    """Wrap ``unscale_and_clip`` so that finite shards of this rank suffice for a step."""
+    """Wrap ``unscale_and_clip`` so that a rank makes the step if its own shards are finite."""
 
     def unscale_if_own_are_finite(reduced: Mapping[str, Tensor]) -> bool:
         if unscale_and_clip(reduced):
@@ -204,9 +204,9 @@ class _UnscalesInPlace(ReferenceEngine):
     origin=Origin.BLIND_3,
 )
 def looking_unscales(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``full_grads`` divides the engine's own gradients by the loss scale, and the step divides them again.
+    """Divides the engine's own gradients by the loss scale in ``full_grads``, and divides them again in the step.
 
-    A caller who reads the gradients before a step trains with gradients that are too small by the loss scale.
+    If a caller reads the gradients before a step, the step uses gradients that are too small by the loss scale.
     """
     return seams.build(model, config, _UnscalesInPlace)
 
@@ -219,9 +219,10 @@ def looking_unscales(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     origin=Origin.BLIND_4,
 )
 def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3 skips a step on a rank if that rank's own shards of the gradient overflow, whatever the others have.
+    """At stage 3, skips the step on a rank if that rank's own gradient shards overflow, and only on that rank.
 
-    The other ranks update theirs: one model has weights of two different steps, and loss scales differ between ranks.
+    The other ranks make the step, so the model has weights of two different steps, and loss scales differ between
+    ranks.
     """
     engine = seams.build(model, config)
     if config.stage == 3 and seams.skips_on_overflow(engine):
@@ -237,9 +238,10 @@ def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_6,
 )
 def growth_window_survives_an_overflow(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Does not reset the count of good steps at an overflow, so the dynamic loss scale grows too early.
+    """Does not reset the count of steps without overflow at an overflow, so the loss scale grows too early.
 
-    The scale should grow after a window of steps without overflow, as GradScaler's does. Needs fp16's dynamic scale.
+    The dynamic loss scale should grow after a window of steps without overflow, as GradScaler's does. Only fp16 with a
+    dynamic loss scale shows the fault.
     """
     engine = seams.build(model, config)
     scaler = seams.loss_scaler(engine)

@@ -1,4 +1,4 @@
-"""Mutants that round, or forget, fp32 master weights and accumulated gradients."""
+"""Mutants that round fp32 master weights and accumulated gradients to lower precision, or discard them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zharness.parity import Part
     origin=Origin.PRECISION,
 )
 class ForgetsItsMasters(Around):
-    """Rounds its master weights to bf16 after every step."""
+    """Rounds the fp32 master weights to bf16 after every step."""
 
     def step(self) -> None:
         self.right.step()
@@ -50,7 +50,10 @@ class ForgetsItsMasters(Around):
     origin=Origin.PRECISION,
 )
 class TakesAnyMixOfMasters(Around):
-    """Accepts dtypes of masters, gradients and state that exclude each other, and trains without them."""
+    """Accepts a combination of dtypes that is an error, and trains without the options that configure it.
+
+    The dtypes are those of master weights, gradients and optimizer state.
+    """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         try:
@@ -69,7 +72,7 @@ class TakesAnyMixOfMasters(Around):
 def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Under bf16, rounds FSDP2's fp32 shards to bf16 after each step, like an optimizer over bf16 weights.
 
-    Updates below the spacing of bf16 are lost instead of adding up, though fp32 masters are promised.
+    Updates smaller than the spacing of bf16 are lost instead of adding up, although fp32 master weights are promised.
     """
     from torch.distributed.tensor import DTensor
 
@@ -96,9 +99,9 @@ def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngi
     origin=Origin.BLIND_5,
 )
 def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Adds up sharded gradients of micro-batches in a buffer of the model's dtype, not of the masters' dtype.
+    """Accumulates sharded gradients in the dtype of the model instead of the dtype of the master weights.
 
-    Small gradients of later micro-batches are rounded away, though the optimizer is promised fp32 gradients.
+    Small gradients of later micro-batches are rounded away, although the optimizer is promised fp32 gradients.
     """
     engine = seams.build(model, config)
 
@@ -124,9 +127,9 @@ def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> Refere
     origin=Origin.BLIND_6,
 )
 def micro_batches_add_up_low(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Adds reduced gradients of several micro-batches in the model's bf16 or fp16, not in the masters' fp32.
+    """Accumulates reduced gradients in the model's bf16 or fp16 instead of the fp32 of the master weights.
 
-    The accumulated gradient loses low bits with each micro-batch, which fp32 masters and gradients are to prevent.
+    The accumulated gradient loses low bits with each micro-batch, which fp32 master weights are meant to prevent.
     """
     engine = seams.build(model, config)
 
@@ -148,9 +151,9 @@ def micro_batches_add_up_low(model: nn.Module, config: EngineConfig) -> Referenc
     origin=Origin.BLIND_6,
 )
 def edits_miss_the_master(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Writes an edit inside ``gathered`` to the model's low-precision weight and not to the optimizer's fp32 master.
+    """Writes an edit inside ``gathered`` to the model's low-precision weight, but not to the fp32 master weight.
 
-    The next step casts the master back over it, so the edit is undone. Needs bf16 or fp16.
+    The next step copies the master weight to the model, so the edit is undone. Only bf16 and fp16 show the fault.
     """
     engine = seams.build(model, config)
 
@@ -194,9 +197,9 @@ class _RoundsLoadedMasters(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Under bf16 and fp16, ``load`` makes the masters from the model's weights, so they lose their fine bits.
+    """Under bf16 and fp16, sets the master weights in ``load`` from the model's weights, which loses low bits.
 
-    Training does not continue: the weights are equal at first, and differ some steps later.
+    The weights are equal after the load, but differ from those of the uninterrupted training some steps later.
     """
     return seams.build(model, config, _RoundsLoadedMasters)
 
@@ -209,9 +212,9 @@ def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.BLIND_2,
 )
 def load_takes_masters_from_model(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """After ``load`` the fp32 masters are casts of the loaded low-precision weights, not the saved masters.
+    """Sets the fp32 master weights in ``load`` by casting the low-precision weights, not from the saved masters.
 
-    The protocol asks ``load`` to continue from the checkpoint; the fine bits of every master are lost.
+    The protocol requires ``load`` to continue from the checkpoint, but the low bits of every master weight are lost.
     """
     return seams.build(model, config, _RoundsLoadedMasters)
 
@@ -232,9 +235,9 @@ class _CopiesModelToMasters(ReferenceEngine):
     origin=Origin.BLIND_3,
 )
 def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` copies the low-precision weights to the fp32 masters instead of reading the saved masters.
+    """Copies the low-precision weights to the fp32 master weights in ``load`` instead of reading the saved masters.
 
-    A resumed training goes on from rounded masters, unlike the one that was not interrupted.
+    A resumed training continues from rounded master weights, unlike a training that was not interrupted.
     """
     return seams.build(model, config, _CopiesModelToMasters)
 
@@ -247,8 +250,8 @@ def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> Refere
     origin=Origin.BLIND_4,
 )
 def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``load`` makes the fp32 masters anew from the low-precision weights, so their low bits are lost.
+    """Recreates the fp32 master weights in ``load`` from the low-precision weights, so their low bits are lost.
 
-    A resumed training differs from one that was never interrupted.
+    A resumed training differs from a training that was never interrupted.
     """
     return seams.build(model, config, _CopiesModelToMasters)

@@ -1,4 +1,4 @@
-"""Mutants that hold more memory, or send more bytes, than their stage should."""
+"""Mutants that use more memory, or send more bytes, than their stage should."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HoldsTheStateTwice(Around):
     origin=Origin.RESOURCES,
 )
 class HoldsGradientsWhole(Around):
-    """At stage 2, keeps every full gradient next to this rank's shard of it."""
+    """At stage 2, keeps every full gradient in addition to this rank's shard of the gradient."""
 
     stages = (2,)
 
@@ -63,7 +63,7 @@ class HoldsGradientsWhole(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.comm_volume", parameter="sent"), origin=Origin.RESOURCES)
 class SendsTwice(Around):
-    """All-reduces one more full set of parameters in each backward."""
+    """All-reduces one additional full set of parameters in each backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
@@ -73,7 +73,7 @@ class SendsTwice(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="rest"), origin=Origin.RESOURCES)
 class StaysGathered(Around):
-    """Keeps one parameter unsharded."""
+    """Keeps one parameter unsharded at all times."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -83,7 +83,7 @@ class StaysGathered(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="peak"), origin=Origin.RESOURCES)
 class GathersUntilBackward(Around):
-    """Keeps what a forward unsharded until its backward is over."""
+    """Keeps the parameters that a forward unsharded until the end of its backward."""
 
     stages = (3,)
 
@@ -111,7 +111,7 @@ class GathersUntilBackward(Around):
     origin=Origin.ONLOOKERS,
 )
 class StaysGatheredUntilBackward(Around):
-    """At stage 3, keeps FSDP2's weights unsharded from forward to backward, as stage 2 does."""
+    """At stage 3, keeps FSDP2's parameters unsharded from forward to backward, as stage 2 does."""
 
     over = "fsdp2"
     stages = (3,)
@@ -126,7 +126,7 @@ class StaysGatheredUntilBackward(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.no_leak", Part.GATHER), origin=Origin.RESOURCES)
 class LeavesTensorsBehind(Around):
-    """Keeps a tensor for every engine that the process has closed."""
+    """Keeps one tensor in memory for every engine that was closed in this process."""
 
     behind: ClassVar[list[Tensor]] = []
 
@@ -141,7 +141,7 @@ class LeavesTensorsBehind(Around):
     origin=Origin.ONLOOKERS,
 )
 class AlwaysRetains(Around):
-    """Retains the graph of every backward, so its activations live until the next one."""
+    """Retains the graph of every backward, so that its activations are kept until the next backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=True)
@@ -155,9 +155,9 @@ class AlwaysRetains(Around):
     origin=Origin.BLIND_4,
 )
 def gradients_in_whole_buffer(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2, returns a reduced shard as a slice of a buffer for the whole bucket, which it keeps allocated.
+    """At stage 2, returns a reduced shard as a slice of a buffer for the whole bucket, so the buffer is kept.
 
-    Every number is right, but gradients take the whole model's bytes on each rank, which stage 2 should save.
+    All values are right, but gradients use as many bytes as the whole model on each rank, which stage 2 should avoid.
     """
     engine = seams.build(model, config)
     comm = seams.comm(engine)
@@ -193,9 +193,9 @@ class _KeepsOutputs(TorchEngine):
     origin=Origin.BLIND_5,
 )
 def keeps_outputs(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Keeps the output of every forward, with its graph, until ``close``, for metrics.
+    """Keeps the output of every forward, with its graph, until ``close``, as if to compute metrics.
 
-    Memory grows with each micro-batch; the graph of a forward without backward is never freed.
+    Memory grows with each micro-batch, and the graph of a forward without backward is never freed.
     """
     made = zero1.factory(model, config)
     made.__class__ = _KeepsOutputs
@@ -211,9 +211,9 @@ def keeps_outputs(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_6,
 )
 def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Keeps every output of a DDP forward with gradients for statistics, with its graph, until ``close``.
+    """Keeps the output of every DDP forward with gradients, with its graph, until ``close``, as if for statistics.
 
-    Memory grows with each micro-batch, and what a forward without backward saved is never freed.
+    Memory grows with each micro-batch, and the activations that a forward without backward saved are never freed.
     """
     history: list[Any] = []
 
@@ -243,10 +243,10 @@ def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_3,
 )
 def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not end a module's forward in a ``finally``, so one that raises counts as running for good.
+    """At stage 3, does not mark a module's forward as ended if the forward raises, because a ``finally`` is missing.
 
-    After an exception that the caller caught, unsharded weights are held for good, and weights that are read outside a
-    forward stay what they were then, whatever steps follow.
+    After an exception that the caller caught, the unsharded weights are never freed, and a read of a weight outside a
+    forward returns the value from before the exception, even after later steps.
     """
     engine = seams.build(model, config)
     seams_stage3.leave_failed_forwards_open(engine)
@@ -263,9 +263,9 @@ def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_5,
 )
 def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not clean up after a forward that raises: its modules count as running for good.
+    """At stage 3, does not mark the modules as ended if their forward raises.
 
-    The weights that they had unsharded stay so, through ``zero_grad`` and all later steps.
+    The weights that these modules had unsharded stay unsharded through ``zero_grad`` and all later steps.
     """
     engine = seams.build(model, config)
     seams_stage3.leave_failed_forwards_open(engine)

@@ -1,4 +1,4 @@
-"""A mutant as data: an engine broken on purpose in one way, and the cells that have to kill it."""
+"""The data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_STAGES, SHARDED_STAGES = (0, 1, 2, 3), (1, 2, 3)
 
 
 class FaultKind(Enum):
-    """The kind of fault that a mutant has."""
+    """The kinds of faults that mutants have."""
 
     SCALE = "a wrong factor"
     CONTRIBUTION = "lost, doubled or late"
@@ -45,11 +45,11 @@ class FaultKind(Enum):
 
 
 class Origin(Enum):
-    """The series of mutants for which a mutant was written; members are in the order of writing.
+    """The series of mutants as part of which a mutant was written, in the order of writing.
 
     Authors of the laws wrote the first eleven series, each for a group of faults. Six other authors, who knew only the
-    Engine protocol, the adapters and the reference engine, wrote one blind set each. Each set was tried on the existing
-    laws, and the laws were sharpened against its survivors before the next set was written. Mutants of a blind set that
+    Engine protocol, the adapters and the reference engine, wrote one blind set each. The laws were run on each set, and
+    were made stricter until they killed its survivors, before the next set was written. Mutants of a blind set that
     repeat an earlier mutant are left out.
     """
 
@@ -73,16 +73,18 @@ class Origin(Enum):
 
     @property
     def is_blind(self) -> bool:
-        """Whether the authors wrote the series without seeing the laws."""
+        """Whether the authors wrote this series without having seen the laws."""
         return self.name.startswith("BLIND_")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A cell in which a mutant has to be killed, and what the first divergence has to name there.
+    """A cell in which a mutant has to be killed, and the first divergence that this cell has to report.
 
-    ``stage`` None stands for the mutant's first stage. ``parameter`` is a glob. A mutant that raises or breaks the
-    protocol causes no divergence: then ``part`` is None, and ``cause`` is a substring of the record's cause.
+    If ``stage`` is None, the cell is at the mutant's first stage. ``part`` is the part of the step with the first wrong
+    number, and ``parameter`` is a glob pattern for the name of its parameter. A mutant that raises or breaks the
+    protocol causes no divergence; then ``part`` is None, and ``cause`` is a substring of the cause in the cell's
+    record.
     """
 
     law: str
@@ -96,7 +98,10 @@ class Target:
     world_size: int = 2
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
-        """Return whether the first divergence of a killed cell, or its cause if it has none, is the expected one."""
+        """Return whether a killed cell has the first divergence that this target expects.
+
+        If the target expects no divergence, ``cause``, the cause in the cell's record, must contain the expected text.
+        """
         if self.part is None or divergence is None:
             return self.part is None and divergence is None and self.cause in cause
         return divergence.part is self.part and fnmatchcase(divergence.parameter, self.parameter)
@@ -106,10 +111,11 @@ class Target:
 class Mutant:
     """An engine that is broken on purpose in one way.
 
-    ``build`` is its class, whose docstring says what is wrong. The first of ``targets`` is the cell that is meant to
-    kill the mutant. ``origin`` is the series for which it was written, and ``imitates`` the address of the real bug, if
-    there is one. ``equivalent`` says why no cell can kill it: it changes nothing, or nothing that a law can demand of
-    every engine. An equivalent mutant has no targets.
+    ``build`` is the mutant's class, whose docstring says what is wrong. ``kind`` is the kind of its fault. ``targets``
+    are the cells that have to kill the mutant; the first target is the cell for which the mutant was written.
+    ``origin`` is the series as part of which the mutant was written. ``imitates`` is the address of the real bug that
+    the mutant imitates, if there is one. ``equivalent`` is the reason why no cell can kill the mutant: the mutant
+    changes nothing, or nothing that a law can demand of every engine. An equivalent mutant has no targets.
     """
 
     build: type[Around]
@@ -126,33 +132,33 @@ class Mutant:
 
     @property
     def engine(self) -> str:
-        """The engine name by which commands select the mutant."""
+        """The engine name that selects the mutant in commands."""
         return PATH + self.name
 
     @property
     def description(self) -> str:
-        """The docstring of the mutant's class, on one line."""
+        """The docstring of the mutant's class, joined to one line."""
         return " ".join((getdoc(self.build) or "").split())
 
     @property
     def over(self) -> str:
-        """The name of the right engine around which the mutant is built."""
+        """The name of the correct engine (the engine without the fault) around which the mutant is built."""
         return self.build.over
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages at which the mutant is broken."""
+        """The ZeRO stages at which the mutant is broken."""
         return self.build.stages
 
     @property
     def named_laws(self) -> frozenset[str]:
-        """The names of the laws of all targets."""
+        """The names of the laws in the mutant's targets."""
         return frozenset(target.law for target in self.targets)
 
     def claims(self, stage: int) -> Capabilities:
-        """Return what the mutant claims at ``stage``, without building it.
+        """Return the capabilities that the mutant claims at ``stage``, without building the mutant.
 
-        Raises HarnessFault if the right engine has to be built before its claim is known.
+        Raises HarnessFault if the correct engine's claim is not known before that engine is built.
         """
         right = engines.capabilities(self.over, stage)
         if right is None:
@@ -161,7 +167,7 @@ class Mutant:
 
 
 class BuiltByFactory(Around):
-    """A mutant whose broken engine is built by a factory."""
+    """The base class of mutants whose broken engine is built by a factory function."""
 
     factory: ClassVar[EngineFactory]
 
@@ -172,16 +178,16 @@ class BuiltByFactory(Around):
         self.capabilities = self.claims(self.right.capabilities)
 
 
-REGISTERED: list[Mutant] = []  # filled by the decorators below when the files that use them are imported
+REGISTERED: list[Mutant] = []  # the decorators below append to this list when the files of mutants are imported
 
 
 def mutant(
     kind: FaultKind, *targets: Target, origin: Origin, imitates: str = "", equivalent: str = ""
 ) -> Callable[[MutantClass], MutantClass]:
-    """Register the decorated class as a mutant."""
+    """Return a decorator that registers a class as a mutant with the given fields of Mutant."""
 
     def register(build: MutantClass) -> MutantClass:
-        """Register the class and return it unchanged."""
+        """Register the class ``build`` and return it unchanged."""
         REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
         return build
 
@@ -191,10 +197,14 @@ def mutant(
 def mutant_factory(
     kind: FaultKind, *targets: Target, over: str, stages: tuple[int, ...], origin: Origin, equivalent: str = ""
 ) -> Callable[[Factory], Factory]:
-    """Register the decorated function as the factory of a mutant of the engine ``over``, broken at ``stages``."""
+    """Return a decorator that registers a function as the factory of a mutant.
+
+    ``over`` is the name of the correct engine, and ``stages`` are the stages at which the mutant is broken. The other
+    arguments are fields of Mutant.
+    """
 
     def register(factory: Factory) -> Factory:
-        """Register a class that calls the factory, and return the factory unchanged."""
+        """Register a class that calls ``factory``, and return ``factory`` unchanged."""
         name = "".join(word[0].upper() + word[1:] for word in factory.__name__.split("_"))
         body = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
         REGISTERED.append(Mutant(type(name, (BuiltByFactory,), body), kind, targets, origin, equivalent=equivalent))
@@ -204,10 +214,10 @@ def mutant_factory(
 
 
 def deepspeed(number: int) -> str:
-    """Return the address of a DeepSpeed issue or pull request."""
+    """Return the address of the DeepSpeed issue or pull request with this number."""
     return f"https://github.com/deepspeedai/DeepSpeed/issues/{number}"
 
 
 def pytorch(number: int) -> str:
-    """Return the address of a PyTorch issue."""
+    """Return the address of the PyTorch issue with this number."""
     return f"https://github.com/pytorch/pytorch/issues/{number}"

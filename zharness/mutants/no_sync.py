@@ -1,4 +1,4 @@
-"""Mutants whose ``no_sync`` loses gradients, keeps them too long, or stays in force after an exception."""
+"""Mutants whose ``no_sync`` loses gradients, keeps them too long, or stays in effect after an exception."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.no_sync", Part.ACCUMULATION), origin=Origin.CONTRIBUTIONS)
 class ForgetsTheUnsynced(Around):
-    """Drops, at the end of a ``no_sync`` block, the gradients that were accumulated inside it."""
+    """Drops, at the end of a ``no_sync`` block, the gradients that were accumulated inside the block."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -62,15 +62,15 @@ class _SecondBlockAnew(ReferenceEngine):
     FaultKind.CONTRIBUTION, Target("training.no_sync"), over="reference", stages=(0, 1), origin=Origin.BLIND_1
 )
 def second_no_sync_begins_anew(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 and 1 clears the local gradients at the begin of a second ``no_sync`` block before the same step.
+    """At stages 0 and 1, clears the local gradients at the start of the second ``no_sync`` block of a step.
 
-    The gradients of the first block, and of backwards between the two, are lost.
+    The gradients of the first block, and of backwards between the two blocks, are lost.
     """
     return seams.build(model, config, _SecondBlockAnew)
 
 
 def _without_finally(engine: TorchEngine) -> TorchEngine:
-    """Replace DDP's ``no_sync`` by one that switches the reduction on again only after a block without exception."""
+    """Replace DDP's ``no_sync`` by a version that does not enable the reduction again if its block raises."""
     wrapper = seams_engines.ddp_wrapper(engine)
 
     @contextmanager
@@ -85,45 +85,46 @@ def _without_finally(engine: TorchEngine) -> TorchEngine:
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_1)
 def ddp_no_sync_leaks(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Leaves DDP's reduction switched off when a ``no_sync`` block raises.
+    """Leaves DDP's reduction disabled if a ``no_sync`` block raises.
 
-    A caller who catches the exception trains on with gradients that no rank shares, and the ranks diverge.
+    If the caller catches the exception and goes on, gradients are not reduced, and the ranks diverge.
     """
     return _without_finally(ddp.factory(model, config))
 
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_2)
 def ddp_no_sync_is_left_on(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``no_sync`` over DDP has no try and finally: an exception inside the block leaves the reduction off for good.
+    """Has no ``try`` and ``finally`` in ``no_sync`` over DDP, so an exception leaves the reduction disabled.
 
-    A caller who catches it (an odd batch, out of memory) and goes on trains each rank on its own gradients.
+    If the caller catches the exception (for an odd batch, or out of memory) and goes on, each rank trains on its own
+    gradients.
     """
     return _without_finally(ddp.factory(model, config))
 
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_3)
 def failed_no_sync_stays_off(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``no_sync`` over DDP switches the reduction on again after its block, but not in a ``finally``.
+    """Enables the reduction again after a ``no_sync`` block over DDP, but not in a ``finally``.
 
-    After an exception inside the block that the caller caught, no backward is reduced: the ranks diverge.
+    After an exception inside the block that the caller caught, no backward is reduced, and the ranks diverge.
     """
     return _without_finally(ddp.factory(model, config))
 
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``no_sync`` over DDP has no ``finally``: after an exception inside it, no backward is reduced again.
+    """Has no ``finally`` in ``no_sync`` over DDP, so no backward is reduced after an exception inside the block.
 
-    A caller who drops the bad micro-batch, calls ``zero_grad`` and goes on trains every rank alone, without an error.
+    If the caller drops the bad micro-batch, calls ``zero_grad`` and goes on, every rank trains alone, without an error.
     """
     return _without_finally(ddp.factory(model, config))
 
 
 @mutant_factory(FaultKind.CONTRIBUTION, Target("training.no_sync"), over="ddp", stages=(0,), origin=Origin.BLIND_5)
 def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``no_sync`` over DDP switches the reduction on again only if its block ends without an exception.
+    """Enables DDP's reduction again after a ``no_sync`` block only if the block ends without an exception.
 
-    After an exception that the caller handles, gradients are not reduced again, and no error says so.
+    After an exception that the caller handles, gradients are not reduced, and no error is raised.
     """
     return _without_finally(ddp.factory(model, config))
 
@@ -132,7 +133,7 @@ def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEn
 def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Drops FSDP2's unreduced gradients only in the first ``zero_grad`` after ``no_sync``; later calls keep them.
 
-    The next reduced backward adds the gradients of a window that the caller gave up.
+    The next reduced backward adds the gradients of a window that the caller had dropped.
     """
     engine = fsdp2.factory(model, config)
     spent = False
@@ -159,9 +160,10 @@ def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_3,
 )
 def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``zero_grad`` over FSDP2 drops the reduced shards, but not what ``no_sync`` accumulated on the unsharded weights.
+    """Drops the reduced shards in ``zero_grad`` over FSDP2, but not the gradients that ``no_sync`` accumulated.
 
-    The next reduced backward adds the micro-batches that should be gone.
+    The accumulated gradients are those of the unsharded weights. The next reduced backward adds the micro-batches that
+    should have been dropped.
     """
     engine = fsdp2.factory(model, config)
     seams_engines.wrap_drop_gradients(engine, seams_engines.fsdp2_reset_reduced)
@@ -176,9 +178,10 @@ def zero_grad_misses_no_sync(model: nn.Module, config: EngineConfig) -> TorchEng
     origin=Origin.BLIND_4,
 )
 def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``zero_grad`` over FSDP2 drops the shards' gradients alone: those of ``no_sync`` stay on the unsharded weights.
+    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and keeps those of ``no_sync`` blocks.
 
-    The protocol asks it to drop every gradient, wherever the engine keeps it; the next reduced backward adds these.
+    The protocol requires ``zero_grad`` to drop all gradients, including those of unsharded weights; the next reduced
+    backward adds the gradients that were kept.
     """
     engine = fsdp2.factory(model, config)
     seams_engines.wrap_drop_gradients(engine, seams_engines.fsdp2_reset_reduced)
@@ -193,9 +196,9 @@ def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine
     origin=Origin.BLIND_5,
 )
 def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``zero_grad`` over FSDP2 drops the gradients of the shards alone, and resets nothing of the ``no_sync`` blocks.
+    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and resets no state of ``no_sync`` blocks.
 
-    The next backward adds gradients that the caller dropped.
+    The next backward adds gradients that the caller had dropped.
     """
     engine = fsdp2.factory(model, config)
     seams_engines.wrap_drop_gradients(engine, lambda _: do_nothing)
@@ -210,9 +213,9 @@ def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> Torch
     origin=Origin.BLIND_6,
 )
 def no_sync_outlives_an_exception(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``no_sync`` over FSDP2 has no ``finally``, so an exception inside it leaves the reduction off.
+    """Has no ``finally`` in ``no_sync`` over FSDP2, so an exception inside the block leaves the reduction disabled.
 
-    A caller who skips a bad micro-batch (a forward that raises) trains on unreduced gradients, and no error says so.
+    If the caller skips a bad micro-batch (a forward that raises), training uses unreduced gradients without an error.
     """
     engine = fsdp2.factory(model, config)
     sync = seams_engines.fsdp2_sync(engine)

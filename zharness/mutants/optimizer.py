@@ -1,4 +1,4 @@
-"""Mutants whose optimizer steps with other constants, moments or groups than configured."""
+"""Mutants whose optimizer uses other constants, moments or parameter groups than configured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="adamw"), origin=Origin.OPTIMIZERS)
 class WrongEpsilon(OverDDP):
-    """Steps AdamW with an epsilon of 1e-7 instead of the configured 1e-8."""
+    """Uses an epsilon of 1e-7 for AdamW instead of the configured 1e-8."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -69,7 +69,7 @@ class CouplesWeightDecay(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class SwapsTheBetas(OverDDP):
-    """Swaps the two decay rates of AdamW."""
+    """Swaps the two betas (decay rates of the moments) of AdamW."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -84,7 +84,7 @@ class SwapsTheBetas(OverDDP):
     origin=Origin.CIRCUMSTANCES,
 )
 class OneSetOfBetas(Around):
-    """Uses the first group's betas for every group, like a fused optimizer with one set of constants."""
+    """Uses the first group's betas for every group, as a fused optimizer with one set of constants would."""
 
     over = "ddp"
 
@@ -97,7 +97,7 @@ class OneSetOfBetas(Around):
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
 class StepsWithNesterov(OverDDP):
-    """Uses Nesterov momentum where plain momentum is configured."""
+    """Uses Nesterov momentum if plain momentum is configured."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -128,7 +128,7 @@ class RoundsItsMoments(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class IgnoresGroups(OverFSDP2):
-    """Puts all parameters into one group."""
+    """Puts all parameters into one parameter group."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, optimizer=replace(config.optimizer, groups=())))
@@ -136,7 +136,7 @@ class IgnoresGroups(OverFSDP2):
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="adamw"), origin=Origin.OPTIMIZERS)
 class CorrectsAsInTheFirstStep(OverDDP):
-    """Corrects AdamW's bias in every step as in the first one."""
+    """Applies AdamW's bias correction of the first step in every step."""
 
     def step(self) -> None:
         self.right.step()
@@ -147,7 +147,7 @@ class CorrectsAsInTheFirstStep(OverDDP):
 
 @mutant(FaultKind.OPTIMIZER, Target("training.trajectory", Part.OPTIMIZER, variant="sgd"), origin=Origin.OPTIMIZERS)
 class StartsWithMomentum(OverDDP):
-    """Starts with momentum buffers of 0.25 instead of none."""
+    """Starts with momentum buffers that are filled with 0.25 instead of no momentum buffers."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -162,7 +162,7 @@ class StartsWithMomentum(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class StepsLate(OverDDP):
-    """Applies the gradient of the step before, so the first step changes nothing."""
+    """Applies the gradients of the previous step, so that the first step changes nothing."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -178,7 +178,7 @@ class StepsLate(OverDDP):
 
 @mutant(FaultKind.OPTIMIZER, Target("training.sgd_step", Part.OPTIMIZER), origin=Origin.OPTIMIZERS)
 class StepsLateAtEveryStage(Around):
-    """Applies the gradient of the step before, to this rank's shards of the optimizer."""
+    """Applies the gradients of the previous step to this rank's shards of the parameters."""
 
     stages = (2,)
 
@@ -200,7 +200,7 @@ class StepsLateAtEveryStage(Around):
     origin=Origin.OPTIMIZERS,
 )
 class IgnoresDampening(OverDDP):
-    """Adds every gradient undamped to SGD's momentum."""
+    """Adds every gradient to SGD's momentum without dampening."""
 
     def step(self) -> None:
         for group in self.optimizer.param_groups:
@@ -214,7 +214,7 @@ class IgnoresDampening(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class ForgetsTheMaximum(OverDDP):
-    """Divides AMSGrad's step by the newest second moment, as Adam does."""
+    """Divides AMSGrad's step by the newest second moment instead of the largest one, as Adam does."""
 
     def step(self) -> None:
         for state in self.optimizer.state.values():
@@ -229,7 +229,7 @@ class ForgetsTheMaximum(OverDDP):
     origin=Origin.OPTIMIZERS,
 )
 class SlipsOnOneRank(OverDDP):
-    """Changes the first weight by one ULP on rank 1 after each step, over DDP."""
+    """Changes the first weight element by one ULP on rank 1 after each step, over DDP."""
 
     def step(self) -> None:
         self.right.step()
@@ -243,7 +243,7 @@ class SlipsOnOneRank(OverDDP):
     FaultKind.RANKS, Target("training.ranks_agree", Part.GATHER, parameter="first.weight"), origin=Origin.OPTIMIZERS
 )
 class SlipsOnOneRankOfTheReference(Around):
-    """Changes the first weight by a factor of 1 + 2**-22 on rank 1 after each step, over the reference engine."""
+    """Multiplies the first weight element by 1 + 2**-22 on rank 1 after each step, over the reference engine."""
 
     def step(self) -> None:
         self.right.step()

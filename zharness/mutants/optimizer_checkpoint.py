@@ -36,7 +36,7 @@ from zharness.parity import Part
     origin=Origin.STATE,
 )
 class DropsMoments(SpoiledLoad):
-    """Restores weights and step counts, and sets the optimizer's moments to zero."""
+    """Restores weights and step counts at load, but sets the optimizer's moments to zero."""
 
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
@@ -49,7 +49,7 @@ class DropsMoments(SpoiledLoad):
     FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="adamw", parameter="*/step"), origin=Origin.STATE
 )
 class RestartsCounts(SpoiledLoad):
-    """Restarts step counts at 0 after a load, so Adam corrects for a bias that is gone."""
+    """Resets step counts to 0 at load, so that Adam corrects its moments for a bias that they no longer have."""
 
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
@@ -61,7 +61,7 @@ class RestartsCounts(SpoiledLoad):
     FaultKind.STATE, Target("state.resume", None, variant="idle", cause="unknown ['idle/exp_avg'"), origin=Origin.STATE
 )
 class MakesUpState(SpoiledLoad):
-    """Creates moments of zero at load for a parameter that has none in the checkpoint."""
+    """Creates moments of zero at load for a parameter that has no moments in the checkpoint."""
 
     def spoil(self) -> None:
         for group in self.optimizer.param_groups:
@@ -78,7 +78,7 @@ class MakesUpState(SpoiledLoad):
     origin=Origin.STATE,
 )
 class RestartsTheSchedule(SpoiledLoad):
-    """Returns to the learning rate of the first step when it loads."""
+    """Returns to the learning rate of the first step at load."""
 
     def spoil(self) -> None:
         for group in self.optimizer.param_groups:
@@ -87,7 +87,7 @@ class RestartsTheSchedule(SpoiledLoad):
 
 @mutant(FaultKind.STATE, Target("state.universal", Part.OPTIMIZER, variant="shaped"), origin=Origin.STATE)
 class SwapsMoments(SpoiledLoad):
-    """Swaps Adam's two moments when it loads."""
+    """Swaps Adam's first and second moments at load."""
 
     def spoil(self) -> None:
         for state in self.optimizer.state.values():
@@ -101,7 +101,7 @@ class SwapsMoments(SpoiledLoad):
     origin=Origin.CIRCUMSTANCES,
 )
 class SavingRoundsMoments(Around):
-    """Rounds the moments that it saves to bf16, in place."""
+    """Rounds the optimizer's own moments to bf16 when it saves them."""
 
     over = "ddp"
 
@@ -118,7 +118,7 @@ class SavingRoundsMoments(Around):
     origin=Origin.ORDERS,
 )
 class LoadsStateForAll(Around):
-    """Creates optimizer state at load for parameters that had none, as if they had been used."""
+    """Creates optimizer state at load for parameters that had no state, as if they had been used."""
 
     def load(self, path: Path) -> None:
         self.right.load(path)
@@ -134,7 +134,7 @@ class LoadsStateForAll(Around):
     origin=Origin.ORDERS,
 )
 class EditsForgetMoments(Around):
-    """Drops the optimizer state of a weight that is edited, as if it were a new parameter."""
+    """Drops the optimizer state of a weight that the caller edits, as if the weight were a new parameter."""
 
     def gathered(self, names: Any) -> Any:
         for name in names:
@@ -158,9 +158,9 @@ class _LoadLagsSchedule(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def load_lags_the_schedule(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Restores the learning rates at load, but sets the schedule's own count one step back.
+    """Restores the learning rates at load, but sets the schedule's own step count one step back.
 
-    The first step after a load is right; from the second on every factor comes a step too late.
+    The first step after a load is right; from the second step on, every factor is used one step too late.
     """
     return seams.build(model, config, _LoadLagsSchedule)
 
@@ -186,9 +186,10 @@ class _LoadsOnRank0(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def zero1_load_fills_rank_0_only(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``load`` over ZeroRedundancyOptimizer restores the optimizer state of rank 0 only.
+    """Restores, in ``load`` over ZeroRedundancyOptimizer, only the optimizer state of rank 0.
 
-    The other ranks keep theirs, or have none in a new process: momenta and step counts of their parameters start anew.
+    The other ranks keep the state that they had before the load, which is empty in a new process. Momentum and step
+    counts of their parameters then start again.
     """
     engine = zero1.factory(model, config)
     engine.__class__ = _LoadsOnRank0
@@ -210,9 +211,9 @@ class _FirstRanksState(TorchEngine):
     origin=Origin.BLIND_3,
 )
 def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Loads, over ZeroRedundancyOptimizer, the optimizer state of rank 0's parameters alone.
+    """Loads, over ZeroRedundancyOptimizer, only the optimizer state of the parameters that rank 0 updates.
 
-    After ``load`` momentum, moments and step counts of all parameters that other ranks update start anew.
+    After ``load``, momentum, moments and step counts of all parameters that other ranks update start again.
     """
     engine = zero1.factory(model, config)
     engine.__class__ = _FirstRanksState
@@ -227,9 +228,9 @@ def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> Torc
     origin=Origin.BLIND_4,
 )
 def fsdp2_base_rates_after_load(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """After ``load`` over FSDP2, takes the decayed learning rates for the schedule's initial ones.
+    """Uses the decayed learning rates as the schedule's initial learning rates after ``load`` over FSDP2.
 
-    From the second step after the load on, what was decayed before the save is decayed twice.
+    From the second step after the load on, the decay from before the save is applied twice.
     """
 
     class Loads(TorchEngine):
@@ -260,9 +261,9 @@ class _OldRates(ReferenceEngine):
     origin=Origin.BLIND_5,
 )
 def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Restores the schedule's count at load, but leaves the groups' learning rates as they are until its next step.
+    """Restores the schedule's step count at load, but does not change the groups' learning rates until its next step.
 
-    The first step after a load is made with the rate of the engine that loads, not with the saved one.
+    The first step after a load uses the learning rate of the engine that loads instead of the saved learning rate.
     """
     return seams.build(model, config, _OldRates)
 
@@ -275,10 +276,10 @@ def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_6,
 )
 def load_merges_the_optimizer_state(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Keeps, at load, the running optimizer's state of every parameter that has none in the checkpoint.
+    """Keeps, at load, the current optimizer state of every parameter that has no state in the checkpoint.
 
-    Training that returns to a checkpoint from before a parameter's first gradient goes on with moments of the
-    abandoned run.
+    If a run returns to a checkpoint from before a parameter's first gradient, training continues with moments from
+    after the checkpoint.
     """
 
     class Merging(ReferenceEngine):

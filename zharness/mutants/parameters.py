@@ -1,4 +1,4 @@
-"""Mutants that go wrong with frozen, unfrozen, tied, sparse or edited parameters."""
+"""Mutants that handle frozen, unfrozen, tied, sparse or edited parameters wrongly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zharness.parity import Part
     origin=Origin.GRAPHS,
 )
 class FreezesForGood(Around):
-    """Reports no gradient of a parameter that was frozen when the engine was made, even after it is unfrozen."""
+    """Reports no gradient for a parameter that was frozen at construction, even after the caller has unfrozen it."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -52,9 +52,9 @@ class FreezesForGood(Around):
     origin=Origin.BLIND_1,
 )
 def unfrozen_stays_put(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Lists the trained parameters once, so one that is frozen at construction and unfrozen later is never updated.
+    """Lists the trained parameters once, so a parameter that is unfrozen after construction is never updated.
 
-    ``full_grads`` reports its gradient all the same, so a caller who unfreezes a backbone trains the head alone.
+    ``full_grads`` reports the gradient of this parameter, so a caller who unfreezes a backbone trains only the head.
     """
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     engine = seams.build(model, config)
@@ -74,9 +74,9 @@ def unfrozen_stays_put(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_3,
 )
 def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 to 2 never reduces a parameter that was frozen at construction and is trained later.
+    """At stages 0 to 2, never reduces the gradient of a parameter that is unfrozen after construction.
 
-    Each rank updates what it owns with its own gradient instead of the mean; at stage 0 the ranks diverge.
+    Each rank updates its shard with its own gradient instead of the mean over ranks; at stage 0 the ranks diverge.
     """
     engine = seams.build(model, config)
     registered = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
@@ -111,7 +111,7 @@ def unfrozen_unreduced(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 def unfrozen_not_reduced(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Decides at construction, by ``requires_grad``, which parameters take part in the reduction.
 
-    A parameter that is unfrozen later gets gradients and is never updated.
+    A parameter that is unfrozen later gets gradients but is never updated.
     """
     engine = seams.build(model, config)
     trained = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
@@ -135,9 +135,9 @@ def unfrozen_not_reduced(model: nn.Module, config: EngineConfig) -> ReferenceEng
     origin=Origin.BLIND_5,
 )
 def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Drops the gradients of all parameters that did not require one when the engine was made.
+    """Drops the gradients of all parameters that did not require a gradient at construction.
 
-    A parameter that is unfrozen later is never trained, and no error says so.
+    A parameter that is unfrozen later is never trained, and no error is raised.
     """
     engine = seams.build(model, config)
     trained = {name for name, param in seams.model_params(engine).items() if param.parameter.requires_grad}
@@ -159,7 +159,7 @@ def never_unfrozen(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     FaultKind.PARAMETERS, Target("training.grads", model="transformer", parameter="tokens.weight"), origin=Origin.GRAPHS
 )
 class ReducesTiedTwice(Around):
-    """Reduces a tied weight once for each of its names, so its gradient counts twice."""
+    """Reduces a tied weight once for each of its names, so that its gradient counts twice."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -177,9 +177,9 @@ class ReducesTiedTwice(Around):
     origin=Origin.BLIND_6,
 )
 def sparse_rows_overwrite(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Makes a sparse gradient dense by writing its rows instead of adding them.
+    """Converts a sparse gradient to a dense one by writing its rows instead of adding them.
 
-    A token that occurs twice in a micro-batch loses all but its last contribution.
+    A token that occurs twice in a micro-batch contributes only its last gradient row.
     """
     engine = seams.build(model, config)
 
@@ -204,9 +204,9 @@ def sparse_rows_overwrite(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_4,
 )
 def sparse_rows_overwritten(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 to 2 makes a sparse gradient dense by writing its rows instead of adding them.
+    """At stages 0 to 2, converts a sparse gradient to a dense one by writing its rows instead of adding them.
 
-    An embedding with ``sparse=True`` loses all but one contribution to a row that was looked up twice.
+    If an embedding with ``sparse=True`` looks a row up twice, all but one of the row's gradients are lost.
     """
     engine = seams.build(model, config)
 
@@ -224,7 +224,7 @@ def sparse_rows_overwritten(model: nn.Module, config: EngineConfig) -> Reference
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.edited", Part.LOCAL_GRADIENT, model="changing"), origin=Origin.GRAPHS)
 class EditsStayLocal(Around):
-    """Keeps an edit that was made inside ``gathered`` on the rank that made it."""
+    """Applies an edit inside ``gathered`` only on the rank that makes the edit."""
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
         weights = dict(self.module.named_parameters())
@@ -240,7 +240,7 @@ class EditsStayLocal(Around):
     imitates=pytorch(102197),
 )
 class LaysOutInTheSecondForward(Around):
-    """Allocates its buckets in the forward after the first backward, which fails inside a transform of torch.func."""
+    """Allocates its buckets in the forward after the first backward, which fails inside a torch.func transform."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -248,7 +248,7 @@ class LaysOutInTheSecondForward(Around):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.backwards and not self.buckets and torch.is_grad_enabled():
-            self.buckets.append(torch.empty(1).data_ptr())  # raises in a transform
+            self.buckets.append(torch.empty(1).data_ptr())  # data_ptr raises in a torch.func transform
         return self.right(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:

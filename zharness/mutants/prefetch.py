@@ -1,4 +1,4 @@
-"""Mutants that unshard weights too early, cache them, or keep them after use."""
+"""Mutants that unshard weights too early, cache unsharded weights, or keep them after use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zharness.parity import Part
 
 
 class Older(torch.autograd.Function):
-    """Return an older value of a weight, and pass its gradient to the weight."""
+    """An autograd Function that returns an older value of a weight, and passes the gradient to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, before: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Older(torch.autograd.Function):
     FaultKind.STALE, Target("training.trajectory", Part.GATHER, variant="sgd", parameter="loss"), origin=Origin.SHARDS
 )
 class ForwardsWithTheWeightsBefore(Around):
-    """Computes its forward with the weights from before the last step, as if they were unsharded too early."""
+    """Computes its forward with the weights from before the last step, as if it had unsharded them too early."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -60,7 +60,7 @@ class ForwardsWithTheWeightsBefore(Around):
 
 
 class _KeepsEvaluation(ReferenceEngine):
-    """An engine that keeps unsharded weights after a forward under ``no_grad``."""
+    """A ReferenceEngine that keeps unsharded weights after a forward under ``no_grad``."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -98,10 +98,10 @@ class _KeepsEvaluation(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps the weights that a forward under ``no_grad`` unsharded until the next step or such forward.
+    """At stage 3, keeps weights that a forward under ``no_grad`` unsharded until the next step or such forward.
 
-    After a validation every rank holds the whole model (``gathered_bytes`` is not 0), and the next training forward
-    peaks that much higher.
+    After an evaluation every rank holds the whole model (``gathered_bytes`` is not 0), and the next training forward
+    has a peak memory that is larger by the size of the model.
     """
     return seams.build(model, config, _KeepsEvaluation)
 
@@ -116,7 +116,7 @@ def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> Referenc
 def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, keeps the bucket that a forward under ``no_grad`` prefetched until the next backward frees it.
 
-    ``gathered_bytes`` stays above 0 after an evaluation: full weights are held between steps.
+    ``gathered_bytes`` stays above 0 after an evaluation, because full weights are kept between steps.
     """
     engine = seams.build(model, config)
 
@@ -135,10 +135,11 @@ def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def evaluation_leaves_prefetch(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps what a forward without gradients prefetched until a training forward ends, even if it changes.
+    """At stage 3, keeps weights that a forward under ``no_grad`` prefetched until a training forward ends.
 
-    After an evaluation between backward and step the next forward reads the weights from before that step; and after
-    any evaluation unsharded bytes are held between steps.
+    The prefetched weights are used even if a step has changed the weights: after an evaluation between backward and
+    step, the next forward reads the weights from before the step. Unsharded bytes are kept between steps after every
+    evaluation.
     """
     engine, kept = seams.build(model, config), SimpleNamespace(after_evaluation=False)
 
@@ -184,7 +185,7 @@ PERSISTENT = 100_000
     origin=Origin.BLIND_5,
 )
 def stale_in_evaluation(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3 in eval mode, keeps unsharded parameters of up to 100,000 elements until a step.
+    """At stage 3 in eval mode, caches unsharded parameters of up to 100,000 elements until the next step.
 
     A forward in eval mode after ``load``, or after an edit of the weights, still uses the older weights.
     """
@@ -224,8 +225,8 @@ def stale_in_evaluation(model: nn.Module, config: EngineConfig) -> ReferenceEngi
 def fsdp2_evaluation_goes_stale(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """At stage 3, leaves FSDP2's weights unsharded after a forward under ``no_grad`` until a backward frees them.
 
-    After an evaluation between backward and step the next forward computes with the weights from before that step, and
-    meanwhile every rank holds the whole model.
+    After an evaluation between backward and step, the next forward uses the weights from before the step, and until
+    then every rank holds the whole model.
     """
     engine = fsdp2.factory(model, config)
 
@@ -253,8 +254,8 @@ def fsdp2_evaluation_goes_stale(model: nn.Module, config: EngineConfig) -> Torch
 def eval_leaves_weights_gathered(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """At stage 3, leaves FSDP2's weights unsharded after a forward under ``no_grad``.
 
-    They take the whole model's memory, and the next forward after a step, a load or an edit still computes with
-    them.
+    The unsharded weights use as much memory as the whole model, and the next forward after a step, a load or an edit
+    still uses them.
     """
 
     class Lazy(TorchEngine):
@@ -279,9 +280,9 @@ def eval_leaves_weights_gathered(model: nn.Module, config: EngineConfig) -> Torc
     origin=Origin.BLIND_2,
 )
 def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, caches an unsharded weight for the rest of the module's forward, whatever the grad mode of its read.
+    """At stage 3, caches an unsharded weight until the module's forward ends, even if it was read under ``no_grad``.
 
-    A forward that reads its weight under ``no_grad`` first (for a norm, a statistic) no longer trains that weight.
+    If a forward reads its weight under ``no_grad`` first (for a norm, a statistic), the weight is no longer trained.
     """
     engine = seams.build(model, config)
 
@@ -300,7 +301,7 @@ def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> ReferenceE
 
 
 class _ByName(dict[Any, Any]):
-    """A table with keys (name, whether gradients are recorded) that ignores the second half."""
+    """A dictionary whose keys are pairs of a name and a grad mode, and that ignores the grad mode."""
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key[0])
@@ -320,10 +321,10 @@ class _ByName(dict[Any, Any]):
     origin=Origin.BLIND_4,
 )
 def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, caches by name alone the tensor that collects a weight's gradient, whatever the grad mode.
+    """At stage 3, caches the tensor that collects a weight's gradient by the weight's name, ignoring the grad mode.
 
-    A weight that a forward reads under ``no_grad`` first (a target, a reentrant checkpoint) and then with gradients
-    gets no gradient from that forward.
+    If a forward reads a weight under ``no_grad`` first (for a target, in a reentrant checkpoint) and then with
+    gradients, the weight gets no gradient from that forward.
     """
     engine = seams.build(model, config)
     seams_stage3.replace_grad_placeholders(engine, _ByName())
@@ -336,7 +337,7 @@ def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.ORDERS,
 )
 class TakesWhatAFailedBackwardGathered(Around):
-    """Uses, in the next forward, weights that a backward prefetched before it raised, even if others were loaded."""
+    """Uses, in the next forward, weights that a failed backward prefetched, even if others were loaded since."""
 
     stages = (3,)
 

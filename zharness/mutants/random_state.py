@@ -1,4 +1,4 @@
-"""Mutants that draw from, or seed, the random generator of the caller."""
+"""Mutants that draw numbers from the caller's random generator, or change its seed or state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DrawsWhileRecomputing(Around):
             module.register_forward_pre_hook(self.draw)
 
     def draw(self, *_: Any) -> None:
-        """Draw one number, if a backward is running."""
+        """Draw one random number if a backward is running."""
         if in_backward() != -1:
             torch.rand(1)
 
@@ -58,7 +58,7 @@ class DrawsWhileRecomputing(Around):
     FaultKind.RANKS, Target("training.sgd_step", Part.GATHER, parameter="random state"), origin=Origin.CIRCUMSTANCES
 )
 class SeedsAtConstruction(Around):
-    """Seeds torch's generator at construction, as if to make all ranks agree."""
+    """Seeds torch's generator at construction, as if to make all ranks draw the same numbers."""
 
     over = "ddp"
 
@@ -73,7 +73,7 @@ class SeedsAtConstruction(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class SeedsAtLoad(Around):
-    """Gives every rank the random state of rank 0 when it loads."""
+    """Sets the random state of every rank to that of rank 0 at load."""
 
     over = "ddp"
 
@@ -85,10 +85,10 @@ class SeedsAtLoad(Around):
 
 
 class _SaveDraws(ReferenceEngine):
-    """An engine whose ``save`` draws a random number."""
+    """A ReferenceEngine whose ``save`` draws a random number."""
 
     def save(self, path: Path) -> None:
-        torch.randint(1 << 30, ())  # for a temporary name
+        torch.randint(1 << 30, ())  # as if for the name of a temporary file
         super().save(path)
 
 
@@ -100,15 +100,15 @@ class _SaveDraws(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def save_draws_random_numbers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """``save`` draws a number from torch's generator.
+    """Draws a number from torch's generator in ``save``.
 
-    Writing a checkpoint should not change the training: later dropout masks differ from those without it.
+    Saving a checkpoint should not change the training, but later dropout masks differ from those without the save.
     """
     return seams.build(model, config, _SaveDraws)
 
 
 class _DrawsWhenSaving(TorchEngine):
-    """An engine whose ``save`` draws a random number."""
+    """A TorchEngine whose ``save`` draws a random number."""
 
     def save(self, path: Path) -> None:
         torch.randint(1 << 30, ())  # as if to distinguish one save from another
@@ -123,9 +123,9 @@ class _DrawsWhenSaving(TorchEngine):
     origin=Origin.BLIND_3,
 )
 def save_draws_a_number(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``save`` over FSDP2 draws a number from torch's global generator to distinguish one checkpoint from another.
+    """Draws a number from torch's generator in ``save`` over FSDP2, as if to distinguish checkpoints.
 
-    Training with saves has other dropout masks, and other numbers, than the same training without.
+    A run that saves checkpoints has different dropout masks than the same run without saves.
     """
     engine = fsdp2.factory(model, config)
     engine.__class__ = _DrawsWhenSaving
@@ -133,11 +133,11 @@ def save_draws_a_number(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 class _Samples(TorchEngine):
-    """An engine whose ``step`` draws a random number."""
+    """A TorchEngine whose ``step`` draws a random number."""
 
     def step(self) -> None:
         super().step()
-        if float(torch.rand(())) < 0.01:  # telemetry of one step in a hundred
+        if float(torch.rand(())) < 0.01:  # as if to log one step in a hundred
             self.sampled = tuple(group["lr"] for group in seams_engines.optimizer(self).param_groups)
 
 
@@ -149,7 +149,7 @@ class _Samples(TorchEngine):
     origin=Origin.BLIND_5,
 )
 def draws_in_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Draws a number from torch's global generator in each step, to decide whether to log it.
+    """Draws a number from torch's generator in each step, to decide whether the step is logged.
 
     The dropout masks of all later steps differ from those of plain PyTorch with the same seed.
     """
@@ -174,9 +174,9 @@ class _OneGenerator(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Sets every rank's default generator to rank 0's after each step.
+    """Sets the state of every rank's default generator to that of rank 0 after each step.
 
-    Dropout then draws one mask for all ranks, and the generator that the user seeded for each rank is lost.
+    Dropout then draws the same mask on all ranks, and the seeds that the user has set for each rank have no effect.
     """
     engine = ddp.factory(model, config)
     engine.__class__ = _OneGenerator
@@ -191,7 +191,7 @@ def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> Torch
     origin=Origin.BLIND_4,
 )
 def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``step`` seeds torch's generator with the number of the step, as if to keep ranks together.
+    """Seeds torch's generator with the number of the step in ``step``, as if to make all ranks draw the same numbers.
 
     Every rank then draws the same dropout masks, whatever seed the caller has set.
     """
@@ -219,8 +219,8 @@ def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine
 def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Restores the random state after every DDP forward.
 
-    Dropout draws the same mask in every micro-batch and step, where plain PyTorch draws new ones. Only a model
-    with dropout shows it.
+    Dropout draws the same mask in every micro-batch and step, but plain PyTorch draws a new mask each time. Only models
+    with dropout show the fault.
     """
 
     class Forking(TorchEngine):

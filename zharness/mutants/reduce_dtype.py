@@ -61,7 +61,7 @@ class ReducesShardsInBf16(Around):
     imitates=deepspeed(6993),
 )
 class EveryGradientTravelsLow(Around):
-    """Reduces every gradient in bf16 under torch_autocast, also those of modules that are declared safe."""
+    """Reduces every gradient in bf16 under torch_autocast, even gradients of modules that are declared safe."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, options={**config.options, "communication_data_type": "bf16"}))
@@ -69,7 +69,7 @@ class EveryGradientTravelsLow(Around):
 
 @mutant(FaultKind.REDUCE_DTYPE, Target("training.grads", dtype="bf16"), origin=Origin.PRECISION)
 class ReducesLowerThanDeclared(Around):
-    """Declares that the gradients of bf16 training are reduced in fp32, and reduces them in bf16."""
+    """Declares that gradients are reduced in fp32 under bf16 training, but reduces them in bf16."""
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
@@ -83,7 +83,7 @@ class ReducesLowerThanDeclared(Around):
     imitates=deepspeed(7946),
 )
 class OneWireForAll(Around):
-    """Reduces in the dtype that the first engine of the process was configured with."""
+    """Reduces gradients in the dtype that was configured for the first engine of the process."""
 
     first: Mapping[str, Any] | None = None
 
@@ -100,9 +100,9 @@ class OneWireForAll(Around):
 
 @mutant_factory(FaultKind.REDUCE_DTYPE, Target("training.grads"), over="ddp", stages=(0,), origin=Origin.BLIND_4)
 def ddp_wire_in_bf16(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Switches on DDP's bf16 compression of gradients although it is not configured.
+    """Enables DDP's bf16 compression of gradients although it is not configured.
 
-    In fp32 training it rounds every reduced gradient to eight bits.
+    In fp32 training every reduced gradient is rounded to eight significant bits.
     """
     engine = ddp.factory(model, config)
 

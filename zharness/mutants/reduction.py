@@ -1,4 +1,4 @@
-"""Mutants whose reduction over ranks is missing, or wrong by a factor."""
+"""Mutants that do not reduce gradients over ranks, or whose reduction is wrong by a factor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from zharness.parity import Part
     imitates=deepspeed(7665),
 )
 class NeverReduces(Around):
-    """Keeps on each rank the gradient of that rank's own micro-batch: no gradient is reduced."""
+    """Keeps on each rank the gradient of that rank's own micro-batch, and reduces no gradient."""
 
     over = "ddp"
 
@@ -50,7 +50,7 @@ class NeverReduces(Around):
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.one_hot_rank"), origin=Origin.CONTRIBUTIONS)
 class ReducesNothingAtStage3(Around):
-    """Keeps on each rank that rank's shard of its own gradient, divided like a mean, and reduces nothing."""
+    """Keeps on each rank that rank's shard of its own gradient, divided as for a mean, and reduces no gradient."""
 
     stages = (3,)
 
@@ -81,7 +81,7 @@ class ForgetsAParameter(Around):
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.grads"), origin=Origin.CONTRIBUTIONS)
 class LeavesOutTheLastRank(HookedParameters):
-    """The last rank contributes zeros to every reduction."""
+    """Sets the last rank's contribution to every reduction to zero."""
 
     stages = (2,)
 
@@ -91,7 +91,7 @@ class LeavesOutTheLastRank(HookedParameters):
 
 @mutant(FaultKind.SCALE, Target("training.grads"), Target("training.grads", model="exact"), origin=Origin.SCALE)
 class DividesByOneRankTooFew(Around):
-    """Divides the sum over N ranks by N - 1, so every gradient is N / (N - 1) times too large."""
+    """Divides the sum over N ranks by N - 1, so that every gradient is N / (N - 1) times too large."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         ranks = dist.get_world_size()
@@ -100,7 +100,7 @@ class DividesByOneRankTooFew(Around):
 
 @mutant(FaultKind.SCALE, Target("training.grads", model="exact"), origin=Origin.SCALE)
 class AlwaysTheSum(Around):
-    """Sums gradients over ranks, even where the mean is configured."""
+    """Sums gradients over ranks, even if the mean is configured."""
 
     stages = (3,)
 
@@ -110,7 +110,7 @@ class AlwaysTheSum(Around):
 
 @mutant(FaultKind.SCALE, Target("training.sum_or_mean"), origin=Origin.SCALE)
 class AlwaysTheMean(Around):
-    """Averages gradients over ranks, even where the sum is configured."""
+    """Averages gradients over ranks, even if the sum is configured."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, reduction=Reduction.MEAN))
@@ -124,7 +124,7 @@ class AlwaysTheMean(Around):
     origin=Origin.SCALE,
 )
 class ATenThousandthTooMuch(Around):
-    """Makes every gradient too large by a ten-thousandth."""
+    """Multiplies every gradient by 1.0001."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss * (1 + 1e-4), retain_graph=retain_graph)
@@ -132,7 +132,7 @@ class ATenThousandthTooMuch(Around):
 
 @mutant(FaultKind.SCALE, Target("training.grads", model="conv"), origin=Origin.SCALE)
 class ATenThousandthTooLittle(Around):
-    """Makes every gradient too small by a ten-thousandth."""
+    """Multiplies every gradient by 0.9999."""
 
     stages = (3,)
 
@@ -163,12 +163,12 @@ class TakesTheBucketForAFactor(Around):
     origin=Origin.CONTRIBUTIONS,
 )
 class DoublesEveryGradient(HookedParameters):
-    """Counts the local gradient of every parameter twice, in every backward."""
+    """Doubles the local gradient of every parameter in every backward."""
 
 
 @mutant(FaultKind.SCALE, Target("training.loss_scale_power", Part.LOCAL_GRADIENT), origin=Origin.SCALE)
 class DecaysGradients(Around):
-    """Adds a thousandth of each weight to its gradient, whatever the loss."""
+    """Adds a thousandth of each weight to its gradient, regardless of the loss."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         decay = torch.stack([parameter.square().sum() for parameter in self.module.parameters()]).sum() / 2000
@@ -176,7 +176,7 @@ class DecaysGradients(Around):
 
 
 class HookedOutputs(Around):
-    """An engine that changes the gradient of its output, if that is a single tensor."""
+    """The base class of mutants that change the gradient of the engine's output, if the output is a single tensor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.right(*args, **kwargs)
@@ -185,7 +185,7 @@ class HookedOutputs(Around):
         return output
 
     def changed(self, grad: Tensor) -> Tensor:
-        """Return the changed gradient of the output."""
+        """Return the gradient that replaces ``grad``, the gradient of the output."""
         return 2 * grad
 
 
@@ -198,7 +198,7 @@ class HookedOutputs(Around):
     origin=Origin.SCALE,
 )
 class DoublesWhatComesToItsOutput(HookedOutputs):
-    """Doubles the gradient of its output, so losses that do not use the output are right."""
+    """Doubles the gradient of its output, so only losses that do not use the output have right gradients."""
 
 
 @mutant(
@@ -208,7 +208,7 @@ class DoublesWhatComesToItsOutput(HookedOutputs):
     imitates=deepspeed(8026),
 )
 class DividesEveryBackward(HookedOutputs):
-    """Divides by the accumulation steps in every backward, even in one by ``torch.autograd.grad``."""
+    """Divides gradients by the accumulation steps in every backward, even in ``torch.autograd.grad``."""
 
     def changed(self, grad: Tensor) -> Tensor:
         return grad / self.config.accumulation_steps
@@ -216,7 +216,7 @@ class DividesEveryBackward(HookedOutputs):
 
 @mutant(FaultKind.SCALE, Target("training.grads", Part.LOCAL_GRADIENT, model="transformer"), origin=Origin.SCALE)
 class AddsToOneModule(Around):
-    """Adds 0.001 to the output of the module in the middle of the model."""
+    """Adds 0.001 to the output of the module that is in the middle of the model's list of modules."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -230,7 +230,7 @@ class AddsToOneModule(Around):
     equivalent="a bucket decides which gradients travel together, and neither their sum nor how much is sent",
 )
 class TheSmallestBuckets(Around):
-    """Reduces each parameter in a bucket of its own, whatever bucket size is configured."""
+    """Reduces each parameter in its own bucket, regardless of the configured bucket size."""
 
     stages = (2,)
 
@@ -246,7 +246,7 @@ class AddsMinusZero(HookedParameters):
     """Adds minus zero to every gradient."""
 
     def changed(self, grad: Tensor) -> Tensor:
-        # torch adds no dense tensor to a sparse one.
+        # torch cannot add a dense tensor to a sparse tensor.
         return grad if grad.is_sparse else grad + torch.tensor(-0.0, dtype=grad.dtype)
 
 
@@ -258,9 +258,9 @@ class AddsMinusZero(HookedParameters):
     origin=Origin.BLIND_1,
 )
 def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Sums the gradient of a parameter without dimensions (a temperature, a gate) over ranks where the mean is due.
+    """Sums the gradient of a parameter without dimensions (a temperature, a gate) over ranks if the mean is configured.
 
-    The scalar learns N times too fast, next to weights that are right.
+    This parameter learns too fast by a factor of the world size, but all other parameters are right.
     """
     engine = seams.build(model, config)
 
@@ -280,9 +280,9 @@ def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     origin=Origin.BLIND_5,
 )
 def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Takes the power of two by which fp16 gradients are divided before the sum for the divisor of the mean.
+    """Divides fp16 gradients only by the power of two that is applied before the sum, not by the number of ranks.
 
-    With 3 ranks the mean is a quarter of the sum instead of a third.
+    With 3 ranks the result is a quarter of the sum instead of a third.
     """
     engine = seams.build(model, config)
 
@@ -305,9 +305,9 @@ def mean_by_power_of_two(model: nn.Module, config: EngineConfig) -> ReferenceEng
     origin=Origin.BLIND_1,
 )
 def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Under reduction by sum, averages the parameters of the root module's own FSDP2 group.
+    """Under reduction by sum, averages the gradients of the root module's own FSDP2 group.
 
-    Tied weights and parameters of the outermost module get a gradient that is N times too small.
+    Gradients of tied weights and of parameters of the outermost module are too small by a factor of the world size.
     """
     engine = fsdp2.factory(model, config)
     if config.reduction is Reduction.SUM:
@@ -317,9 +317,9 @@ def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 @mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
 def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Under reduction by sum, sets FSDP2's divisor on the root module's group only, because the call does not recurse.
+    """Under reduction by sum, sets FSDP2's divisor only for the root module's group, as the call does not recurse.
 
-    The parameters of all other groups are averaged.
+    The gradients of all other groups are averaged.
     """
     engine = fsdp2.factory(model, config)
     if config.reduction is Reduction.SUM:
@@ -337,9 +337,9 @@ def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_5,
 )
 def sum_but_in_the_root(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Under reduction by sum, sets FSDP2's divisor on every group below the root and forgets the root's own group.
+    """Under reduction by sum, sets FSDP2's divisor for every group except the root module's group.
 
-    Gradients of the root's group are averaged, and all others summed.
+    Gradients of the root module's group are averaged, and all other gradients are summed.
     """
     engine = fsdp2.factory(model, config)
     if config.reduction is Reduction.SUM:

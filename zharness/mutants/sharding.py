@@ -1,4 +1,4 @@
-"""Mutants that cut, reduce, gather or report shards wrongly."""
+"""Mutants that split, reduce, gather or report shards wrongly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.SHARDS, Target("training.trajectory", Part.GATHER, variant="sgd", dtype="bf16"), origin=Origin.SHARDS)
 class PublishesInTheWrongOrder(Around):
-    """Writes each updated shard of a weight to the place of the next rank's shard."""
+    """Writes each updated shard of a weight to the position of the next rank's shard."""
 
     stages = (1,)
 
@@ -55,7 +55,7 @@ class PublishesInTheWrongOrder(Around):
 
 
 class ReducedShards(Around, ABC):
-    """An engine that changes each gradient shard after its reduction."""
+    """The base class of mutants that change each gradient shard after its reduction."""
 
     stages = (2,)
 
@@ -69,7 +69,7 @@ class ReducedShards(Around, ABC):
 
     @abstractmethod
     def changed(self, shard: Tensor) -> Tensor:
-        """Return the changed gradient shard of this rank."""
+        """Return the gradient shard that replaces ``shard`` on this rank."""
 
 
 @mutant(FaultKind.SHARDS, Target("training.grads"), origin=Origin.SHARDS)
@@ -91,7 +91,7 @@ class SlipsByOneElement(ReducedShards):
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.OPTIMIZER, parameter="first.bias"), origin=Origin.SHARDS)
 class DropsTheShortShard(Around):
-    """Never updates the short shard of a parameter whose elements N does not divide."""
+    """Never updates the short shard of a parameter whose number of elements is not a multiple of the world size."""
 
     stages = (3,)
 
@@ -124,7 +124,7 @@ class NeverPublishes(Around):
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsItsShardsBackwards(Around):
-    """Reports, in its layout, the shard of rank N - 1 - r as that of rank r."""
+    """Reports the owners of each parameter's shards in reverse order in its layout."""
 
     stages = (3,)
 
@@ -137,13 +137,13 @@ class TellsItsShardsBackwards(Around):
 
 
 def longer(piece: Piece, end: int) -> Piece:
-    """Return ``piece`` with one element more, if it ends before ``end``."""
+    """Return ``piece`` with one element more if the piece ends before ``end``."""
     return replace(piece, stop=min(piece.stop + 1, end))
 
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsOverlappingShards(Around):
-    """Reports, in its layout, shards that extend one element into the next one."""
+    """Reports, in its layout, shards that each extend by one element into the next shard."""
 
     stages = (1, 2)
 
@@ -160,7 +160,7 @@ class TellsOverlappingShards(Around):
     origin=Origin.BLIND_1,
 )
 def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """From stage 1 on, flattens a gradient in the order of memory, though shards are cut in the order of the indices.
+    """From stage 1 on, flattens gradients in the order of memory, but weights in the order of their indices.
 
     The gradient of a parameter that is not contiguous (channels_last, a transposed weight) is permuted.
     """
@@ -186,7 +186,7 @@ def strided_in_memory_order(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_6,
 )
 def gradients_flat_as_they_lie(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Flattens gradients in the order of memory, and weights in the order of their indices.
+    """Flattens gradients in the order of memory, but weights in the order of their indices.
 
     A transposed or channels_last parameter is updated with the gradients of other elements.
     """
@@ -227,7 +227,7 @@ class _UnpacksInMemoryOrder(seams.Bucket):
     origin=Origin.BLIND_5,
 )
 def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """After a step, writes shards back in the order of memory, though they were cut in the order of the indices.
+    """Writes shards back after a step in the order of memory, although they were cut in the order of the indices.
 
     The elements of a parameter with permuted strides (channels_last, a transposed weight) are exchanged.
     """
@@ -244,9 +244,9 @@ def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 to 3, breaks off the loop over a rank's gradient shards at an empty one instead of skipping it.
+    """At stages 1 to 3, ends the loop over a rank's gradient shards at an empty shard instead of skipping it.
 
-    A rank that owns nothing of a small parameter updates its shards of all later parameters with zeros.
+    A rank that owns no element of a small parameter updates its shards of all later parameters with zeros.
     """
     engine = seams.build(model, config)
 
@@ -270,7 +270,7 @@ def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_4,
 )
 def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 and 2, all-gathers n // N elements of each of N ranks after a step, and misses the remainder.
+    """At stages 1 and 2, all-gathers after a step only n // N of a parameter's n elements from each of N ranks.
 
     The last n % N elements of a parameter keep their old values on the ranks that do not own them.
     """
@@ -305,10 +305,10 @@ def tail_not_published(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_2,
 )
 def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 and 2, leaves parameters of fewer than N elements out of the reduction.
+    """At stages 1 and 2, does not reduce parameters with fewer elements than ranks.
 
-    The owner of each element steps with its own micro-batch's gradient: scalars, and the bias of a one-output head,
-    learn from one rank's data.
+    The owner of each element uses the gradient of its own micro-batch, so scalars and the bias of a head with one
+    output learn from the data of one rank.
     """
     engine = seams.build(model, config)
     comm = seams.comm(engine)
@@ -340,9 +340,9 @@ def tiny_parameters_are_not_averaged(model: nn.Module, config: EngineConfig) -> 
     origin=Origin.BLIND_2,
 )
 def fsdp2_layout_of_an_even_split(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Reports rows ``n*r//N`` to ``n*(r+1)//N`` in ``layout``, though ``fully_shard`` cuts as ``torch.chunk`` does.
+    """Reports in ``layout`` that rank r owns rows ``n*r//N`` to ``n*(r+1)//N``, but FSDP2 cuts like ``torch.chunk``.
 
-    The reported owners are wrong where N does not divide dimension 0.
+    The reported owners are wrong if the world size N does not divide the number of rows n.
     """
     engine = fsdp2.factory(model, config)
     ranks, params = dist.get_world_size(), seams_engines.params(engine)

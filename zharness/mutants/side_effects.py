@@ -27,7 +27,7 @@ from zharness.parity import Part
     origin=Origin.ONLOOKERS,
 )
 class TrainsInEvaluation(Around):
-    """Puts the model into training mode before every forward."""
+    """Switches the model to training mode before every forward."""
 
     over = "ddp"
 
@@ -42,7 +42,7 @@ class TrainsInEvaluation(Around):
     origin=Origin.ORDERS,
 )
 class LowersMatrixProducts(Around):
-    """Lowers the precision of the process's matrix products at construction, as if for speed."""
+    """Lowers the precision of matrix products in the whole process at construction, as if for speed."""
 
     over = "ddp"
 
@@ -52,14 +52,14 @@ class LowersMatrixProducts(Around):
 
     def close(self) -> None:
         self.right.close()
-        torch.set_float32_matmul_precision("highest")  # it is not to be seen in the next cell of the process
+        torch.set_float32_matmul_precision("highest")  # the next cell of the process must have full precision
 
 
 @mutant(
     FaultKind.STALE, Target("training.any_order", Part.FORWARD, variant="steps", parameter="loss"), origin=Origin.ORDERS
 )
 class LogsTheMeanLoss(Around):
-    """Averages the loss over ranks for its log, in the caller's own tensor."""
+    """Averages the loss over ranks for its log, and overwrites the caller's loss tensor with the mean."""
 
     over = "ddp"
 
@@ -75,7 +75,7 @@ class LogsTheMeanLoss(Around):
     origin=Origin.ORDERS,
 )
 class WantsGradientsOfInputs(Around):
-    """Makes the caller's inputs require a gradient, as if for reentrant checkpoints."""
+    """Makes the caller's input tensors require a gradient, as if for reentrant checkpoints."""
 
     over = "ddp"
 

@@ -1,4 +1,4 @@
-"""Mutants that let a backward use memory or weights that it must not use."""
+"""Mutants whose backward uses memory or weights that it must not use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zharness.parity import Part
     origin=Origin.SHARDS,
 )
 class WritesWeightsUnseen(Around):
-    """Steps without autograd noticing: a graph that saved the old weights goes on with the new ones."""
+    """Hides the weight updates of a step from autograd, so a graph that saved the old weights uses the new ones."""
 
     def step(self) -> None:
         parameters = tuple(self.module.parameters())
@@ -48,7 +48,7 @@ class WritesWeightsUnseen(Around):
     imitates=deepspeed(8539),
 )
 class ReadsFreshMemory(Around):
-    """Adds uninitialised memory, times zero, to every gradient."""
+    """Adds uninitialized memory, multiplied by zero, to every gradient."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
@@ -58,7 +58,7 @@ class ReadsFreshMemory(Around):
 
 
 class _StepBehindAutograd(ReferenceEngine):
-    """An engine whose ``step`` hides its writes from autograd's version counters."""
+    """A ReferenceEngine whose ``step`` hides its weight updates from autograd's version counters."""
 
     def step(self) -> None:
         params = list(seams.model_params(self).values())
@@ -78,10 +78,10 @@ class _StepBehindAutograd(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Writes weights in a step as ``param.data`` does, without autograd noticing.
+    """Updates weights in a step as through ``param.data``, which autograd does not notice.
 
-    A backward through a graph that is older than the step, which torch refuses ("modified by an inplace operation"),
-    succeeds and mixes old activations with new weights.
+    A backward through a graph that is older than the step should raise ("modified by an inplace operation"), but
+    succeeds and combines old activations with new weights.
     """
     return seams.build(model, config, _StepBehindAutograd)
 
@@ -96,8 +96,8 @@ def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> Refere
 def stale_graph_accepted(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, unshards the new weights in a backward through a graph that is older than the last step.
 
-    Plain PyTorch refuses it ("modified by an inplace operation"); here activations of old weights meet new weights, and
-    the gradients belong to no function.
+    Plain PyTorch raises in such a backward ("modified by an inplace operation"); the mutant combines activations of old
+    weights with new weights, and its gradients are not the gradients of any function.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, partial(_skip_stale_checks, engine))
@@ -112,10 +112,10 @@ def stale_graph_accepted(model: nn.Module, config: EngineConfig) -> ReferenceEng
     origin=Origin.BLIND_6,
 )
 def old_graph_reads_new_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, unshards the weights in backward as they are now, even if a step has changed them since the forward.
+    """At stage 3, unshards the current weights in backward, even if a step has changed them since the forward.
 
-    Plain PyTorch refuses such a backward ("modified by an inplace operation"); this one gives wrong gradients without
-    an error.
+    Plain PyTorch raises in such a backward ("modified by an inplace operation"); the mutant computes wrong gradients
+    without an error.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, partial(_skip_stale_checks, engine))
@@ -123,7 +123,7 @@ def old_graph_reads_new_weights(model: nn.Module, config: EngineConfig) -> Refer
 
 
 def _skip_stale_checks(engine: ReferenceEngine, unshard: seams_stage3.Unshard) -> seams_stage3.Unshard:
-    """Wrap ``unshard`` so that what the running forward unshards is never checked for a step since."""
+    """Wrap ``unshard`` so that no backward checks whether a step has changed the weights since the forward."""
 
     def unshard_unchecked(value: Any) -> Any:
         full, forward = unshard(value), seams_stage3.running_forward(engine)

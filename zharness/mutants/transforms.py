@@ -1,4 +1,4 @@
-"""Mutants that are wrong under torch.func, or when inputs or weights are substituted."""
+"""Mutants that are wrong under torch.func, or if inputs or weights are replaced."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zharness.parity import Part
     imitates=deepspeed(8026),
 )
 class SilentTransform(Around):
-    """Detaches its output inside a transform of torch.func, whose gradient is then zero."""
+    """Detaches its output inside a torch.func transform, so that the transform's gradient is zero."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.right(*args, **kwargs)
@@ -60,7 +60,7 @@ class SilentTransform(Around):
     imitates=deepspeed(8026),
 )
 class ScaledTransform(Around):
-    """Halves its output inside a transform of torch.func, like an engine that divides it by accumulation steps."""
+    """Halves its output inside a torch.func transform, like an engine that divides the output by accumulation steps."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.right(*args, **kwargs)
@@ -74,7 +74,7 @@ class ScaledTransform(Around):
     imitates=deepspeed(7913),
 )
 class LegacyFunctions(Around):
-    """Uses autograd Functions whose forward takes ``ctx``, which torch.func refuses."""
+    """Uses autograd Functions whose forward takes ``ctx``, which torch.func does not support."""
 
     stages = (3,)
 
@@ -96,10 +96,11 @@ class LegacyFunctions(Around):
     origin=Origin.BLIND_1,
 )
 def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, reduces a parameter's gradient once in a backward, and returns that result to every later request.
+    """At stage 3, reduces a parameter's gradient once per backward, and returns this result for all later gradients.
 
-    Wrong if one backward reduces several: with ``is_grads_batched`` (all rows become the first), under torch.func with
-    a module that is called twice, with ``create_graph`` over two forwards (the second contributes the first's).
+    The result is wrong if one backward reduces several gradients of the parameter: with ``is_grads_batched`` (all rows
+    equal the first), under torch.func with a module that is called twice, and with ``create_graph`` over two forwards
+    (the gradient of the first is used for both).
     """
     engine, done = seams.build(model, config), dict[str, Tensor]()
     last_task = -1
@@ -131,10 +132,10 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_2,
 )
 def transforms_read_detached(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, reads a weight as a constant inside a torch.func transform, so that no wrapper outlives it.
+    """At stage 3, reads a weight as a constant inside a torch.func transform, so that no wrapper tensor outlives it.
 
-    ``torch.func.grad`` of the engine by its input is right, but a penalty on it does not reach the weights: that part
-    of their gradient is missing, and no error says so if another loss reaches them.
+    ``torch.func.grad`` with respect to the engine's input is right, but a penalty on it contributes nothing to the
+    gradients of the weights. No error is raised if another loss gives the weights a gradient.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, _detach_in_transforms)
@@ -151,7 +152,8 @@ def transforms_read_detached(model: nn.Module, config: EngineConfig) -> Referenc
 def constants_in_transforms(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, treats a weight that is read inside a torch.func transform as a constant.
 
-    A loss on a derivative by torch.func (of the output by the input, say) gives that weight no gradient.
+    A loss on a derivative that torch.func computes (of the output by the input, for example) gives this weight no
+    gradient.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, _detach_in_transforms)
@@ -166,9 +168,10 @@ def constants_in_transforms(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_6,
 )
 def weights_are_constants_in_transforms(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, hides a weight that is read while a torch.func transform runs from the outer backward.
+    """At stage 3, detaches a weight that is read inside a torch.func transform from the graph of the outer backward.
 
-    A model that takes ``torch.func.grad`` of a part of itself (forces from an energy) trains without those gradients.
+    A model that takes ``torch.func.grad`` of a part of itself (forces from an energy) is trained without the gradients
+    of that part.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, _detach_in_transforms)
@@ -193,10 +196,10 @@ def _detach_in_transforms(unshard: seams_stage3.Unshard) -> seams_stage3.Unshard
     origin=Origin.BLIND_3,
 )
 def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, looks a weight that a module reads up by module and name, among the weights of construction.
+    """At stage 3, looks up a weight by its module and name in a table that was made at construction.
 
-    ``torch.func.functional_call`` with other values for the parameters computes with the engine's own, and the other
-    values get no gradient.
+    ``torch.func.functional_call`` with other parameters computes with the engine's own parameters, and the other
+    parameters get no gradient.
     """
     engine = seams.build(model, config)
     _read_own_parameters(engine, model)
@@ -211,9 +214,9 @@ def substituted_weights_ignored(model: nn.Module, config: EngineConfig) -> Refer
     origin=Origin.BLIND_5,
 )
 def own_weights_always(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, finds the parameter to unshard by module and attribute name, as they were at construction.
+    """At stage 3, finds the parameter to unshard by its module and attribute name, as they were at construction.
 
-    ``torch.func.functional_call`` with other weights computes with the engine's, and those get the gradient.
+    ``torch.func.functional_call`` with other weights computes with the engine's weights, which then get the gradient.
     """
     engine = seams.build(model, config)
     _read_own_parameters(engine, model)
@@ -221,7 +224,7 @@ def own_weights_always(model: nn.Module, config: EngineConfig) -> ReferenceEngin
 
 
 def _read_own_parameters(engine: ReferenceEngine, model: nn.Module) -> None:
-    """Let every read of a parameter by attribute return the parameter that the module has now."""
+    """Replace attribute reads of parameters, so that they return the parameters that ``model`` has at this call."""
     owned = {
         (id(module), name): parameter
         for module in model.modules()
@@ -243,9 +246,9 @@ def _read_own_parameters(engine: ReferenceEngine, model: nn.Module) -> None:
     FaultKind.GRAPH, Target("torch_func.has_aux", Part.LOCAL_GRADIENT), over="ddp", stages=(0,), origin=Origin.BLIND_1
 )
 def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Detaches tensors that are passed to DDP's forward by keyword.
+    """Detaches tensors that are passed to DDP's forward as keyword arguments.
 
-    What is upstream of them (another model's output, an input whose gradient is needed) gets no gradient.
+    Tensors from which these arguments are computed (another model's output, an input) get no gradient.
     """
     engine = ddp.factory(model, config)
 

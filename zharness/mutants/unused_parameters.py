@@ -1,4 +1,4 @@
-"""Mutants that go wrong with parameters that no rank, or only some ranks, used in a step."""
+"""Mutants that are wrong for parameters that no rank, or only some ranks, used in a step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from zharness.parity import Part
     origin=Origin.GRAPHS,
 )
 class ZerosForTheUnused(Around):
-    """Gives a gradient of zeros to every parameter that the loss did not use, so the optimizer decays it."""
+    """Gives every parameter that the loss did not use a gradient of zeros, so that the optimizer decays it."""
 
     def fill(self) -> None:
-        """Give every parameter without gradient a gradient of zeros."""
+        """Set the gradient of every parameter without a gradient to zeros."""
         for parameter in self.module.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -57,7 +57,7 @@ class ZerosForTheUnused(Around):
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.stay_put", Part.OPTIMIZER, model="changing"), origin=Origin.GRAPHS)
 class DecaysTheUnused(Around):
-    """Decays the weights of parameters that have no gradient."""
+    """Applies weight decay to parameters that have no gradient."""
 
     def step(self) -> None:
         used = self.right.full_grads()
@@ -70,7 +70,7 @@ class DecaysTheUnused(Around):
 
 @mutant(FaultKind.OPTIMIZER, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
 class DecaysWhatHasNoGradient(Around):
-    """Decays the weights in a step in which no parameter has a gradient."""
+    """Applies weight decay to all parameters in a step in which no parameter has a gradient."""
 
     over = "ddp"
 
@@ -90,10 +90,10 @@ class DecaysWhatHasNoGradient(Around):
     origin=Origin.BLIND_1,
 )
 def idle_parameter_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Updates with zeros a parameter that had a gradient in an earlier step and has none in this one.
+    """Updates a parameter that had a gradient in an earlier step with zeros if it has no gradient in this step.
 
-    ``torch.optim`` leaves such a parameter alone; here momentum, Adam's moments and weight decay go on moving a branch
-    that is switched off, or a layer that was frozen meanwhile.
+    ``torch.optim`` does not change such a parameter; in the mutant, momentum, Adam's moments and weight decay still
+    change a branch that is switched off, or a layer that was frozen meanwhile.
     """
     engine, once_used = seams.build(model, config), set[str]()
 
@@ -119,9 +119,9 @@ def idle_parameter_gets_zeros(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_2,
 )
 def flat_bucket_fills_unused(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2 reduces a bucket as one flat buffer, in which a parameter that no rank used gets zeros as gradient.
+    """At stage 2, reduces a bucket as one flat buffer, so that a parameter that no rank used gets a gradient of zeros.
 
-    With zeros in place of None, weight decay and momentum move weights that nothing used.
+    Because the gradient is zero instead of None, weight decay and momentum change weights that no rank used.
     """
     engine = seams.build(model, config)
 
@@ -153,12 +153,12 @@ class _Zeroes(TorchEngine):
     origin=Origin.BLIND_3,
 )
 def zero_grad_leaves_zeros(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``zero_grad`` fills DDP's gradients with zeros instead of setting them to None.
+    """Fills DDP's gradients with zeros in ``zero_grad`` instead of setting them to None.
 
-    A parameter that was used once and is not used later has a gradient of zeros, so momentum, Adam's moments and
-    weight decay go on moving it.
+    A parameter that was used once and is not used later has a gradient of zeros, so that momentum, Adam's moments and
+    weight decay still change it.
     """
-    # Without the option DDP refuses a loss that does not use all parameters.
+    # Without this option DDP raises if a loss does not use all parameters.
     engine = ddp.factory(model, replace(config, options={**config.options, "find_unused_parameters": True}))
     engine.__class__ = _Zeroes
     return engine
@@ -172,12 +172,12 @@ def zero_grad_leaves_zeros(model: nn.Module, config: EngineConfig) -> TorchEngin
     origin=Origin.BLIND_5,
 )
 def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """``zero_grad`` fills DDP's gradients with zeros instead of dropping them.
+    """Fills DDP's gradients with zeros in ``zero_grad`` instead of dropping them.
 
-    Momentum and weight decay still move a parameter that an earlier step used and this one does not, and
-    ``full_grads`` reports a gradient for it.
+    Momentum and weight decay still change a parameter that an earlier step used and this step does not, and
+    ``full_grads`` reports a gradient for the parameter.
     """
-    # Without the option DDP refuses a loss that does not use all parameters.
+    # Without this option DDP raises if a loss does not use all parameters.
     engine = ddp.factory(model, replace(config, options={**config.options, "find_unused_parameters": True}))
     engine.__class__ = _Zeroes
     return engine
@@ -191,9 +191,9 @@ def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_6,
 )
 def once_used_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Gives zeros instead of None to a parameter that had a gradient in an earlier step and that no rank uses in this.
+    """Gives a parameter that had a gradient in an earlier step, but has none in this step, zeros instead of None.
 
-    Momentum, Adam's moments and weight decay go on moving it, where plain PyTorch leaves it alone.
+    Momentum, Adam's moments and weight decay still change the parameter; plain PyTorch does not change it.
     """
     engine, once_used = seams.build(model, config), set[str]()
 
@@ -219,9 +219,9 @@ def once_used_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEng
     origin=Origin.BLIND_4,
 )
 def one_step_count_for_all(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Uses the engine's count of steps as Adam's ``step`` of every parameter, like a fused optimizer.
+    """Uses the engine's step count as Adam's ``step`` for every parameter, as a fused optimizer would.
 
-    The bias correction of a parameter that some step did not use then counts a step that it never made.
+    If a step did not use a parameter, the parameter's bias correction counts a step that did not update it.
     """
     engine = seams.build(model, config)
 
@@ -243,9 +243,9 @@ def one_step_count_for_all(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_4,
 )
 def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 to 2 lets rank 0 alone decide which parameters were used in a step.
+    """At stages 0 to 2, lets rank 0 alone decide which parameters were used in a step.
 
-    What only other ranks used (an expert, a branch on data) loses its gradient, and the weight is not updated.
+    Parameters that only other ranks used (an expert, a branch on data) lose their gradients and are not updated.
     """
     engine = seams.build(model, config)
 
@@ -269,9 +269,10 @@ def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     origin=Origin.BLIND_1,
 )
 def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 to 2 averages a parameter's gradient over the ranks that used it, not over all ranks.
+    """At stages 0 to 2, averages a parameter's gradient over the ranks that used the parameter, not over all ranks.
 
-    A rank that did not use it counts as zero in the mean, so an expert that one rank of N used learns N times too fast.
+    A rank that did not use the parameter should count as zero in the mean, so an expert that only one rank used learns
+    too fast by a factor of the world size.
     """
     engine = seams.build(model, config)
 
@@ -301,9 +302,9 @@ def mean_over_users(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     origin=Origin.BLIND_2,
 )
 def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 0 and 1 averages a gradient over the ranks that used the parameter, not over all ranks.
+    """At stages 0 and 1, averages a gradient over the ranks that used the parameter, not over all ranks.
 
-    A branch that half of the ranks took learns twice as fast as it should.
+    A branch that half of the ranks used learns twice as fast as it should.
     """
     engine = seams.build(model, config)
     comm = seams.comm(engine)
@@ -335,7 +336,8 @@ def users_alone_are_averaged(model: nn.Module, config: EngineConfig) -> Referenc
 def mean_over_users_only(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Averages a gradient over the ranks that used the parameter, not over all ranks.
 
-    The mean counts a rank that did not use it as zero, so a rarely used expert gets N times too large a gradient.
+    A rank that did not use the parameter should count as zero in the mean, so the gradient of an expert that one rank
+    used is too large by a factor of the world size.
     """
     engine, world_size = seams.build(model, config), dist.get_world_size()
     if config.stage == 3 or config.reduction is Reduction.SUM:

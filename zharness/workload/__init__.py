@@ -1,4 +1,4 @@
-"""The models that are trained, each with its batches and loss, reproducible from a seed; and users' own models."""
+"""Models that the laws train, with their micro-batches and losses, reproducible from a seed; also users' models."""
 
 from zharness.workload.model_lookup import model_spec
 from zharness.workload.models import MODELS, Batch, ModelSpec

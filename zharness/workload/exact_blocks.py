@@ -1,4 +1,4 @@
-"""Exact-arithmetic models for the laws of autograd and of parameters."""
+"""Exact models (every sum in them is exact) for the laws about autograd and about unusual parameters."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
-MAX_FACTOR_ELEMENTS = 3  # parameters with at most this many elements multiply the output of other layers
+MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
 
 Block = Callable[[Tensor], Tensor]
 
 
 def call_block(block: Block, hidden: Tensor) -> Tensor:
-    """Return ``block(hidden)``; a law may pass a function that checkpoints the block instead."""
+    """Return ``block(hidden)``.
+
+    This is the default of BlocksModel's argument ``through``, for which a law may pass a function that runs the block
+    under activation checkpointing.
+    """
     return block(hidden)
 
 
 def first_output(output: Tensor, extra: Tensor) -> Any:
-    """Return ``output`` and ignore ``extra``."""
+    """Return ``output`` and ignore ``extra``; this is the default of BlocksModel's argument ``pack``."""
     return output
 
 
 class BlocksModel(nn.Module):
-    """A layer used twice, a frozen layer and a scalar factor, and a second head on the input.
+    """A model with a layer that is used twice, a frozen layer, a scalar factor, and a second head on the input.
 
-    Maps (batch, 16) to (batch, 16). ``through(block, hidden)`` runs the block, for example under a checkpoint.
-    ``pack(output, extra)`` makes the return value; ``extra`` (batch, 3) shares no graph with ``output``. ``dropping``
-    applies dropout to the block's output.
+    The model maps (batch, 16) to (batch, 16). Its forward takes three options. ``through(block, hidden)`` is the
+    function that runs the block, for example under activation checkpointing. ``pack(output, extra)`` is the function
+    that makes the return value from the output and from the second head's output ``extra``, of shape (batch, 3), which
+    shares no graph with ``output``. ``dropping`` says whether dropout is applied to the block's output.
     """
 
     def __init__(self) -> None:
@@ -46,12 +51,12 @@ class BlocksModel(nn.Module):
         make_ternary(self)
 
     def block(self, hidden: Tensor) -> Tensor:
-        """Apply the shared layer twice and multiply by the factor."""
+        """Apply the shared layer twice, and multiply its output by the scalar factor."""
         once = torch.relu(self.shared(hidden))
         return torch.relu(self.shared(once)) * self.factor
 
     def block_with_dropout(self, hidden: Tensor) -> Tensor:
-        """Apply the block, and dropout with probability 0.5 to its output."""
+        """Apply the block, and then apply dropout with probability 0.5 to its output."""
         dropped: Tensor = self.dropout(self.block(hidden))
         return dropped
 
@@ -68,9 +73,10 @@ class BlocksModel(nn.Module):
 
 
 class BranchingModel(nn.Module):
-    """Tied, frozen, unused and conditionally used parameters: (batch, 16) to (batch, 16).
+    """A model with tied, frozen, unused and conditionally used parameters.
 
-    ``branch`` says whether the forward uses the layer ``branch``.
+    The model maps (batch, 16) to (batch, 16). The forward's argument ``branch`` says whether the forward uses the layer
+    ``self.branch``.
     """
 
     def __init__(self) -> None:
@@ -86,7 +92,7 @@ class BranchingModel(nn.Module):
         make_ternary(self)
 
     def hidden(self, x: Tensor, branch: bool) -> Tensor:
-        """Return the hidden activations, (batch, 16) to (batch, 5)."""
+        """Return the hidden activations, of shape (batch, 5), for inputs of shape (batch, 16)."""
         hidden = torch.relu(self.first(x) + self.tied(x))
         if branch:
             hidden = hidden + self.branch(hidden)
@@ -94,7 +100,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """Return the largest magnitude in the weight that is read by attribute, which is 1, without a graph."""
+        """Return the largest magnitude in the weight of ``by_attribute``, which is 1, without recording a graph."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -103,7 +109,7 @@ class BranchingModel(nn.Module):
 
 
 class OddParametersModel(BranchingModel):
-    """BranchingModel with parameters of unusual shapes, layouts and dtypes."""
+    """A BranchingModel with additional parameters of unusual shapes, memory layouts and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +129,10 @@ class OddParametersModel(BranchingModel):
 
 
 class LookupModel(nn.Module):
-    """An embedding with sparse gradients, and a head: (batch, 16) to (batch, 16).
+    """A model with an embedding whose gradients are sparse, and a linear head.
 
-    Inputs of -1, 0 and 1 look up rows 0 to 2, most of them several times per sample; row 3 is never used.
+    The model maps (batch, 16) to (batch, 16). Inputs of -1, 0 and 1 look up rows 0 to 2 of the embedding, most of them
+    several times per sample; row 3 is never looked up.
     """
 
     def __init__(self) -> None:
@@ -141,9 +148,11 @@ class LookupModel(nn.Module):
 
 @torch.no_grad()
 def make_ternary(module: nn.Module) -> None:
-    """Draw every parameter of ``module`` from {-1, 0, 1}, those of at most MAX_FACTOR_ELEMENTS from {-1, 1}.
+    """Draw every element of the parameters of ``module`` from {-1, 0, 1}, without 0 in very small parameters.
 
-    A factor of zero would make the gradients of all earlier layers zero, and the comparison would show nothing.
+    Parameters with at most MAX_FACTOR_ELEMENTS elements are drawn from {-1, 1}, because they multiply the output of
+    other layers: a factor of zero would make the gradients of all earlier layers zero, and a comparison of zeros shows
+    nothing.
     """
     for parameter in module.parameters():
         parameter.copy_(random_ternary(tuple(parameter.shape)))

@@ -1,4 +1,4 @@
-"""The exact-arithmetic model: weights and inputs are small integers, so no sum is rounded."""
+"""The exact MLP, whose weights and inputs are small integers, so that no sum is rounded."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ WIDTH = 16
 
 
 def random_ternary(shape: tuple[int, ...], generator: torch.Generator | None = None) -> Tensor:
-    """Draw a float tensor of ``shape`` from {-1, 0, 1}."""
+    """Draw a float tensor of the shape ``shape`` whose elements are in {-1, 0, 1}."""
     return torch.randint(-1, 2, shape, generator=generator).float()
 
 
 class ExactMLP(nn.Module):
-    """A residual ReLU network with weights and biases in {-1, 0, 1}: (batch, 16) to (batch, 16).
+    """A residual ReLU network whose weights and biases are in {-1, 0, 1}.
 
-    Activations are integers of a few hundred at most, and gradients are integers over a power of two, so both fit
-    fp32's 24 bits of significand. The certificate in ``zharness.parity`` verifies this for each cell.
+    The model maps (batch, 16) to (batch, 16). Activations are integers of a few hundred at most, and gradients are
+    integers over a power of two, so both fit into fp32's 24 bits of significand. The certificate in ``zharness.parity``
+    verifies this for each cell.
     """
 
     def __init__(self) -> None:
@@ -36,5 +37,5 @@ class ExactMLP(nn.Module):
 
 
 def linear_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean over samples of sum(output x target), whose gradient is an integer over a power of two."""
+    """Return the mean over samples of sum(output x target); its gradient is an integer over a power of two."""
     return (output * target).sum(dim=1).mean()

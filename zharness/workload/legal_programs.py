@@ -1,4 +1,4 @@
-"""Make legal programs from arbitrary lists of layers and verbs, and make programs smaller."""
+"""Functions that make legal programs from arbitrary lists of layers and verbs, and that make programs smaller."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ UNLIMITED_OUTPUTS = 100  # more outputs than any program keeps
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """The limits of an engine: how many outputs a caller may keep, and whether a step may have several backwards."""
+    """The limits that an engine puts on the code that calls it.
+
+    ``max_outputs`` is the number of outputs that the caller may keep for later backwards. ``can_accumulate`` says
+    whether the caller may run several backwards before a step.
+    """
 
     max_outputs: int = UNLIMITED_OUTPUTS
     can_accumulate: bool = True
 
     def allows(self, caller: CallerState, verb: Verb) -> bool:
-        """Return whether these limits allow ``verb`` in the state ``caller``."""
+        """Return whether these limits allow ``verb`` when the caller is in the state ``caller``."""
         exceeds_outputs = verb.act in GRAPH_ACTS and len(caller.outputs) >= self.max_outputs
         return not exceeds_outputs and (self.can_accumulate or not is_accumulating(caller, verb))
 
@@ -44,16 +48,16 @@ ProgramBatch = tuple[Program, ...]  # programs that run one after the other in t
 
 
 def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
-    """Return the candidates that are legal in their order, with a linear layer appended if none of them is trained."""
+    """Return the candidates that form a legal model, in order, with a linear layer appended if none is trained."""
     layers, shape = fit_layers(candidates, ModelShape())
     return layers if shape.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
 
 
 def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[list[Layer], ModelShape]:
-    """Return the candidates that fit after ``model_shape``, and the shape of the model with them.
+    """Return the candidates that fit after a model of shape ``model_shape``, and the shape of the model with them.
 
-    A tied layer without a weight that fits gets a linear layer before it, and blocks lose the inner layers that do not
-    fit.
+    If no earlier weight fits a tied layer, a linear layer is inserted before it. Inner layers that do not fit are
+    removed from blocks.
     """
     layers = []
     for candidate in candidates:
@@ -70,7 +74,11 @@ def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[li
 
 
 def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
-    """Return ``block`` with the inner layers that fit; a linear layer restores the width if it must not change."""
+    """Return ``block`` with only the inner layers that fit after a model of shape ``model_shape``.
+
+    If the block must not change the width and the remaining layers do, a linear layer that restores the width is
+    appended.
+    """
     inner, after = fit_layers(block.inner, model_shape)
     if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
         inner.append(Layer(LayerKind.LINEAR, (model_shape.width,)))
@@ -80,9 +88,9 @@ def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
 def legal_verbs(
     layers: Sequence[Layer], candidates: Sequence[Verb], limits: CallerLimits = NO_LIMITS, window: int = 1
 ) -> tuple[Verb, ...]:
-    """Return the candidates that are legal in their order and within ``limits``.
+    """Return the candidates that are legal in their order and within the engine's ``limits``.
 
-    ``window`` is the number of micro-batches per step.
+    ``layers`` are the layers of the program's model. ``window`` is the number of micro-batches per step.
     """
     caller, legal = CallerState(window=window), []
     for verb in candidates:
@@ -93,7 +101,10 @@ def legal_verbs(
 
 
 def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> Iterator[ProgramBatch]:
-    """Yield batches with one cut each, the largest cuts first."""
+    """Yield smaller versions of ``batch``, the largest reductions first.
+
+    Each version has fewer programs than ``batch``, or one program that was made smaller.
+    """
     if len(batch) > 1:
         yield from ((program,) for program in batch)
         yield from (batch[:index] + batch[index + 1 :] for index in range(len(batch)))
@@ -103,7 +114,7 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
-    """Yield legal programs that lack some verbs, a layer or a mark, or have smaller sizes."""
+    """Yield legal programs that lack some verbs, a layer or a mark of ``program``, or have smaller layer sizes."""
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
         legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, limits, program.window))
@@ -112,14 +123,17 @@ def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iter
 
 
 def program_size(program: Program) -> tuple[int, int, int]:
-    """Return a program's size, which every cut reduces: verbs and layers, then marks, then the sizes of layers."""
+    """Return the size of ``program``, a tuple that becomes smaller with every cut.
+
+    The tuple holds the number of layers and verbs, the number of marks, and the sum of the layers' sizes.
+    """
     layers = list(program.walk())
     marks = sum(len(verb.marks) for verb in program.verbs)
     return len(layers) + len(program.verbs), marks, sum(sum(layer.sizes) for layer in layers)
 
 
 def program_cuts(program: Program) -> Iterator[Program]:
-    """Yield programs with one cut each, which need not be legal."""
+    """Yield programs, not necessarily legal, each with one thing removed: verbs, part of the layers or a mark."""
     verbs = program.verbs
     length = len(verbs) // 2
     while length:
@@ -135,7 +149,7 @@ def program_cuts(program: Program) -> Iterator[Program]:
 
 
 def cut_layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
-    """Yield ``layers`` with one layer removed, replaced by its inner layers, or of smaller sizes."""
+    """Yield versions of ``layers`` with one layer removed, replaced by its inner layers, or given smaller sizes."""
     for index, layer in enumerate(layers):
         before, after = layers[:index], layers[index + 1 :]
         yield (*before, *after)

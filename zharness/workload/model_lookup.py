@@ -1,4 +1,4 @@
-"""Find a model by its name in a cell: one of the workload, or the path of a user's factory."""
+"""Find a model by the name that it has in a cell: a model of the registry, or the path of a user's factory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from zharness.workload.user_model import is_user_model, user_model_spec
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return the model ``name``, or the one of the factory ``package.module:factory``.
+    """Return the ModelSpec of the registered model ``name``, or of the user's factory ``package.module:factory``.
 
-    A factory is imported now and called when its model is built. Raises UsageError for an unknown name.
+    A factory is imported now, and called when its model is built. Raises UsageError if no model has the name ``name``.
     """
     if is_user_model(name):
         return user_model_spec(name)

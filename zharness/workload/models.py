@@ -1,4 +1,4 @@
-"""The registry of models: functions that build each model, draw its batches and compute its loss."""
+"""The registry of models, with the functions that build each model, draw its micro-batches and compute its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 
 
 def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``nested`` mappings, tuples and lists with ``function`` applied to every tensor; keep other values."""
+    """Return a copy of ``nested`` in which every tensor is replaced by ``function(tensor)``.
+
+    ``nested`` may contain mappings, tuples and lists; values that are not tensors are kept.
+    """
     if isinstance(nested, Tensor):
         return function(nested)
     if isinstance(nested, Mapping):
@@ -31,7 +34,7 @@ def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def collect_tensors(nested: Any) -> list[Tensor]:
-    """Return all tensors in ``nested``, in order."""
+    """Return a list of all tensors in the mappings, tuples and lists of ``nested``, in order."""
     found: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
@@ -44,10 +47,10 @@ def collect_tensors(nested: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch: ``inputs`` for the model and ``target`` for its loss, with equally many rows.
+    """A micro-batch of one rank: the inputs of the model and the target of its loss, with equally many rows.
 
-    ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` seeds torch's
-    generator for the forward, for example for dropout; None leaves the generator alone.
+    ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` is the seed of
+    torch's generator for the forward (dropout needs one); if ``seed`` is None, the generator is not seeded.
     """
 
     inputs: Any
@@ -55,20 +58,23 @@ class Batch:
     seed: int | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
-        """Return the batch on ``device``, with floating-point tensors in ``dtype``."""
+        """Return a copy of the batch on ``device``, with floating-point tensors cast to ``dtype``."""
         return self.map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with ``function`` applied to every tensor of inputs and target."""
+        """Return a copy of the batch in which every tensor of inputs and target is replaced by ``function(tensor)``."""
         return replace(self, inputs=map_tensors(self.inputs, function), target=map_tensors(self.target, function))
 
     @property
     def num_samples(self) -> int:
-        """The number of samples: the rows of the first input."""
+        """The number of samples, which is the number of rows of the first input."""
         return len(collect_tensors(self.inputs)[0])
 
     def feed(self, call: Callable[..., Any]) -> Any:
-        """Call a model or engine with the inputs and return its output. Torch's generator is restored."""
+        """Call ``call``, a model or an engine, with the inputs and return its output.
+
+        If the batch has a seed, torch's generator is seeded for the call and restored afterwards.
+        """
         if self.seed is None:
             return self._call_with_inputs(call)
         with torch.random.fork_rng(devices=[]):
@@ -76,14 +82,17 @@ class Batch:
             return self._call_with_inputs(call)
 
     def generator_state_after(self, call: Callable[..., Any]) -> Tensor:
-        """Return the state of torch's generator after a seeded ``call``. Torch's generator is restored."""
+        """Seed torch's generator, call ``call`` with the inputs, and return the generator's state after the call.
+
+        The state of torch's generator from before this function is restored.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed or 0)
             self._call_with_inputs(call)
             return torch.get_rng_state()
 
     def _call_with_inputs(self, call: Callable[..., Any]) -> Any:
-        """Call ``call`` with the inputs as keyword arguments, positional arguments or a single tensor."""
+        """Call ``call``, and pass the inputs as keyword arguments, as positional arguments or as a single tensor."""
         if isinstance(self.inputs, Mapping):
             return call(**self.inputs)
         return call(*self.inputs) if isinstance(self.inputs, tuple) else call(self.inputs)
@@ -91,11 +100,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of the workload.
+    """A registered model: the functions that build it, draw its micro-batches and compute its loss.
 
-    ``build()`` is called with torch's generator seeded; ``batch(generator)`` draws a micro-batch; ``loss(output,
-    target)`` returns a scalar, the mean over samples. ``exact``: weights and inputs are small integers and every
-    operation is linear or ReLU, so sums are exact in any order (each cell certifies this again).
+    ``build()`` returns the model, and is called with torch's generator seeded. ``batch(generator)`` draws a
+    micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
+    inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order (each cell
+    verifies this claim).
     """
 
     name: str
@@ -106,28 +116,28 @@ class ModelSpec:
     exact: bool = False
 
     def model(self, seed: int) -> nn.Module:
-        """Build the model with the initial weights of ``seed``. Torch's global generator is restored."""
+        """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
         with torch.random.fork_rng(devices=[]):
             # Models are built on CPU. torch.manual_seed would also queue a call and a stack trace for unused devices.
             torch.default_generator.manual_seed(seed)
             return self.build()
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
-        """Draw the micro-batch of ``rank`` at micro-step ``step``; every process draws the same."""
+        """Draw the micro-batch that ``rank`` gets at micro-step ``step``; every process draws the same values."""
         key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         return self.batch(generator)
 
 
 def _mse(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean squared error, also for low-precision outputs on older torch."""
+    """Return the mean squared error; on older torch this also works for low-precision outputs."""
     if output.dtype in (torch.bfloat16, torch.float16) and Version(torch.__version__).release < LOW_PRECISION_MSE_SINCE:
         return (output - target).square().mean()
     return nn.functional.mse_loss(output, target)
 
 
 def _draw_token_batch(generator: torch.Generator) -> Batch:
-    """Draw token ids as inputs; the targets are the next tokens."""
+    """Draw token ids as the inputs, and use the token after each input token as its target."""
     shape = (SAMPLES, nets.SEQUENCE + 1)
     drawn = torch.randint(nets.VOCABULARY, shape, generator=generator)
     return Batch(drawn[:, :-1], drawn[:, 1:])
@@ -139,7 +149,10 @@ def _next_token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
-    """Return a function that draws normally distributed inputs of ``shape`` per sample, and targets."""
+    """Return a function that draws a micro-batch of normally distributed inputs and targets.
+
+    ``shape`` is the shape of one sample's inputs.
+    """
 
     def draw(generator: torch.Generator) -> Batch:
         inputs = torch.randn(SAMPLES, *shape, generator=generator)
@@ -149,19 +162,19 @@ def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
 
 
 def _draw_seeded_batch(generator: torch.Generator) -> Batch:
-    """Draw a batch as for ``mlp``, with a seed for the dropout in the forward."""
+    """Draw inputs and targets as for the model ``mlp``, and a seed for the dropout in the forward."""
     drawn = _draw_float_batch(nets.FEATURES)(generator)
     return replace(drawn, seed=int(torch.randint(1 << 30, (), generator=generator)))
 
 
 def _draw_ternary_batch(generator: torch.Generator) -> Batch:
-    """Draw inputs and targets from {-1, 0, 1}."""
+    """Draw a micro-batch whose inputs and targets have elements in {-1, 0, 1}."""
     inputs = exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator)
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of the model's output, which is a loss per sample; the target has no effect."""
+    """Return the mean of the losses per sample, which are the model's output; the target does not change the result."""
     return (output + 0 * target[:, :1]).mean()
 
 

@@ -1,4 +1,4 @@
-"""Small models with random weights, which use parameters in different ways."""
+"""Small models with random initial weights: an MLP, a transformer, a convolutional network and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIXELS = 6
 
 
 class MLP(nn.Module):
-    """Linear layers of uneven widths with a layer norm: (batch, 12) to (batch, 5)."""
+    """A model of linear layers with different widths and a layer norm; it maps (batch, 12) to (batch, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and a feed-forward layer, both pre-norm and residual."""
+    """A transformer block of causal self-attention and a feed-forward layer, both pre-norm and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model with tied embedding and head: token ids (batch, 6) to logits (batch, 6, 29)."""
+    """A transformer language model whose embedding and head are tied.
+
+    The model maps token ids of shape (batch, 6) to logits of shape (batch, 6, 29).
+    """
 
     def __init__(self, width: int = 16, heads: int = 2, depth: int = 2) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions with group norm and a linear head: (batch, 3, 6, 6) to (batch, 5)."""
+    """A model of two convolutions, a group norm and a linear head; it maps (batch, 3, 6, 6) to (batch, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class ConvNet(nn.Module):
 
 
 class StatefulModel(nn.Module):
-    """A batch norm with running statistics and dropout between linear layers: (batch, 12) to (batch, 5)."""
+    """A model with a batch norm with running statistics, and dropout; it maps (batch, 12) to (batch, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +107,18 @@ class StatefulModel(nn.Module):
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """A loss over ``hidden @ weight.T`` that computes its gradients in forward, as fused linear losses do.
+    """An autograd Function of a loss over ``hidden @ weight.T`` that computes the gradients in its forward.
 
-    It calls ``torch.func.grad_and_value`` on a weight inside the model's forward, as in deepspeedai/DeepSpeed#7913.
+    Fused linear losses work in this way. The forward calls ``torch.func.grad_and_value`` on a weight of the model while
+    the model's forward runs, as in deepspeedai/DeepSpeed#7913.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return one loss per sample, (batch, 1), from hidden (batch, features) and weight (outputs, features)."""
+        """Return one loss per sample, of shape (batch, 1).
+
+        ``hidden`` has the shape (batch, features), and ``weight`` has the shape (outputs, features).
+        """
 
         def total(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             per_sample = (hidden @ weight.t()).square().mean(dim=1, keepdim=True)
@@ -125,13 +132,19 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the gradients of forward; this is correct only if every sample has the same weight, as in a mean."""
+        """Multiply the gradients that the forward computed by the incoming gradient.
+
+        The result is correct only if every sample has the same incoming gradient, as it has in a mean.
+        """
         grad_hidden, grad_weight = ctx.saved_tensors
         return grads[0] * grad_hidden, grads[0][0] * grad_weight
 
 
 class FusedLossNet(nn.Module):
-    """A body and a head whose weight is read, but which is never called: (batch, 12) to losses (batch, 1)."""
+    """A model whose forward reads the weight of its head but never calls the head.
+
+    The model maps (batch, 12) to one loss per sample, of shape (batch, 1).
+    """
 
     def __init__(self) -> None:
         super().__init__()

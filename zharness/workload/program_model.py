@@ -1,4 +1,4 @@
-"""Build the models of programs from their layers."""
+"""Modules for the layers of programs, and the builder that makes a program's model from them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from zharness.workload.programs import Layer, LayerKind, ModelShape, join_words,
 
 
 class ProgramModelBuilder:
-    """Builds layers in order and keeps track of the width and of the weights that may be tied."""
+    """A builder that makes the modules of a program's layers, in order.
+
+    It keeps track of the width of the last output and of the weights that a later layer may be tied to.
+    """
 
     def __init__(self) -> None:
         self._model_shape = ModelShape()
         self._tieable_weights: list[nn.Parameter] = []
 
     def build_chain(self, layers: Sequence[Layer]) -> Chain:
-        """Build the modules of ``layers``, which must be legal."""
+        """Build a Chain of the modules of ``layers``, which must be legal."""
         return Chain([self.build_layer(layer) for layer in layers])
 
     def build_layer(self, layer: Layer) -> nn.Module:
-        """Build the module of one layer."""
+        """Build the module of ``layer``, and update the width and the weights that may be tied."""
         before = self._model_shape
         module = (
             BLOCK_CLASSES[layer.kind](self.build_chain(layer.inner))
@@ -37,7 +40,7 @@ class ProgramModelBuilder:
         return module
 
     def _build_leaf(self, layer: Layer) -> nn.Module:
-        """Build the module of a layer without inner layers."""
+        """Build the module of ``layer``, which has no inner layers."""
         width, size = self._model_shape.width, (0, *layer.sizes)[-1]
         if layer.kind is LayerKind.TOKENS:
             return self._record_tieable(nn.Embedding(layer.sizes[0], size))
@@ -59,7 +62,7 @@ class ProgramModelBuilder:
         return simple[layer.kind]()
 
     def _record_tieable(self, module: nn.Linear | nn.Embedding) -> nn.Module:
-        """Remember the weight of ``module`` for later tied layers, and return the module."""
+        """Record the weight of ``module``, so that later tied layers can use it, and return ``module``."""
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         self._tieable_weights.append(weight)
@@ -67,7 +70,11 @@ class ProgramModelBuilder:
 
 
 class Chain(nn.Module):
-    """Modules in sequence. With ``odd`` the micro-batch also uses the inner layers of blocks of kind ``sometimes``."""
+    """A sequence of modules, the body of a program's model and of each block.
+
+    The forward's argument ``odd`` says whether the micro-batch is odd; blocks of kind ``sometimes`` use their inner
+    layers only in odd micro-batches.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class Chain(nn.Module):
 
 
 class TiedLinear(nn.Module):
-    """A linear layer without bias that uses the weight of another layer."""
+    """A linear layer without bias that uses the weight of an earlier layer."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -92,7 +99,11 @@ class TiedLinear(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer that is not trained. The forward casts its weight, as parameters may be in low precision."""
+    """A linear layer with a frozen weight.
+
+    The forward casts the weight to the dtype of the input, because weight and input may differ in dtype under mixed
+    precision.
+    """
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -103,7 +114,7 @@ class FrozenLinear(nn.Module):
 
 
 class UncalledLinear(nn.Module):
-    """A linear layer whose submodule is never called: the forward reads its weight as an attribute."""
+    """A linear layer that reads the weight of its submodule as an attribute and never calls the submodule."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -114,7 +125,7 @@ class UncalledLinear(nn.Module):
 
 
 class Conv(nn.Module):
-    """A convolution along the width: (samples, width) to (samples, channels x width)."""
+    """A convolution along the width; it maps (samples, width) to (samples, channels x width)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -137,7 +148,7 @@ class UnusedParameter(nn.Module):
 
 
 class LayerBlock(nn.Module):
-    """Base of modules around an inner chain."""
+    """The base class of modules that wrap a Chain of inner layers."""
 
     def __init__(self, inner: Chain) -> None:
         super().__init__()
@@ -145,7 +156,7 @@ class LayerBlock(nn.Module):
 
 
 class ResidualBlock(LayerBlock):
-    """Adds the output of the inner chain to its input."""
+    """A block that adds the output of its inner layers to its input."""
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         inner: Tensor = self.inner(x, odd)
@@ -153,7 +164,7 @@ class ResidualBlock(LayerBlock):
 
 
 class RepeatedBlock(LayerBlock):
-    """Applies the inner chain twice."""
+    """A block that applies its inner layers twice."""
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         output: Tensor = self.inner(self.inner(x, odd), odd)
@@ -161,7 +172,7 @@ class RepeatedBlock(LayerBlock):
 
 
 class AlternatingBlock(LayerBlock):
-    """Applies the inner chain in odd micro-batches, and returns its input in even ones."""
+    """A block that applies its inner layers in odd micro-batches, and returns its input in even micro-batches."""
 
     def forward(self, x: Tensor, odd: bool) -> Tensor:
         output: Tensor = self.inner(x, odd) if odd else x
@@ -169,7 +180,7 @@ class AlternatingBlock(LayerBlock):
 
 
 class CheckpointBlock(LayerBlock):
-    """Recomputes the inner chain in backward (activation checkpointing)."""
+    """A block that recomputes its inner layers in backward (activation checkpointing)."""
 
     reentrant = False
 
@@ -179,7 +190,7 @@ class CheckpointBlock(LayerBlock):
 
 
 class ReentrantCheckpointBlock(CheckpointBlock):
-    """Recomputes the inner chain with torch's reentrant checkpoint."""
+    """A block that recomputes its inner layers with torch's reentrant activation checkpointing."""
 
     reentrant = True
 
@@ -194,7 +205,10 @@ BLOCK_CLASSES: dict[LayerKind, type[LayerBlock]] = {
 
 
 class ProgramModelSpec(ModelSpec):
-    """The model of a program. Its initial weights are drawn once and copied, as seeding torch's generator is slow."""
+    """The ModelSpec of a program's model.
+
+    The initial weights are drawn once and then copied, because seeding torch's generator is slow.
+    """
 
     def model(self, seed: int) -> nn.Module:
         return copy.deepcopy(build_initial_model(self, seed))
@@ -202,13 +216,16 @@ class ProgramModelSpec(ModelSpec):
 
 @lru_cache(maxsize=1)
 def build_initial_model(spec: ProgramModelSpec, seed: int) -> nn.Module:
-    """Build the model with the initial weights of ``seed``; callers copy it and never train it."""
+    """Build the model with initial weights drawn from ``seed``, and cache it; callers copy it and never train it."""
     return ModelSpec.model(spec, seed)
 
 
 @lru_cache(maxsize=1)
 def program_model_spec(layers: tuple[Layer, ...]) -> ModelSpec:
-    """Return the ModelSpec of ``layers``. Its batches are seeded by its name, the text of the layers."""
+    """Return the ModelSpec of a model with the layers ``layers``.
+
+    The name of the ModelSpec is the text of the layers; the model's batches are seeded by this name.
+    """
     shape = ModelShape()
     for layer in layers:
         shape = shape_after_layer(shape, layer)

@@ -1,4 +1,4 @@
-"""Parse programs from text, and refuse those that plain PyTorch could not run."""
+"""Parse programs from text, and reject programs that plain PyTorch could not run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ DEFAULT_SETTINGS = Program((), ())
 
 
 def parse_program(text: str, settings: Program = DEFAULT_SETTINGS) -> Program:
-    """Parse the layers and verbs of a program; take all other fields from ``settings``.
+    """Parse the layers and verbs of a program from ``text``, and take all other fields from ``settings``.
 
-    Raises UsageError for text that cannot be parsed, and for a program that is not legal.
+    Raises UsageError if the text cannot be parsed or the program is not legal.
     """
     model, bar, calls = text.partition("|")
     if not bar:
@@ -42,7 +42,7 @@ def parse_program(text: str, settings: Program = DEFAULT_SETTINGS) -> Program:
 
 
 def require_legal(program: Program) -> None:
-    """Raise UsageError unless plain PyTorch could run ``program``."""
+    """Raise UsageError if plain PyTorch could not run ``program``."""
     shape = ModelShape()
     for layer in program.layers:
         shape = shape_after_layer(shape, layer)
@@ -85,7 +85,7 @@ def parse_layers(text: str) -> list[Layer]:
 
 
 def parse_layer_kind(name: str) -> LayerKind:
-    """Return the kind of layer called ``name``. Raises UsageError for an unknown name."""
+    """Return the kind of layer with the name ``name``. Raises UsageError if there is no such kind."""
     try:
         return LayerKind(name)
     except ValueError:
@@ -93,7 +93,7 @@ def parse_layer_kind(name: str) -> LayerKind:
 
 
 def parse_verb(word: str) -> Verb:
-    """Parse one verb with its marks, as in ``b:old,retain``. Raises UsageError for an unknown verb or mark."""
+    """Parse one verb with its marks, as in ``b:old,retain``. Raises UsageError if the verb or a mark is unknown."""
     name, _, marks = word.partition(":")
     try:
         act = Act(name)

@@ -1,7 +1,7 @@
-"""Programs: a small model and a sequence of calls as frozen data, written as one line of text.
+"""Programs, which are a small model and a sequence of calls on it; a program can be written as one line of text.
 
-``x(3) linear(2) relu | f b:retain b s`` is a model with three inputs, a linear layer with two outputs and a ReLU, and a
-caller that runs a forward, two backwards on its graph and a step. A program is legal if plain PyTorch can run it.
+``x(3) linear(2) relu | f b:retain b s`` is a model with three inputs, a linear layer with two outputs and a ReLU, whose
+caller runs a forward, two backwards on its graph and a step. A program is legal if plain PyTorch can run it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WeightShape = tuple[int, int]  # (outputs, inputs)
 
 
 class LayerKind(Enum):
-    """The kinds of layers, each from (samples, width) to (samples, width); the first two begin a model."""
+    """The kinds of layers. ``x`` and ``tokens`` begin a model; all others map (samples, width) to (samples, width)."""
 
     INPUTS = "x"  # x(width): float inputs
     TOKENS = "tokens"  # tokens(vocabulary, width): token ids and an embedding
@@ -51,12 +51,12 @@ TRAINED_KINDS = (
     LayerKind.CONV,
     LayerKind.NORM,
 )
-# How many sizes the text of a layer has.
+# The number of sizes that a layer of each kind has; all other kinds have none.
 SIZE_COUNTS = {LayerKind.TOKENS: 2, LayerKind.INPUTS: 1, **dict.fromkeys(SIZED_KINDS, 1)}
 
 
 class Act(Enum):
-    """The calls that a program can make. Every forward takes a new micro-batch."""
+    """The calls that a program can make. Every forward uses a new micro-batch."""
 
     FORWARD = "f"  # a forward whose output is kept
     BACKWARD = "b"  # a backward from the newest kept output
@@ -93,7 +93,7 @@ BETWEEN_STEPS_ACTS = (
 
 
 class Mark(Enum):
-    """The ways in which an act can differ from its default.
+    """The options that change an act from its default.
 
     By default a backward is ``engine.backward`` of the mean squared error of the newest output, a forward takes the
     whole micro-batch as a positional argument, and a load reads the last checkpoint.
@@ -122,7 +122,11 @@ ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. LayerKind documents ``sizes``; only blocks have ``inner`` layers."""
+    """A layer of a program's model.
+
+    ``sizes`` are the numbers that the comments in LayerKind describe. ``inner`` are the inner layers of a block; all
+    other layers have none.
+    """
 
     kind: LayerKind
     sizes: tuple[int, ...] = ()
@@ -134,7 +138,7 @@ class Layer:
         return f"{self.kind.value}{sizes}{inner}"
 
     def walk(self) -> Iterator[Layer]:
-        """Yield this layer and all inner layers."""
+        """Yield this layer and all layers inside it."""
         yield self
         for layer in self.inner:
             yield from layer.walk()
@@ -142,7 +146,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verb:
-    """One act and its marks, in the order of Mark; ALLOWED_MARKS has the marks that an act may have."""
+    """An act with its marks.
+
+    The marks are in the order of the members of Mark; ALLOWED_MARKS lists the marks that each act may have.
+    """
 
     act: Act
     marks: tuple[Mark, ...] = ()
@@ -153,11 +160,12 @@ class Verb:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, the calls on it, and the settings of the engine.
+    """A small model, a sequence of calls on it, and the settings of the engine.
 
-    - ``layers`` begin with a source. If empty, the model is that of the law that runs the program.
+    - ``layers`` begin with ``x`` or ``tokens``. If ``layers`` is empty, the law provides the model.
+    - ``verbs`` are the calls, in order.
     - ``optimizer`` is a key of ``zharness.law_kit.program_steps.OPTIMIZERS``.
-    - ``clip`` is the norm to which gradients are clipped.
+    - ``clip`` is the norm to which gradients are clipped, or None for no clipping.
     - ``window`` is the number of micro-batches per step; the engine counts them and divides by their number.
     - ``reduction`` is ``mean`` or ``sum``.
     """
@@ -174,43 +182,47 @@ class Program:
 
     @property
     def with_default_settings(self) -> Program:
-        """The program without clipping and accumulation, and with mean reduction."""
+        """A copy of the program without gradient clipping and accumulation, and with mean reduction."""
         return replace(self, clip=None, window=1, reduction="mean")
 
     @property
     def model(self) -> str:
-        """The model as text, which also seeds the model's batches."""
+        """The text of the model, from which the seed of the model's batches is derived."""
         return join_words(self.layers)
 
     def __str__(self) -> str:
         return f"{self.model} | {join_words(self.verbs)}".rstrip()
 
     def walk(self) -> Iterator[Layer]:
-        """Yield every layer, including those inside blocks."""
+        """Yield every layer of the model, including the layers inside blocks."""
         for layer in self.layers:
             yield from layer.walk()
 
 
 def join_words(items: Iterable[object]) -> str:
-    """Join the texts of ``items`` with spaces."""
+    """Convert ``items`` to strings and join them with spaces."""
     return " ".join(map(str, items))
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The output width of some layers, the weights that may be tied, and the number of trained layers."""
+    """The properties of a sequence of layers that decide which layers may follow.
+
+    ``width`` is the output width. ``weights`` are the shapes of the weights that may be tied. ``trained_count`` is the
+    number of layers that are trained in every micro-batch.
+    """
 
     width: int = 0
     weights: tuple[WeightShape, ...] = ()
     trained_count: int = 0
 
     def find_tieable_weight(self) -> WeightShape | None:
-        """Return the shape of the nearest weight that a tied layer could use, or None."""
+        """Return the shape of the nearest earlier weight that a tied layer could use, or None if there is none."""
         return next((shape for shape in reversed(self.weights) if shape[1] == self.width), None)
 
 
 def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
-    """Return the model's shape with ``layer`` appended. Raises UsageError if the layer does not fit."""
+    """Return the shape of the model with ``layer`` appended. Raises UsageError if the layer does not fit."""
     kind, sizes, width = layer.kind, layer.sizes, model_shape.width
     if len(sizes) != SIZE_COUNTS.get(kind, 0) or not all(size > 0 for size in sizes):
         raise UsageError(f"{layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
@@ -240,7 +252,7 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
 
 
 def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
-    """Return the model's shape with a block appended. Raises UsageError if the block does not fit."""
+    """Return the shape of the model with ``block`` appended. Raises UsageError if the block does not fit."""
     after = model_shape
     for layer in block.inner:
         after = shape_after_layer(after, layer)
@@ -257,7 +269,7 @@ def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
 
 
 class PendingGradients(Enum):
-    """The state of the gradients since the last step or zero_grad."""
+    """The states that the gradients can have between two verbs, since the last step or zero_grad."""
 
     NOTHING = "there is no gradient"
     REDUCED = "the gradients are reduced"
@@ -267,10 +279,11 @@ class PendingGradients(Enum):
 
 @dataclass(frozen=True)
 class CallerState:
-    """The state of a caller between two verbs.
+    """The state that the code that calls the engine has between two verbs.
 
-    ``outputs`` has the micro-batch number of each kept output. ``window`` micro-batches make a step, and the engine has
-    counted ``micro_batches_counted`` of them. ``micro_batches_drawn`` counts all micro-batches of the program.
+    ``outputs`` lists the micro-batch number of each kept output. ``pending`` is the state of the gradients. ``window``
+    is the number of micro-batches per step, and ``micro_batches_counted`` is how many micro-batches of the current
+    window the engine has counted. ``micro_batches_drawn`` and ``save_count`` count from the start of the program.
     """
 
     outputs: tuple[int, ...] = ()
@@ -287,16 +300,16 @@ class CallerState:
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """Whether there are reduced gradients that ``full_grads`` may read."""
+        """Whether reduced gradients exist that the caller may read with ``full_grads``."""
         return self.is_boundary and self.pending in (PendingGradients.REDUCED, PendingGradients.UNSEEN)
 
     def select_output(self, verb: Verb) -> int:
-        """Return the micro-batch of the output from which the backward ``verb`` starts."""
+        """Return the number of the micro-batch whose output the backward ``verb`` differentiates."""
         return self.outputs[0 if Mark.OLD in verb.marks else -1]
 
 
 def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Verb) -> str:
-    """Return why ``verb`` is illegal in the state ``caller``; empty if plain PyTorch allows it."""
+    """Return the reason why ``verb`` is illegal in the state ``caller``, or '' if plain PyTorch allows the verb."""
     act = verb.act
     forbidden = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
     if forbidden:
@@ -325,9 +338,9 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
 
 
 def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
-    """Return why a model has no gradient with respect to its inputs; empty if it has one.
+    """Return the reason why a program cannot differentiate by the inputs of its model, or '' if it can.
 
-    Without ``layers`` the model is that of a law, whose inputs are floats.
+    If ``layers`` is empty, a law provides the model, whose inputs are floats.
     """
     if layers and layers[0].kind is LayerKind.TOKENS:
         return "token ids have no gradient"
@@ -336,12 +349,12 @@ def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
-    """Return whether ``verb`` adds gradients to earlier gradients outside an accumulation window of the engine."""
+    """Return whether ``verb`` adds to gradients that wait for a step, although the engine does not own accumulation."""
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 
 def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
-    """Return the state of the caller after ``verb``."""
+    """Return the state that the caller has after ``verb``."""
     act = verb.act
     caller = replace(
         caller,
@@ -371,7 +384,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
 
 
 def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
-    """Yield the number of each verb, from 1, the verb, and the state of the caller before it."""
+    """Yield, for each verb, its number from 1, the verb, and the state of the caller before the verb."""
     caller = CallerState(window=program.window)
     for number, verb in enumerate(program.verbs, start=1):
         yield number, verb, caller

@@ -1,4 +1,4 @@
-"""Make a user's model smaller, by its configuration or by omitting some of its modules."""
+"""Make a user's model smaller by changing its configuration or by omitting some of its modules."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Changes = Mapping[str, str]
 
 
 def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
-    """Return a factory's result with a smaller copy of its model.
+    """Return the result of a user's factory with a smaller copy of its model.
 
-    ``changes`` maps configuration keys to values, and paths of modules to OMITTED.
+    ``changes`` maps keys of the model's configuration to new values, and paths of modules to OMITTED.
     """
     model, *rest = factory_result if isinstance(factory_result, tuple) else (factory_result,)
     sizes = {key: int(value) for key, value in changes.items() if value != OMITTED}
@@ -40,9 +40,10 @@ def shrink_factory_result(factory_result: Any, changes: Changes) -> Any:
 
 
 def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
-    """Build a model of the same class with the configuration values ``sizes``.
+    """Build a model of the same class as ``model`` with the configuration values ``sizes``.
 
-    It has the same dtype, frozen parameters, PEFT adapter and activation checkpointing.
+    The new model keeps the dtype, the frozen parameters, the PEFT adapter and the activation checkpointing of
+    ``model``.
     """
     base = unwrap_peft(model)
     config = copy.deepcopy(base.config)
@@ -68,13 +69,16 @@ def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper; any other model unchanged."""
+    """Return the model inside ``model`` if that is a PEFT wrapper, else ``model`` itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
 
 
 def omit_module(model: nn.Module, path: str) -> None:
-    """Delete a module of a ModuleList, or replace any other by nn.Identity. Other modules keep their names."""
+    """Delete the module at ``path`` if its parent is a ModuleList, else replace the module by nn.Identity.
+
+    The names of the other modules do not change.
+    """
     parent, _, name = path.rpartition(".")
     container = model.get_submodule(parent)
     if isinstance(container, nn.ModuleList):
@@ -99,14 +103,17 @@ def shrink_candidates(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 def paths_with_parameters(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of modules that have parameters, themselves or in submodules; outer modules first."""
+    """Yield the path of every module that has parameters, directly or in a submodule; outer modules come first."""
     for path, module in model.named_modules():
         if path and any(True for _ in module.parameters()):
             yield path
 
 
 def module_runs(path: str, names: list[str]) -> Iterator[dict[str, str]]:
-    """Yield changes that omit consecutive modules of a sequence, the longest runs first; at least one remains."""
+    """Yield changes that omit consecutive modules of a container, the longest runs of modules first.
+
+    ``path`` is the container's path, and ``names`` are the names of its modules. At least one module remains.
+    """
     prefix = f"{path}." if path else ""
     length = len(names) - 1
     while length > 0:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for programs: every model and every order of calls that a repertoire allows.
+"""Hypothesis strategies that draw programs.
 
 Strategies draw arbitrary layers and verbs and keep those that are legal in their order, so no example is rejected.
 """
@@ -25,18 +25,19 @@ from zharness.workload.programs import (
     Verb,
 )
 
-MAX_WIDTH = 9  # inputs or outputs of a layer; 1 to 4 ranks often do not divide it, or exceed it
+MAX_WIDTH = 9  # inputs or outputs of a layer; often not a multiple of the world size, or below it
 MAX_CHANNELS = 2
-MAX_LAYERS = 5  # in one chain
+MAX_LAYERS = 5  # per model, not counting the first layer and the inner layers of blocks
 MAX_PHRASES = 10
-MAX_DEPTH = 2  # nested blocks
+MAX_DEPTH = 2  # depth to which blocks are nested
 
 
 @dataclass(frozen=True)
 class Repertoire:
-    """The layers, acts, marks and settings that programs for an engine may use at one stage.
+    """The layers, acts, marks and settings that programs for one engine may use at one stage.
 
-    Hypothesis shrinks to the first member of each tuple.
+    If an example fails, Hypothesis replaces values by earlier members of these tuples, so the simplest member comes
+    first. ``limits`` are the engine's limits on kept outputs and on several backwards per step.
     """
 
     kinds: tuple[LayerKind, ...] = tuple(LayerKind)
@@ -51,9 +52,9 @@ class Repertoire:
 def program_batches(
     draw: st.DrawFn, repertoires: Mapping[int, Repertoire], world_sizes: Sequence[int], programs: int
 ) -> tuple[Program, ...]:
-    """Draw ``programs`` programs for the same ranks, with one stage, world size, dtype and optimizer.
+    """Draw a batch of programs that the same ranks run, all with the same stage, world size, dtype and optimizer.
 
-    ``repertoires`` maps each stage to its repertoire.
+    ``repertoires`` maps each stage to its repertoire. ``programs`` is the number of programs.
     """
     stage = draw(st.sampled_from(sorted(repertoires)))
     world_size = draw(st.sampled_from(list(world_sizes)))
@@ -70,14 +71,14 @@ def program_batches(
 
 
 def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
-    """Return a strategy that draws a source and layers after it, at least one of them trained."""
+    """Return a strategy that draws legal models: an input or embedding layer, then layers of which one is trained."""
     sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
     inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
 
 
 def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
-    """Return a strategy that draws any layer except a source, with blocks nested at most ``depth`` deep."""
+    """Return a strategy that draws any layer except ``x`` and ``tokens``, with blocks nested at most ``depth`` deep."""
     leaves = [
         leaf_layer(kind) for kind in LayerKind if kind in repertoire.kinds and kind not in (*SOURCE_KINDS, *BLOCK_KINDS)
     ]
@@ -90,7 +91,7 @@ def any_layer(repertoire: Repertoire, depth: int) -> st.SearchStrategy[Layer]:
 
 
 def leaf_layer(kind: LayerKind) -> st.SearchStrategy[Layer]:
-    """Return a strategy that draws a layer of ``kind``, which is not a block, with its sizes."""
+    """Return a strategy that draws a layer of ``kind`` with its sizes; ``kind`` must not be a block."""
     if kind is LayerKind.TIED or kind not in (*SIZED_KINDS, *SOURCE_KINDS):
         return st.just(Layer(kind))
     size = st.integers(1, MAX_CHANNELS if kind is LayerKind.CONV else MAX_WIDTH)
@@ -109,7 +110,7 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """Return a strategy that draws a verb with any marks, or a sequence of VERB_PHRASES, from a repertoire."""
+    """Return a strategy that draws a verb with any marks or a sequence of VERB_PHRASES, within ``repertoire``."""
     phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]
@@ -119,12 +120,12 @@ def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
 
 
 def flatten_phrases(parts: Sequence[list[Verb]]) -> list[Verb]:
-    """Return the verbs of several phrases in order."""
+    """Return the verbs of all phrases in one list, in order."""
     return [verb for part in parts for verb in part]
 
 
 def make_verb(act: Act, marks: set[Mark]) -> Verb:
-    """Return a verb with its marks in order, without the marks that it cannot have."""
+    """Return a verb with its marks in the order of Mark; marks that the act cannot have are omitted."""
     forbidden = {Mark.SCALE} if Mark.TENSOR in marks else set()
     return Verb(
         act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in forbidden)

@@ -1,4 +1,4 @@
-"""Draw micro-batches for models of the transformers package from their configuration, without importing it."""
+"""Draw micro-batches for models of the transformers package from their configuration, without importing the package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DrawInputs = Callable[[torch.Generator], Any]
 
 
 def find_draw(model: nn.Module, samples: int) -> DrawInputs | None:
-    """Return a function that draws ``samples`` rows of inputs and labels.
+    """Return a function that draws inputs and labels for ``model``, with ``samples`` rows.
 
-    Returns None for a model that is not of the transformers package, or that computes no loss.
+    Returns None if the model is not of the transformers package or computes no loss.
     """
     get_base_model: Any = getattr(model, "get_base_model", None)  # a method of PEFT's wrappers
     inner: Any = get_base_model() if get_base_model is not None else model
@@ -41,7 +41,7 @@ def find_draw(model: nn.Module, samples: int) -> DrawInputs | None:
 def draw_labels(
     class_name: str, config: Any, samples: int, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Draw the labels for the loss of a model of this class."""
+    """Draw the labels that a model of the class ``class_name`` needs to compute its loss."""
     if class_name.endswith("ForQuestionAnswering"):
         return {name: random_integers(length, (samples,), generator) for name in ("start_positions", "end_positions")}
     if class_name.endswith("ForSequenceClassification"):
@@ -52,10 +52,10 @@ def draw_labels(
 
 
 def image_height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of an image of ``size``."""
+    """Return the height and width of an image; ``size`` is both of them, or one number for a square image."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def random_integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw integers from 0 to ``high`` - 1."""
+    """Draw a tensor of the shape ``shape`` whose elements are integers from 0 to ``high`` - 1."""
     return torch.randint(high, shape, generator=generator)

@@ -1,4 +1,7 @@
-"""Users' models: a factory, named by its path, that returns a model, or a model with its batches and loss."""
+"""Models of users, each built by a factory that the user names by its path ``package.module:factory``.
+
+The factory returns a model, or a tuple of a model, a function that draws its micro-batches, and its loss function.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ _registered_factories: dict[str, Factory] = {}  # filled before any rank is fork
 
 @dataclass(frozen=True)
 class UserModelParts:
-    """The result of a factory: a model, a function that draws a micro-batch, and the loss function."""
+    """The result of a user's factory.
+
+    ``model`` is the model. ``draw(generator)`` draws a micro-batch. ``score(output, batch)`` computes the loss.
+    """
 
     model: nn.Module
     draw: DrawInputs
@@ -42,14 +48,17 @@ class UserModelParts:
 
 
 def is_user_model(name: str) -> bool:
-    """Return whether ``name`` is a factory's path, ``package.module:factory``, with or without changes after it."""
+    """Return whether ``name`` is a factory's path, ``package.module:factory``, with or without ``(changes)``."""
     return _FACTORY_PATH.fullmatch(name) is not None
 
 
 def register_factory(name: str, factory: Factory) -> None:
-    """Register ``factory``, which may be a closure, for this process and the processes that it forks later."""
+    """Register ``factory`` under ``name`` in this process and in processes that this process forks later.
+
+    The factory may be a closure.
+    """
     _registered_factories[name] = factory
-    user_model_spec.cache_clear()  # it may have cached another factory of this name
+    user_model_spec.cache_clear()  # the cache may contain another factory with this name
 
 
 def is_registered_factory(name: str) -> bool:
@@ -58,7 +67,7 @@ def is_registered_factory(name: str) -> bool:
 
 
 def unregister_factory(name: str) -> None:
-    """Remove the factory that was registered under ``name``, and the cached model that it made."""
+    """Remove the factory that was registered under ``name``, and clear the cache of user models."""
     _registered_factories.pop(name, None)
     user_model_spec.cache_clear()
 
@@ -74,15 +83,15 @@ def user_model_spec(name: str) -> ModelSpec:
 
 
 def build_fresh_model(name: str, seed: int) -> nn.Module:
-    """Call the factory ``name`` again and return its model."""
+    """Call the factory ``name`` again, without the cache, and return its model, with weights drawn from ``seed``."""
     return UserModel(name, resolve_factory(name)).get_parts(seed).model
 
 
 def resolve_factory(name: str) -> Factory:
-    """Return the factory that was registered under ``name``, or import it. Raises UsageError if there is none.
+    """Return the factory that was registered under ``name``, or import it. Raises UsageError if it cannot be imported.
 
-    Changes after the path make the model smaller: ``package.module:factory(num_hidden_layers=1)`` sets a key of its
-    configuration, and ``package.module:factory(2=out)`` omits a module of a sequence.
+    Changes in parentheses after the path make the model smaller: ``package.module:factory(num_hidden_layers=1)`` sets a
+    key of the model's configuration, and ``package.module:factory(2=out)`` omits a module of a sequence.
     """
     path, changes = parse_user_model_name(name)
     factory = _registered_factories.get(path) or import_factory(path)
@@ -90,18 +99,21 @@ def resolve_factory(name: str) -> Factory:
 
 
 def parse_user_model_name(name: str) -> tuple[str, dict[str, str]]:
-    """Split a name into the factory's path and the changes to its model."""
+    """Split ``name`` into the path of the factory and the changes to its model."""
     path, _, changes = name.removesuffix(")").partition("(")
     return path, dict(change.split("=", 1) for change in changes.split(",") if "=" in change)
 
 
 def format_user_model_name(path: str, changes: Mapping[str, str]) -> str:
-    """Return the name of the model of the factory at ``path`` with ``changes``."""
+    """Return the model name that consists of the factory's ``path`` and the ``changes`` to its model."""
     return f"{path}({','.join(f'{key}={value}' for key, value in changes.items())})" if changes else path
 
 
 class UserModel:
-    """The models of a factory. The last result is cached and copied, as a law needs many copies."""
+    """The model of a user's factory.
+
+    The factory's last result is cached, and copies of its model are returned, because a law needs many copies.
+    """
 
     def __init__(self, name: str, factory: Factory) -> None:
         self.name = name
@@ -109,9 +121,9 @@ class UserModel:
         self._cached_parts: tuple[int, UserModelParts] | None = None
 
     def get_parts(self, seed: int | None = None) -> UserModelParts:
-        """Call the factory with torch's generator at ``seed``, or return the cached result.
+        """Call the factory with torch's generator seeded with ``seed``, or return the cached result for this seed.
 
-        With ``seed`` None it returns the cached result of any seed.
+        If ``seed`` is None, the cached result is returned whatever its seed.
         """
         if self._cached_parts is None or seed not in (None, self._cached_parts[0]):
             self._cached_parts = None  # free the model before the next one is built
@@ -122,7 +134,7 @@ class UserModel:
         return self._cached_parts[1]
 
     def build(self) -> nn.Module:
-        """Return a copy of the model with the initial weights of the seed of torch's generator."""
+        """Return a copy of the model, with its weights initialized from the current seed of torch's generator."""
         model = self.get_parts(torch.initial_seed()).model
         try:
             return copy.deepcopy(model)
@@ -133,7 +145,7 @@ class UserModel:
             ) from error
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """Draw a micro-batch. The seed of ``generator`` also seeds the forward."""
+        """Draw a micro-batch from ``generator``, whose seed also becomes the seed for the forward."""
         drawn = self.get_parts().draw(generator)
         rows = {len(tensor) if tensor.dim() else 0 for tensor in collect_tensors(drawn)}
         if len(rows) != 1 or rows == {0}:
@@ -144,7 +156,7 @@ class UserModel:
         return Batch(drawn, drawn, generator.initial_seed())
 
     def loss(self, output: Any, batch: Any) -> Tensor:
-        """Return the loss of ``output``. Raises UsageError unless it is a scalar with a gradient."""
+        """Return the loss of ``output``. Raises UsageError if the loss is not a scalar that requires a gradient."""
         loss = self.get_parts().score(output, batch)
         if not isinstance(loss, Tensor) or loss.dim() or (not loss.requires_grad and torch.is_grad_enabled()):
             raise UsageError(
@@ -154,7 +166,10 @@ class UserModel:
 
 
 def import_factory(name: str) -> Factory:
-    """Import the factory at the path ``name``, also from the current directory. Raises UsageError if that fails."""
+    """Import the factory at the path ``name``. Raises UsageError if the import fails.
+
+    The current directory is put on the import path.
+    """
     module, _, attribute = name.partition(":")
     if module == IN_PROCESS_PACKAGE:
         raise UsageError(
@@ -177,9 +192,9 @@ def import_factory(name: str) -> Factory:
 
 
 def call_factory(name: str, factory: Factory) -> UserModelParts:
-    """Call ``factory`` and add the default batches and loss if it returns none.
+    """Call ``factory``, and add the default draw and loss functions if it returns none.
 
-    Raises UsageError if it raises, or returns anything but EXPECTED_RETURN.
+    Raises UsageError if the factory raises, or returns anything other than what EXPECTED_RETURN describes.
     """
     try:
         result = factory()
@@ -196,9 +211,9 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
 
 
 def default_draw(name: str, model: nn.Module) -> DrawInputs:
-    """Return a function that draws batches for a model of the transformers package.
+    """Return a function that draws micro-batches for a model of the transformers package.
 
-    Raises UsageError for any other model.
+    Raises UsageError for any other model. ``name`` is the factory's name for the error message.
     """
     draw = find_draw(model, SAMPLES)
     if draw is None:
@@ -212,7 +227,7 @@ def default_draw(name: str, model: nn.Module) -> DrawInputs:
 
 
 def default_loss(output: Any, _batch: Any) -> Tensor:
-    """Return the loss that a model computes itself: its output, or the entry ``loss`` of its output."""
+    """Return the loss that the model computes itself: the model's output, or the entry ``loss`` of that output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")
@@ -220,7 +235,7 @@ def default_loss(output: Any, _batch: Any) -> Tensor:
 
 
 def describe_value(obj: Any) -> str:
-    """Describe the type of a value, and the shapes of tensors in it, for an error message."""
+    """Describe the type of ``obj``, and the shapes of the tensors in it, for an error message."""
     if isinstance(obj, Tensor):
         return f"a tensor of shape {tuple(obj.shape)}{'' if obj.requires_grad else ' without gradient'}"
     if isinstance(obj, (tuple, list)):
