@@ -73,7 +73,10 @@ class Bucket:
         return [part.view(param.layout.shape) for part, param in zip(parts, self.members, strict=True)]
 
     def split_shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Return the elements that ``rank`` owns of each member, as views of its row without padding."""
+        """Split ``row``, the row of ``rank``, into the elements that ``rank`` owns of each member.
+
+        The returned tensors are views without padding.
+        """
         parts = torch.split(row, self.shard_lengths)
         return [part[: param.layout.owned_numel(rank)] for part, param in zip(parts, self.members, strict=True)]
 

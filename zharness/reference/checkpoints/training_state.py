@@ -93,8 +93,7 @@ class TrainingState:
         self._device_meshes: dict[str, DeviceMesh] = {}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the extra state of this rank's modules (``get_extra_state``) by its key in the model's ``state_dict``.
-        """
+        """Return the extra state of this rank's modules (``get_extra_state``) by its key in ``state_dict``."""
         items = self._module.state_dict(keep_vars=True).items()
         return {name: value for name, value in items if name.rpartition(".")[2] == EXTRA_STATE_KEY}
 
@@ -237,7 +236,7 @@ class TrainingState:
         return DTensor.from_local(local, mesh, [placement], run_check=False, shape=flat, stride=(1,))
 
     def _get_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the device mesh of all ranks. It is made at the first checkpoint, since making one is slow."""
+        """Return the device mesh of all ranks, which is made for the first checkpoint, since making one is slow."""
         if device_type not in self._device_meshes:
             group = self._comm.group or dist.group.WORLD
             assert group is not None

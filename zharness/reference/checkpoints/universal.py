@@ -41,8 +41,7 @@ ds_version checkpoint_parallel_dimensions universal_checkpoint_info ds_autoep_la
 
 @dataclass(frozen=True)
 class UniversalCheckpoint:
-    """A universal checkpoint that fits this engine, converted to the contents of one of this engine's own checkpoints.
-    """
+    """A universal checkpoint that fits this engine, converted to the form of one of this engine's own checkpoints."""
 
     contents: CheckpointContents
     local_tensors: Mapping[str, Tensor]
@@ -343,7 +342,9 @@ def _merge_stateful(
 
 
 def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
-    """Call the first method of ``mpu`` that has one of ``names``. Raises CheckpointError if ``mpu`` has none of them.
+    """Call the first method of ``mpu`` that has one of ``names``.
+
+    Raises CheckpointError if ``mpu`` has none of them.
     """
     for name in names:
         if hasattr(mpu, name):
