@@ -56,9 +56,8 @@ class Bucket:
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
         """Sum the members' full tensors over the ranks, and return the sums in one flat tensor. Collective.
 
-        ``full_tensors`` has this rank's full tensor of each member. At the stages that call this method no rank keeps a
-        shard of the sums, so before the sums are exchanged rank r adds up the r-th part of the flat tensor, wherever
-        members begin and end.
+        ``full_tensors`` has this rank's full tensor of each member. The flat tensor is split into N equal parts
+        regardless of where members begin and end: rank r sums the r-th part, then the parts are all-gathered.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
