@@ -40,9 +40,8 @@ class EnginePhase(Enum):
 class Engine:
     """Trains one module with ZeRO; [Note: phases] in the package's docstring describes the order of calls.
 
-    The engine sets no hook on the loss or the outputs, because gradients are divided where they are reduced. So every
-    way to call backward, a loss computed outside the engine, and several backwards before one step work as in plain
-    PyTorch.
+    The engine sets no hook on the loss or the outputs, because gradients are divided where they are reduced. So any way
+    to call backward, a loss computed elsewhere, and several backwards before a step work as in plain PyTorch.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Engine:
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
-        """Return whether a loss must be passed to ``scale``; otherwise its backward raises UsageError."""
+        """Return whether a loss must be passed to ``scale``; if so, a backward without it raises UsageError."""
         return self._loss_scale.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
@@ -141,8 +140,8 @@ class Engine:
         """Count the micro-batch, and at the accumulation boundary update the parameters and drop the gradients.
 
         Collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under fp16 and
-        bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted as skipped, otherwise it raises
-        NonFiniteError.
+        bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise NonFiniteError is
+        raised.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1
@@ -194,14 +193,11 @@ class Engine:
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients, unscaled and before clipping; None if not computed."""
+        """Return the gradient norm of the last step, unscaled and before clipping, or None if it was not computed."""
         return self._clipper.norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Return the full gradients that were accumulated so far, reduced and unscaled, by name on the CPU.
-
-        Collective.
-        """
+        """Return the accumulated full gradients, reduced and unscaled, by name on the CPU. Collective."""
         return {name: grad / self._loss_scale.value for name, grad in self._gradients.full_grads().items()}
 
     def full_params(self) -> dict[str, Tensor]:
@@ -213,22 +209,20 @@ class Engine:
     ) -> AbstractContextManager[dict[str, Tensor]]:
         """Unshard weights for editing inside the block, in the dictionary that it yields or as module attributes.
 
-        ``parameters`` are names or the model's Parameters; None means all. At the end of the block the edits of rank
-        ``source`` are broadcast to all ranks and to master weights. If any rank raises, no rank keeps an edit. The
-        start and the end of the block are collectives at every stage. Raises UsageError for an unknown parameter, and
-        if another rank raised.
+        ``parameters`` are names or the model's Parameters; None means all. At the end rank ``source``'s edits are
+        broadcast, also to master weights; if any rank raises, no rank keeps an edit. The block begins and ends with a
+        collective at every stage. Raises UsageError for an unknown parameter, and if another rank raised.
         """
         return self._parameters.unshard_for_edit(parameters, source)
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Let ranks use different parameters inside the block, for models that choose a branch depending on the data.
+        """Let ranks use different parameters inside the block, for models whose branches depend on the data.
 
         A parameter that a rank does not use counts as zero in the mean. Outside the block, stage 3 needs the same reads
-        on every rank, and stage 2 the same number of backwards, including those of reentrant checkpoints. Inside the
-        block each read at stage 3 costs two collectives instead of one. The end of the block is a collective. Raises
-        UsageError at every stage if another rank raised inside the block, and for a ``step`` or another ``uneven``
-        inside the block.
+        on every rank, and stage 2 the same number of backwards, including those of reentrant checkpoints. Inside, each
+        read at stage 3 costs two collectives instead of one. The block ends with a collective. Raises UsageError at
+        every stage if another rank raised inside the block, and for a ``step`` or another ``uneven`` inside the block.
         """
         with self._parameters.allow_uneven_ranks(), self._gradients.allow_uneven_ranks():
             yield
@@ -284,10 +278,9 @@ class Engine:
         """Save the training state to ``save_dir/tag``, and return that path. Collective.
 
         The default tag is ``global_step{steps}``. The checkpoint has the parameters, the optimizer with its groups, the
-        schedule, the loss scale and the step counts, and each rank's buffers, modules' extra state and
-        ``client_state``, where a caller may save the state of random generators. All ranks must share the file system.
-        Raises CheckpointError on every rank, also if the schedule has no state_dict. An interrupted save leaves the
-        previous checkpoint complete and the latest.
+        schedule, the loss scale, the step counts, and each rank's buffers, modules' extra state and ``client_state``.
+        All ranks must share the file system. Raises CheckpointError on every rank, also if the schedule has no
+        state_dict. An interrupted save leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -306,13 +299,12 @@ class Engine:
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
     ) -> tuple[Path, dict[str, Any]]:
-        """Load ``load_dir/tag``, or the latest checkpoint if ``tag`` is None. Collective.
+        """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``. Collective.
 
-        Returns the checkpoint's path and this rank's ``client_state``. Any stage at any world size loads the
-        checkpoints of any other; a rank that the checkpoint does not have gets rank 0's buffers, extra state and
-        ``client_state``. ``load_module_only`` loads only parameters, buffers and extra state. Drops all gradients.
-        Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing or damaged, contains
-        code, or belongs to another model or optimizer.
+        Any stage at any world size loads the checkpoints of any other; a rank that the checkpoint does not have gets
+        rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters, buffers and
+        extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint
+        that is missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
         saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
@@ -326,14 +318,12 @@ class Engine:
         return saved.path, saved.rank_state["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
-        """Load a DeepSpeed checkpoint that ``ds_to_universal`` converted. Returns ``path`` and its ``client_state``.
+        """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``. Collective.
 
-        Collective.
-
-        ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads weights, buffers, the
-        modules' extra state, Adam's moments, step counts and settings, the loss scale, and the schedule if both sides
-        have the same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing,
-        incomplete or damaged, contains code, or belongs to another model.
+        ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads weights, buffers, extra
+        state, Adam's moments, step counts and settings, the loss scale, and the schedule if both sides have the same
+        kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing, incomplete or
+        damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -372,7 +362,7 @@ class Engine:
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
-        """List the tensors on this rank, among other values, as parameters, gradients and optimizer state."""
+        """Return this rank's parameters, gradients and optimizer state; the lists may also contain other values."""
         parameters = [param.parameter for param in self._model_params.values()]
         state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
@@ -394,10 +384,7 @@ class Engine:
         self._memory_tracker.peak = self._memory_tracker.live_bytes()
 
     def close(self) -> None:
-        """Remove the hooks and restore the modules' classes.
-
-        No collective runs, so at stage 3 parameters stay sharded.
-        """
+        """Remove the hooks and restore the modules' classes, without a collective; sharded parameters stay sharded."""
         if self._phase is not EnginePhase.CLOSED:
             self._phase = EnginePhase.CLOSED
             self._step_guard.remove()

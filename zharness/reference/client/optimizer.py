@@ -103,7 +103,7 @@ def build_optimizer(
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer state was made before the first step, as Adagrad's is."""
+    """Return whether an optimizer state was never updated, like the state that Adagrad creates when it is built."""
     return "step" in state and not state["step"]
 
 

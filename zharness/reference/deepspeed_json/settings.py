@@ -132,7 +132,7 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
 
 
 def _parse_batch_sizes(values: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Compute micro-batch size and accumulation steps from those of DeepSpeed's three sizes that are given.
+    """Return the micro-batch size and the accumulation steps from those of the three batch sizes that are given.
 
     If only one size is given, the accumulation steps are 1. Raises ConfigError if the sizes do not fit together.
     """
