@@ -83,7 +83,7 @@ class Gradients:
 
     @contextmanager
     def allow_uneven_ranks(self) -> Iterator[None]:
-        """Let ranks run different backwards inside the block: stage 2 then reduces at the accumulation boundary."""
+        """Let ranks run different backwards inside the block, where stage 2 reduces only at the boundary."""
         if self._bucket_reducer is not None:
             self._remove_hooks()
         try:
@@ -203,7 +203,7 @@ class Gradients:
         return owned.div_(self._remaining_divisor(param)) if param.has_master else owned
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """Return the divisor that makes a reduced sum the mean; ``predivide_factor`` was applied before it was sent."""
+        """Return the divisor that turns a reduced sum into the mean, after ``predivide_factor`` was applied."""
         return self._context.divisor / param.predivide_factor
 
     def is_finite(self) -> bool:

@@ -128,7 +128,7 @@ def _make_context(
 
 @torch.no_grad()
 def _restore_tensors(saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    """Restore the storage and values of each tensor; ``saved`` has (tensor, its ``data``, a copy of its values)."""
+    """Restore the storage and values of tensors; ``saved`` has (tensor, its ``data``, a copy of its values)."""
     for tensor, data, values in saved:
         tensor.data = data
         tensor.copy_(values)

@@ -97,7 +97,7 @@ class ParamDtypes:
 
 @dataclass(frozen=True)
 class ModelParam:
-    """One parameter of the user's model: its first name, the Parameter object, its layout and its dtypes."""
+    """One parameter of the user's model: its first name in the model, the Parameter, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter

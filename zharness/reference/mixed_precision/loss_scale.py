@@ -80,7 +80,7 @@ class LossScale:
         return scaled
 
     def _mark_scaled_backward(self, grad: Tensor) -> None:
-        """Mark the running backward, and those that it starts (reentrant checkpoints), as one of a scaled loss."""
+        """Record that the running backward, and those that it starts in checkpoints, belong to a scaled loss."""
         task = private.current_graph_task_id()
         if task != -1 and task == self._scaled_graph_task_id:
             return
@@ -104,7 +104,7 @@ class LossScale:
         return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
-        """Raise UsageError in a backward of an unscaled loss; every parameter calls this hook."""
+        """Raise UsageError if the running backward belongs to an unscaled loss. Every parameter calls this hook."""
         if self._external_scale is None and self._scaled_graph_task_id is None:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "

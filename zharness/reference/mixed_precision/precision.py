@@ -90,7 +90,7 @@ class Precision:
         return {p for p in params_by_safety[True] - params_by_safety[False] if p.dtype == torch.float32}
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context in which the model's forward runs."""
+        """Return the context manager for the model's forward: torch.autocast if configured, else a null context."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.autocast.dtype)
