@@ -128,7 +128,7 @@ class Parameters:
             self._record_version(self._model_params[name])
 
     def _record_version(self, param: ModelParam) -> None:
-        """Record that the engine itself has changed the parameter, so that it is not taken for a user's edit."""
+        """Record that the engine itself has changed the parameter, so that this is not taken for a user's edit."""
         if self._unsharder is not None:
             self._unsharder.record_version(param.parameter)
         elif param.name in self._known_versions:
@@ -151,7 +151,7 @@ class Parameters:
         return self._collectives.allow_uneven_ranks()
 
     def check_ready_to_step(self) -> None:
-        """Raise UsageError inside ``gathered`` or ``uneven``, and for an in-place edit that the step would undo."""
+        """Raise UsageError inside ``gathered`` or ``uneven``, or if a step would undo a user's in-place edit."""
         self._collectives.require_even("a step")
         if self._unsharder is not None:
             self._unsharder.refuse_lost_edits()

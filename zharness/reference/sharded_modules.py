@@ -110,7 +110,7 @@ class ParamUnsharder:
         self._context.prefetcher.clear()
 
     def record_version(self, parameter: nn.Parameter) -> None:
-        """Record that the engine itself has changed the shard of ``parameter``."""
+        """Record that the engine itself has changed the shard, so that the change is not taken for a user's edit."""
         self._known_versions[parameter] = parameter._version
 
     def refuse_lost_edits(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -149,7 +149,7 @@ class ParamUnsharder:
         return self._grad_placeholders[key]
 
     def _params_reduced_with(self, unsharded_param: UnshardedParam) -> list[UnshardedParam]:
-        """List the parameters whose gradients are reduced together with that of ``unsharded_param``, itself included.
+        """Return the parameters, including ``unsharded_param``, whose gradients are reduced together with its gradient.
 
         They are the trained parameters of its bucket that belong to the outermost running module (which is a small part
         of the model in a recomputation) and have no placeholder yet.
