@@ -76,7 +76,7 @@ class ReadSequence:
 
 
 class Prefetcher:
-    """Keep one prefetched bucket of at most ``max_elements``; report its bytes to ``report_bytes`` at every change."""
+    """Keeps one prefetched bucket of at most ``max_elements``, and passes its size in bytes to ``report_bytes``."""
 
     def __init__(
         self,

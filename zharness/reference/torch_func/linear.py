@@ -60,7 +60,7 @@ class Zero3Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight and bias that are needed, in the forward's state of autocast."""
+        """Return the needed gradients of input, weight and bias, under the forward's state of torch.autocast."""
         features, weight, bias = ctx.saved_tensors
         needed = (*ctx.needs_input_grad, False)
         grad_rows, rows = grad.reshape(-1, grad.shape[-1]), features.reshape(-1, features.shape[-1])

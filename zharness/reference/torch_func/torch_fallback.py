@@ -73,7 +73,7 @@ class EndOfBackward:
             private.queue_backward_callback(partial(self._end, task))
 
     def _end(self, task: int) -> None:
-        """Call ``callback`` at the end of the graph task with the id ``task``, and forget that graph task."""
+        """Call ``callback`` at the end of the graph task with the id ``task``, and discard that task's record."""
         try:
             self._callback()
         finally:

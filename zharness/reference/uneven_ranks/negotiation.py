@@ -136,7 +136,7 @@ class CollectiveNegotiation:
 
 
 def _make_contribution(request: CollectiveRequest, param: ModelParam) -> Tensor:
-    """Make the tensor that a rank sends in a collective that it did not request: its parameter shard, else zeros."""
+    """Return what a rank sends in a collective that it did not request: its shard of the parameter, or zeros."""
     if request.kind is RequestKind.ALL_GATHER_PARAM:
         return param.parameter.detach().to(request.dtype)
     shape = (param.layout.shard_length,) if request.kind is RequestKind.ALL_GATHER_GRAD else param.layout.shape
