@@ -124,7 +124,7 @@ class DeepSpeedTensorReader:
         return all(averaged.get(index) is not None for index in range(len(self.engine.optimizer.bit16_groups)))
 
     def _master_dtype(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of masters and their gradients; DeepSpeed's functions convert both to fp32."""
+        """Return the dtype of master weights and their gradients, which DeepSpeed's functions convert to fp32."""
         zero = self.engine.optimizer
         if self.stage == 0:
             return tensor.dtype
@@ -162,7 +162,7 @@ class DeepSpeedTensorReader:
         return {**elementwise, **_scalar_states(state)}
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
-        """Return one optimizer state of ``param`` in its original shape. Each rank contributes the elements it owns."""
+        """Return one optimizer state of ``param`` in its original shape, from the elements that each rank owns."""
         full = torch.zeros(param.numel(), dtype=flat_state.dtype, device=flat_state.device)
         mapping = param._hp_mapping
         if mapping is not None:
