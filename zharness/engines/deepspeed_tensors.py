@@ -134,7 +134,7 @@ class DeepSpeedTensorReader:
         return flats[0].dtype
 
     def _stage0_master(self, param: nn.Parameter) -> Tensor:
-        """Return the tensor that stage 0's optimizer updates: the parameter, or its fp32 master."""
+        """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master."""
         groups = getattr(self.engine.optimizer, "fp16_groups", None)
         if groups is None:
             return param

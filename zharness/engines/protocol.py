@@ -264,10 +264,10 @@ class Engine(Protocol):
         """
 
     def grad_norm(self) -> float | None:
-        """Return the global gradient norm before clipping that the last step computed, or None if it computed none."""
+        """Return the global gradient norm before clipping that the last step computed, or None if it had none."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return the piece of each master weight that each rank owns; every rank owns all of a weight without entry."""
+        """Return which piece of each master weight each rank owns; every rank owns all of a weight without an entry."""
 
     def observe(self) -> Observations:
         """Return the loss scale, learning rates, counters and memory of this engine. Collective."""

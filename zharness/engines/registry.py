@@ -51,7 +51,7 @@ class EngineInfo:
 
 @cache
 def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
-    """Return the version of a distribution; cached per sys.path, as an overlay may be put before it later."""
+    """Return the version of a distribution, cached for each sys.path, to which an overlay may be added later."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +155,10 @@ def is_checkout(text: str) -> bool:
 
 
 def resolve_version(text: str) -> str | None:
-    """Return the version that ``text`` selects: the checkout's, the named release, or the installed one, if any."""
+    """Return the version that ``text`` selects: the checkout's, the named release, or the installed one.
+
+    Returns None if no version is named and none is installed.
+    """
     checkout = find_checkout(text)
     return checkout.version if checkout is not None else split_release(text)[1] or info(text).version()
 
@@ -229,7 +232,10 @@ def _import_module(path: str, target: str) -> ModuleType:
 
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
-    """Return what a registered engine claims at ``stage``; None if it claims nothing before it is built."""
+    """Return the capabilities that a registered engine claims at ``stage``.
+
+    Returns None if the engine claims nothing before it is built.
+    """
     if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])
