@@ -73,7 +73,7 @@ OPTIONS = {
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Wrap ``model`` in DDP over the default process group, on the device of its parameters. Collective.
+    """Wrap ``model`` in DDP over the default process group, on the device of its parameters. This is a collective.
 
     Raises ConfigError for an unsupported configuration.
     """

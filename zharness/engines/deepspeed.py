@@ -33,7 +33,7 @@ COALESCE = "coalesce_grad_reduction"
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
-    """Build a DeepSpeed engine around ``model``. Collective.
+    """Build a DeepSpeed engine around ``model``. This is a collective.
 
     Raises ConfigError for an unsupported configuration, and MissingEngine if DeepSpeed is not installed.
     """

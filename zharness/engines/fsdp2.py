@@ -132,7 +132,7 @@ def capabilities_at(stage: int) -> Capabilities:
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Shard ``model`` in place over the default process group, on the device of its parameters. Collective.
+    """Shard ``model`` in place over the default process group, on the device of its parameters. This is a collective.
 
     A model on the meta device is initialized on rank 0. ``fully_shard`` cannot be undone: after ``close`` the model
     is still sharded. Raises ConfigError for an unsupported configuration.
@@ -265,7 +265,7 @@ class GradientSync:
             self._set_gradient_sync(True)
 
     def drop_unreduced_gradients(self) -> None:
-        """Drop the gradients that were not reduced. Collective if there was a no_sync block.
+        """Drop the gradients that were not reduced. This is a collective if there was a no_sync block.
 
         These gradients are on the unsharded weights, where ``zero_grad`` of optimizer and module does not see them, and
         the next reduced backward would add them. On torch 2.13 ``reset_iter_state`` keeps them too, contrary to its

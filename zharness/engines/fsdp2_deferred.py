@@ -39,7 +39,7 @@ def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[st
 
 
 def materialize_and_load(model: nn.Module, device: torch.device, values: Mapping[str, Tensor]) -> None:
-    """Allocate the shards of ``model`` and load rank 0's ``values`` into them. Collective.
+    """Allocate the shards of ``model`` and load rank 0's ``values`` into them. This is a collective.
 
     The state dict is loaded as in https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html.
     """

@@ -270,16 +270,16 @@ class Engine(Protocol):
         """Return which piece of each master weight each rank owns; every rank owns all of a weight without an entry."""
 
     def observe(self) -> Observations:
-        """Return the loss scale, learning rates, counters and memory of this engine. Collective."""
+        """Return the loss scale, learning rates, counters and memory of this engine. This is a collective."""
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint from which ``load`` continues. Collective.
+        """Write a checkpoint from which ``load`` continues. This is a collective.
 
         Raises an error on every rank if any rank cannot write.
         """
 
     def load(self, path: Path) -> None:
-        """Continue training from a checkpoint that ``save`` wrote. Collective.
+        """Continue training from a checkpoint that ``save`` wrote. This is a collective.
 
         Raises an error on every rank, and changes nothing, if a file is missing, damaged or contains code.
         """
@@ -313,7 +313,7 @@ class SupportsFullStateDict(Protocol):
     """An engine that returns a state dict for the plain model, as ``Feature.CHECKPOINT`` requires."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return a state dict that the plain model loads, with copies on CPU. Collective.
+        """Return a state dict that the plain model loads, with copies on CPU. This is a collective.
 
         A tied parameter is one tensor under all its names.
         """
@@ -323,7 +323,7 @@ class SupportsLoadUniversal(Protocol):
     """An engine that loads DeepSpeed's universal checkpoints, as ``Feature.UNIVERSAL_CHECKPOINT`` requires."""
 
     def load_universal(self, path: Path) -> None:
-        """Continue training from a checkpoint in DeepSpeed's universal layout. Collective.
+        """Continue training from a checkpoint in DeepSpeed's universal layout. This is a collective.
 
         Raises an error on every rank, and changes nothing, if a file is missing or damaged.
         """

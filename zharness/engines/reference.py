@@ -133,7 +133,7 @@ class ReferenceEngine:
 
 
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Build the reference engine around ``model`` over the default process group. Collective."""
+    """Build the reference engine around ``model`` over the default process group. This is a collective."""
     if config.dtype not in CAPABILITIES.dtypes:
         raise UsageError.unknown_name(
             "dtype", config.dtype, sorted(CAPABILITIES.dtypes), "bf16 and fp16 train fp32 masters"

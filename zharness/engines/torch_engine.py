@@ -254,7 +254,10 @@ class TorchEngine:
         self._require_checkpoint_format(f"load from {path}").load(path, self._engine_state())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's ``state_dict()`` on CPU, with one tensor for each tied parameter. Collective."""
+        """Return the plain model's ``state_dict()`` on CPU, with one tensor for each tied parameter.
+
+        This is a collective.
+        """
         tied = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
         copies: dict[int, Tensor] = {}
         state = {}
@@ -266,7 +269,7 @@ class TorchEngine:
         return state
 
     def _full_masters(self) -> dict[str, Tensor]:
-        """Return full copies of the parameters that the optimizer updates. Collective if they are sharded."""
+        """Return full copies of the parameters that the optimizer updates. This is a collective if they are sharded."""
         return {name: self._full_copy(param) for name, param in self._adapter.params.items()}
 
     def _engine_state(self) -> EngineState:
@@ -288,5 +291,5 @@ class TorchEngine:
             attributes.clear()
 
     def _full_copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the full tensor on the CPU. Collective if ``tensor`` is sharded."""
+        """Return a copy of the full tensor on the CPU. This is a collective if ``tensor`` is sharded."""
         return snapshot(self._adapter.full_tensor(tensor.detach()))

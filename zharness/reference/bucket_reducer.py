@@ -52,7 +52,10 @@ class BucketReducer:
         self._end_of_backward.reset()
 
     def _reduce_next_bucket(self) -> bool:
-        """Reduce the next bucket, and return whether any rank has gradients in that or in later buckets. Collective."""
+        """Reduce the next bucket, and return whether any rank has gradients in that or in later buckets.
+
+        This is a collective.
+        """
         bucket = self._buckets[self._next_bucket]
         self._pending_params.difference_update(param.parameter for param in bucket.members)
         self._missing_counts[self._next_bucket] = len(bucket.members)

@@ -42,7 +42,7 @@ class Bucket:
         return Bucket(tuple(param for param in self.members if param.name in names))
 
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum the members' full tensors over the ranks, and return this rank's row of the sum. Collective.
+        """Sum the members' full tensors over the ranks, and return this rank's row of the sum. This is a collective.
 
         ``full_tensors`` has this rank's full tensor of each member.
         """
@@ -54,7 +54,7 @@ class Bucket:
         return own_row
 
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum the members' full tensors over the ranks, and return the sums in one flat tensor. Collective.
+        """Sum the members' full tensors over the ranks, and return the sums in one flat tensor. This is a collective.
 
         ``full_tensors`` has this rank's full tensor of each member. The flat tensor is split into N equal parts
         regardless of where members begin and end: rank r sums the r-th part, then the parts are all-gathered.

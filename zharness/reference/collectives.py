@@ -41,16 +41,19 @@ class ShardCollectives:
         self._order = CollectiveOrder(comm)
 
     def all_gather_bucket(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """All-gather every rank's ``row`` of the bucket into a tensor of shape (N, length of a row). Collective."""
+        """All-gather every rank's ``row`` of the bucket into a tensor of shape (N, length of a row).
+
+        This is a collective.
+        """
         self._record_collective(RequestKind.ALL_GATHER_PARAM, bucket.members, row.dtype)
         return all_gather_rows(row, self._comm)
 
     def all_gather_param(self, param: ModelParam, dtype: torch.dtype) -> Tensor:
-        """All-gather the full parameter, cast to ``dtype`` before it is sent. Collective."""
+        """All-gather the full parameter, cast to ``dtype`` before it is sent. This is a collective."""
         return self._run_or_negotiate(RequestKind.ALL_GATHER_PARAM, param, param.parameter.detach().to(dtype))
 
     def all_gather_grad(self, param: ModelParam, shard: Tensor) -> Tensor:
-        """All-gather the full tensor from every rank's ``shard``, and divide the full tensor. Collective.
+        """All-gather the full tensor from every rank's ``shard``, and divide the full tensor. This is a collective.
 
         This is the adjoint of ``reduce_grad``, used when a backward is differentiated again.
         """
@@ -60,12 +63,12 @@ class ShardCollectives:
     def reduce_grad(self, param: ModelParam, full: Tensor) -> Tensor:
         """Reduce-scatter the gradient ``full`` in the reduce dtype, and return this rank's shard of the mean.
 
-        Collective.
+        This is a collective.
         """
         return self._run_or_negotiate(RequestKind.REDUCE_GRAD, param, param.cast_for_reduce(full))
 
     def reduce_grads(self, params: Sequence[ModelParam], full_grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return what ``reduce_grad`` returns for each of several parameters of the same dtypes. Collective.
+        """Return what ``reduce_grad`` returns for each of several parameters of the same dtypes. This is a collective.
 
         The gradients are reduced in one collective, except inside ``allow_uneven_ranks``.
         """
@@ -98,7 +101,10 @@ class ShardCollectives:
         self._negotiation.require_even(operation)
 
     def check_same_collectives(self) -> None:
-        """Raise UsageError on every rank if the ranks ran different collectives since the last check. Collective."""
+        """Raise UsageError on every rank if the ranks ran different collectives since the last check.
+
+        This is a collective.
+        """
         self._order.check_same_on_all_ranks(self._model_params[0].parameter.device)
 
     def _remaining_divisor(self, param: ModelParam) -> float:
@@ -112,7 +118,7 @@ class ShardCollectives:
     def _run_or_negotiate(self, kind: RequestKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
         """Run a collective immediately, or inside ``allow_uneven_ranks`` in a round that all ranks negotiate.
 
-        Collective.
+        This is a collective.
         """
         request = CollectiveRequest(kind, self._param_indices[param.name], ALL_DTYPES.index(local_tensor.dtype))
         if not self.is_even:
@@ -125,7 +131,10 @@ class ShardCollectives:
         self._order.record(int(kind), [self._param_indices[param.name] for param in params], dtype)
 
     def _run_collective(self, request: CollectiveRequest, local_tensor: Tensor) -> Tensor:
-        """All-gather shards, or reduce-scatter full gradients to this rank's shard of the mean. Collective."""
+        """All-gather shards, or reduce-scatter full gradients to this rank's shard of the mean.
+
+        This is a collective.
+        """
         param = self._model_params[request.param_index]
         if request.kind is not RequestKind.REDUCE_GRAD:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)

@@ -197,11 +197,11 @@ class Engine:
         return self._clipper.norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Return the accumulated full gradients, reduced and unscaled, by name on the CPU. Collective."""
+        """Return the accumulated full gradients, reduced and unscaled, by name on the CPU. This is a collective."""
         return {name: grad / self._loss_scale.value for name, grad in self._gradients.full_grads().items()}
 
     def full_params(self) -> dict[str, Tensor]:
-        """Return the full current weights by name on the CPU. Collective."""
+        """Return the full current weights by name on the CPU. This is a collective."""
         return self._parameters.full_params()
 
     def gathered(
@@ -232,7 +232,7 @@ class Engine:
         return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the full optimizer state by parameter name and key, on the CPU. Collective.
+        """Return the full optimizer state by parameter name and key, on the CPU. This is a collective.
 
         Elementwise state has the parameter's shape; scalars such as ``step`` stay scalars.
         """
@@ -275,7 +275,7 @@ class Engine:
     def save_checkpoint(
         self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> Path:
-        """Save the training state to ``save_dir/tag``, and return that path. Collective.
+        """Save the training state to ``save_dir/tag``, and return that path. This is a collective.
 
         The default tag is ``global_step{steps}``. The checkpoint has the parameters, the optimizer with its groups, the
         schedule, the loss scale, the step counts, and each rank's buffers, modules' extra state and ``client_state``.

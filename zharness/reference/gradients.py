@@ -113,7 +113,10 @@ class Gradients:
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Reduce all gradients, and return full copies of them on the CPU in their parameters' shapes. Collective."""
+        """Reduce all gradients, and return full copies of them on the CPU in their parameters' shapes.
+
+        This is a collective.
+        """
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -151,7 +154,7 @@ class Gradients:
         return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(any_has_more)
 
     def _reduce_bucket_if_used(self, bucket: Bucket, has_more: bool) -> bool:
-        """Reduce the members of ``bucket`` that have a gradient on any rank. Collective.
+        """Reduce the members of ``bucket`` that have a gradient on any rank. This is a collective.
 
         Returns whether there are such members, or ``has_more`` is true on any rank.
         """
@@ -161,7 +164,10 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
-        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards. Collective."""
+        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards.
+
+        This is a collective.
+        """
         if not bucket.members:
             return
         for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
@@ -207,7 +213,7 @@ class Gradients:
         return self._context.divisor / param.predivide_factor
 
     def is_finite(self) -> bool:
-        """Return whether all reduced gradients are finite on every rank. Collective of one byte."""
+        """Return whether all reduced gradients are finite on every rank. This is a collective of one byte."""
         extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
         values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)

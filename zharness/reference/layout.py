@@ -143,7 +143,10 @@ def pad_flat(values: Tensor, length: int) -> Tensor:
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row``, a 1-D tensor of equal length, into a tensor of shape (N, length). Collective."""
+    """All-gather every rank's ``row``, a 1-D tensor of equal length, into a tensor of shape (N, length).
+
+    This is a collective.
+    """
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)
@@ -151,7 +154,7 @@ def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
 
 
 def all_gather_full_tensor(shard: Tensor, layout: ShardLayout, comm: Comm) -> Tensor:
-    """All-gather and return the full tensor from every rank's ``shard``, padded or not. Collective."""
+    """All-gather and return the full tensor from every rank's ``shard``, padded or not. This is a collective."""
     full = shard.new_empty(layout.shard_length * layout.world_size)
     if layout.numel:
         comm.all_gather(full, pad_flat(shard, layout.shard_length).contiguous())

@@ -68,7 +68,7 @@ class Parameters:
         self._owned_modules = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
 
     def _materialise_params(self, module: nn.Module) -> Iterator[ModelParam]:
-        """Yield each full parameter once, after initializing modules that are on the meta device. Collective.
+        """Yield each full parameter once, after initializing modules that are on the meta device. This is a collective.
 
         The caller shards each parameter before the next module is initialized, so only one module is ever complete.
         """
@@ -137,7 +137,7 @@ class Parameters:
     def _all_gather_shards(self, names: Container[str]) -> None:
         """All-gather the leaves ``names`` of all ranks into the replicated parameters, one bucket at a time.
 
-        Collective.
+        This is a collective.
         """
         for bucket in (bucket.select(names) for bucket in self._buckets):
             if bucket.members:
@@ -201,7 +201,7 @@ class Parameters:
 
     @torch.no_grad()
     def _broadcast_edit(self, param: ModelParam, value: Tensor, source: int) -> None:
-        """Set the full parameter of every rank to rank ``source``'s ``value``. Collective.
+        """Set the full parameter of every rank to rank ``source``'s ``value``. This is a collective.
 
         A master weight keeps the elements that were not edited, since they are more precise than the parameter's.
         """
@@ -224,7 +224,7 @@ class Parameters:
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        """Return copies of the full current weights on the CPU. Collective if parameters are sharded."""
+        """Return copies of the full current weights on the CPU. This is a collective if parameters are sharded."""
         return self._gather_full_tensors(
             {name: param.parameter for name, param in self._model_params.items()}, self._placements.parameters
         )

@@ -124,7 +124,7 @@ class Prefetcher:
             self._learned_buckets[sequence.first_read] = Bucket(tuple(sequence.members.values()))
 
     def _all_gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> PrefetchedBucket:
-        """All-gather the bucket, and keep it as the current one if it has several members. Collective."""
+        """All-gather the bucket, and keep it as the current one if it has several members. This is a collective."""
         shards = [member.parameter.detach() for member in bucket.members]
         rows = self._collectives.all_gather_bucket(bucket, bucket.pack_shards(shard.to(dtype) for shard in shards))
         names = [member.name for member in bucket.members]

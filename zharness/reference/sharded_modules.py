@@ -87,7 +87,7 @@ class ParamUnsharder:
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Unshard ``parameters``; reading one as an attribute then returns this tensor until ``end_edit``.
 
-        Collective.
+        This is a collective.
         """
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
@@ -102,7 +102,10 @@ class ParamUnsharder:
         self._editable_params.clear()
 
     def unshard_for_deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Put full Parameters for ``module``'s own sharded ones into ``memo``, the memo of a deep copy. Collective."""
+        """Put full Parameters for ``module``'s own sharded ones into ``memo``, the memo of a deep copy.
+
+        This is a collective.
+        """
         for parameter in module._parameters.values():
             if parameter in self._sharded_params and id(parameter) not in memo:
                 full = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context).unshard().clone()

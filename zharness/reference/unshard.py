@@ -81,7 +81,7 @@ class UnshardedParam:
         self._backward_gather: BackwardGather | None = None
 
     def unshard(self) -> Tensor:
-        """All-gather and return the full parameter in ``self.dtype``. Collective.
+        """All-gather and return the full parameter in ``self.dtype``. This is a collective.
 
         The result shares its version counter with the shard: ``detach`` keeps the counter, and assigning ``data``
         replaces the values behind it. An optimizer step edits the shard, so autograd then refuses every graph that
@@ -120,7 +120,7 @@ class UnshardedParam:
     def unpack_hook(self, view: SavedView) -> Tensor:
         """Return the saved tensor at ``view`` for the autograd node that runs now, as autograd's unpack hook.
 
-        Collective.
+        This is a collective.
 
         Raises StaleGraphError if the parameter was changed since its forward.
         """
@@ -176,7 +176,7 @@ def make_grad_placeholders(unsharded_params: Sequence[UnshardedParam]) -> tuple[
 
 
 def unshard_param(unsharded_param: UnshardedParam, grad_placeholder: Tensor) -> Tensor:
-    """Return the full parameter, whose gradient autograd adds to ``grad_placeholder``. Collective."""
+    """Return the full parameter, whose gradient autograd adds to ``grad_placeholder``. This is a collective."""
     return _apply_to_param(AllGatherParam, grad_placeholder, unsharded_param)
 
 
@@ -207,7 +207,7 @@ class ReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return this rank's shard of the mean of all ranks' full gradients. Collective."""
+        """Return this rank's shard of the mean of all ranks' full gradients. This is a collective."""
         return _run_grad_collective(grad, ctx.unsharded_param), None
 
     @staticmethod
@@ -242,7 +242,7 @@ class ReduceGradBucket(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return this rank's shards of the means of all ranks' full gradients. Collective."""
+        """Return this rank's shards of the means of all ranks' full gradients. This is a collective."""
         params_and_grads = zip(ctx.unsharded_params, grads, strict=True)
         pairs = [(unsharded, grad) for unsharded, grad in params_and_grads if grad is not None]
         if (
@@ -267,7 +267,7 @@ class AllGatherParam(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_placeholder: Tensor, unsharded_param: UnshardedParam) -> Tensor:
-        """All-gather and return the full parameter. Collective."""
+        """All-gather and return the full parameter. This is a collective."""
         return unsharded_param.unshard()
 
     @staticmethod
@@ -309,7 +309,7 @@ class GradCollectiveFunction(torch.autograd.Function):
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
         """Return the result of ``collective``, run for each row if ``tensor`` is batched by ``is_grads_batched``.
 
-        Collective.
+        This is a collective.
         """
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
@@ -324,7 +324,7 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient, computed by the adjoint collective. Collective."""
+        """Return the gradient, computed by the adjoint collective. This is a collective."""
         return _run_grad_collective(grad, ctx.unsharded_param, ctx.collective.adjoint), None, None
 
     @staticmethod
@@ -335,7 +335,7 @@ class GradCollectiveFunction(torch.autograd.Function):
         unsharded_param: UnshardedParam,
         collective: GradCollective,
     ) -> Any:
-        """Run the collective on each row of a batch by torch.func.vmap. Collective."""
+        """Run the collective on each row of a batch by torch.func.vmap. This is a collective."""
         rows = tensor.movedim(in_dims[0] or 0, 0)
         return torch.stack([_run_grad_collective(row, unsharded_param, collective) for row in rows]), 0
 
@@ -343,6 +343,6 @@ class GradCollectiveFunction(torch.autograd.Function):
 def _run_grad_collective(
     tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective = GradCollective.REDUCE_SCATTER
 ) -> Tensor:
-    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. Collective."""
+    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. This is a collective."""
     result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, tensor, unsharded_param, collective)
     return result

@@ -95,7 +95,7 @@ class TensorReader(FileSystemReader):
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write this rank's tensors to this rank's files in ``folder``. Collective.
+    """Write this rank's tensors to this rank's files in ``folder``. This is a collective.
 
     Raises CheckpointError on every rank if the write fails on any.
     """
@@ -106,7 +106,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: frozenset[str]) -> None:
-    """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``. Collective.
+    """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``. This is a collective.
 
     Only the files in ``allowed_files`` are read. Raises CheckpointError on every rank if the read fails on any.
     """

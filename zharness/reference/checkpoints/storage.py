@@ -90,7 +90,7 @@ class SavedCheckpoint:
     rank_state: StateValues
 
     def read_tensors(self, local_tensors: Mapping[str, Tensor]) -> None:
-        """Fill ``local_tensors`` in place with the saved tensors of the same names. Collective.
+        """Fill ``local_tensors`` in place with the saved tensors of the same names. This is a collective.
 
         Raises CheckpointError on every rank if the read fails on any.
         """
@@ -100,7 +100,7 @@ class SavedCheckpoint:
 
 
 def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoint:
-    """Open and verify the checkpoint ``folder/tag``, or the latest one if ``tag`` is None. Collective.
+    """Open and verify the checkpoint ``folder/tag``, or the latest one if ``tag`` is None. This is a collective.
 
     Raises CheckpointError on every rank if the checkpoint is missing or damaged.
     """
@@ -144,7 +144,7 @@ def _encode_state(state: StateValues) -> bytes:
 
 
 def _write_manifest(draft: Path, comm: Comm) -> None:
-    """Write the length and checksum of every file in ``draft`` to its manifest. Collective.
+    """Write the length and checksum of every file in ``draft`` to its manifest. This is a collective.
 
     Each rank reads some of the files.
     """

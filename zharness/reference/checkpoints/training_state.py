@@ -247,7 +247,7 @@ class TrainingState:
     def load_tensors(
         self, contents: CheckpointContents, local_tensors: Mapping[str, Tensor], module_only: bool = False
     ) -> None:
-        """Load ``local_tensors`` and the states in ``contents`` into the engine. Collective.
+        """Load ``local_tensors`` and the states in ``contents`` into the engine. This is a collective.
 
         ``check_compatible`` must have accepted ``contents``. ``module_only`` loads only parameters and buffers.
         """

@@ -21,7 +21,7 @@ K = TypeVar("K")
 
 @torch.no_grad()
 def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm: Comm) -> dict[K, Tensor]:
-    """Return full tensors on the CPU, all-gathered from every rank's shards. Collective.
+    """Return full tensors on the CPU, all-gathered from every rank's shards. This is a collective.
 
     ``shards`` maps each key to this rank's shard, padded or not, and its layout; it must have the same keys in the same
     order on every rank.
@@ -43,7 +43,7 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
-    """Copy each tensor of rank ``source`` to all ranks, in place. Collective."""
+    """Copy each tensor of rank ``source`` to all ranks, in place. This is a collective."""
     by_index = dict(enumerate(tensors))
     lengths = {key: tensor.numel() for key, tensor in by_index.items()}
     for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):

@@ -23,7 +23,7 @@ class CollectiveOrder:
         self._checksum = zlib.crc32(repr((kind, list(param_indices), str(dtype))).encode(), self._checksum)
 
     def check_same_on_all_ranks(self, device: torch.device) -> None:
-        """Compare the checksums of all ranks, and start new checksums. Collective.
+        """Compare the checksums of all ranks, and start new checksums. This is a collective.
 
         ``device`` is the device of the compared tensors. Raises UsageError on every rank if the checksums differ,
         because collectives on different parameters of equal shapes succeed silently and mix their values.

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(value: T, comm: Comm) -> list[T]:
-    """Return a list with every rank's ``value``, in rank order. Collective."""
+    """Return a list with every rank's ``value``, in rank order. This is a collective."""
     values: list[Any] = [None] * comm.world_size
     dist.all_gather_object(values, value, group=comm.group)
     return values
@@ -39,7 +39,7 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
 
 
 def _raise_if_any_failed(message: str, comm: Comm) -> None:
-    """Raise CheckpointError if any rank passes a ``message`` that is not empty. Collective."""
+    """Raise CheckpointError if any rank passes a ``message`` that is not empty. This is a collective."""
     ranks_by_message: dict[str, list[int]] = {}
     for rank, text in enumerate(all_gather_objects(message, comm)):
         if text:
@@ -53,7 +53,7 @@ def _raise_if_any_failed(message: str, comm: Comm) -> None:
 def require_same_on_all_ranks(
     comm: Comm, device: torch.device, attempt: Callable[[], T], collect_facts: Callable[[T], Mapping[str, str]]
 ) -> T:
-    """Run ``attempt``, and return its result if it succeeded on every rank with the same facts. Collective.
+    """Run ``attempt``, and return its result if it succeeded on every rank with the same facts. This is a collective.
 
     ``collect_facts`` returns facts about the result, which the ranks exchange from ``device``. If ``attempt`` raised
     the same error on all ranks, raises that error; otherwise raises ConfigError on all ranks, which names the first
@@ -73,7 +73,7 @@ def require_same_on_all_ranks(
 
 
 def _is_same_on_all_ranks(facts: Mapping[str, str], comm: Comm, device: torch.device) -> bool:
-    """Return whether all ranks have the same ``facts``. Collective.
+    """Return whether all ranks have the same ``facts``. This is a collective.
 
     The ranks compare digests in one collective, because gathering the facts as objects would take several.
     """
