@@ -36,8 +36,8 @@ all n elements.
 
 - The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the shard, padded to the common
   length.
-- The leaf, the tensor that the optimizer updates in place: full at stage 0, else the shard. It is a view of the Parameter's
-  memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
+- The leaf, the tensor that the optimizer updates in place: full at stage 0, else the shard. It is a view of the
+  Parameter's memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
 - The optimizer state has the shape of the leaf. The optimizer owns it.
 - ``parameter.grad``: autograd's gradient, full and not reduced; at stage 3 the shard, already reduced. Only
   ``gradients`` removes it, and sets the attribute to None.

@@ -33,9 +33,9 @@ class BucketReducer:
         self.reset()
 
     def on_grad_ready(self, parameter: nn.Parameter) -> None:
-        """Record that ``parameter.grad`` was computed, and reduce the buckets that are complete now. Collective.
+        """Record that ``parameter.grad`` was computed, and reduce the buckets that are complete now.
 
-        A hook on the parameter calls this method.
+        This is a collective. A hook on the parameter calls this method.
         """
         if parameter not in self._pending_params:
             self._pending_params.add(parameter)

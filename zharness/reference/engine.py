@@ -260,10 +260,10 @@ class Engine:
         return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model. Collective.
+        """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model.
 
-        A tied parameter is one tensor under all its names, as in a plain model. Buffers and the modules' extra state
-        (``get_extra_state``) are copies of this rank's.
+        This is a collective. A tied parameter is one tensor under all its names, as in a plain model. Buffers and the
+        modules' extra state (``get_extra_state``) are copies of this rank's.
         """
         full = self.full_params()
         by_id = {id(param.parameter): full[name] for name, param in self._model_params.items()}
@@ -299,12 +299,12 @@ class Engine:
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
     ) -> tuple[Path, dict[str, Any]]:
-        """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``. Collective.
+        """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``.
 
-        Any stage at any world size loads the checkpoints of any other; a rank that the checkpoint does not have gets
-        rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters, buffers and
-        extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint
-        that is missing or damaged, contains code, or belongs to another model or optimizer.
+        This is a collective. Any stage at any world size loads the checkpoints of any other; a rank that the checkpoint
+        does not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only
+        parameters, buffers and extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing
+        loaded, for a checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
         saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
@@ -318,12 +318,12 @@ class Engine:
         return saved.path, saved.rank_state["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
-        """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``. Collective.
+        """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``.
 
-        ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads weights, buffers, extra
-        state, Adam's moments, step counts and settings, the loss scale, and the schedule if both sides have the same
-        kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing, incomplete or
-        damaged, contains code, or belongs to another model.
+        This is a collective. ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads
+        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and the schedule if
+        both sides have the same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that
+        is missing, incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):

@@ -93,10 +93,10 @@ class Gradients:
                 self._register_hooks()
 
     def reduce_pending(self) -> dict[str, Tensor]:
-        """Reduce the gradients that backward left in ``parameter.grad``, and return all reduced gradients. Collective.
+        """Reduce the gradients that backward left in ``parameter.grad``, and return all reduced gradients.
 
-        The returned dictionary has the same order on all ranks and leaves out parameters that no rank used. Raises
-        UsageError on every rank if the ranks used sharded parameters differently outside ``uneven``.
+        This is a collective. The returned dictionary has the same order on all ranks and leaves out parameters that no
+        rank used. Raises UsageError on every rank if the ranks used sharded parameters differently outside ``uneven``.
         """
         if self._placements.parameters is ShardPlacement.SHARDED:
             self._context.collectives.check_same_collectives()
@@ -142,9 +142,10 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """Exchange which of the ``candidates`` have a gradient, one byte for each. Collective if they are replicated.
+        """Exchange which of the ``candidates`` have a gradient, one byte for each.
 
-        Returns the names of the candidates with a gradient on any rank, and whether ``has_more`` is true on any rank.
+        This is a collective if the parameters are replicated. Returns the names of the candidates with a gradient on
+        any rank, and whether ``has_more`` is true on any rank.
         """
         flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
@@ -242,10 +243,10 @@ class GradientClipper:
         self._gradients = gradients
 
     def unscale_and_clip(self, reduced_grads: Mapping[str, Tensor]) -> bool:
-        """Unscale ``reduced_grads`` in place, and clip them to the configured ``gradient_clipping``. Collective.
+        """Unscale ``reduced_grads`` in place, and clip them to the configured ``gradient_clipping``.
 
-        Returns False, with the gradients unchanged, if a gradient is not finite on some rank. Clips in the same way as
-        torch.nn.utils.clip_grad_norm_.
+        This is a collective. Returns False, with the gradients unchanged, if a gradient is not finite on some rank.
+        Clips in the same way as torch.nn.utils.clip_grad_norm_.
         """
         self.norm, factor = None, 1.0 / self._loss_scale.value
         if self._max_norm is not None or self._skips_on_overflow or self._loss_scale.is_needed():

@@ -108,9 +108,10 @@ class Parameters:
 
     @torch.no_grad()
     def publish(self, names: Iterable[str]) -> None:
-        """Write the leaves ``names`` back to the parameters after an optimizer step. Collective at stages 1 and 2.
+        """Write the leaves ``names`` back to the parameters after an optimizer step.
 
-        Stages 1 and 2 all-gather the updated shards into the parameters. Stages 0 and 3 only cast master weights.
+        This is a collective at stages 1 and 2. Stages 1 and 2 all-gather the updated shards into the parameters. Stages
+        0 and 3 only cast master weights.
         """
         updated = set(names)
         if (

@@ -42,11 +42,11 @@ def save_checkpoint(
     rank_state: StateValues,
     comm: Comm,
 ) -> Path:
-    """Write ``local_tensors``, rank 0's ``common_state`` and each rank's ``rank_state`` to ``folder/tag``. Collective.
+    """Write ``local_tensors``, rank 0's ``common_state`` and each rank's ``rank_state`` to ``folder/tag``.
 
-    Returns the path of the checkpoint. Every file is first written and synced in a draft folder, and ``latest`` is
-    replaced last, so after an interruption the previous checkpoint is complete and is the one that is loaded. Raises
-    CheckpointError on every rank if the save fails on any.
+    This is a collective. Returns the path of the checkpoint. Every file is first written and synced in a draft folder,
+    and ``latest`` is replaced last, so after an interruption the previous checkpoint is complete and is the one that is
+    loaded. Raises CheckpointError on every rank if the save fails on any.
     """
     from zharness.reference.checkpoints import dcp as tensors
 

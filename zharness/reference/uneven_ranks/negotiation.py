@@ -105,10 +105,10 @@ class CollectiveNegotiation:
             raise UsageError(f"{operation} was requested inside uneven(); leave that block before it")
 
     def run_round(self, request: CollectiveRequest, local_tensor: Tensor | None) -> dict[CollectiveRequest, Tensor]:
-        """Run every collective that any rank requests in this round, and return the results by request. Collective.
+        """Run every collective that any rank requests in this round, and return the results by request.
 
-        The returned dictionary is empty if no rank requests a collective. Raises UsageError if another rank has failed;
-        all ranks see that failure in the same round, so no rank starts another one.
+        This is a collective. The returned dictionary is empty if no rank requests a collective. Raises UsageError if
+        another rank has failed; all ranks see that failure in the same round, so no rank starts another one.
         """
         device = self._model_params[0].parameter.device
         row = torch.tensor([request.kind, request.param_index, request.dtype_index], device=device)

@@ -25,9 +25,10 @@ def all_gather_objects(value: T, comm: Comm) -> list[T]:
 
 @contextmanager
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
-    """Raise CheckpointError on every rank, with the messages of all ranks, if the block fails on any. Collective.
+    """Raise CheckpointError on every rank, with the messages of all ranks, if the block fails on any.
 
-    The block itself must not run a collective, because a rank that has failed would not take part in it.
+    This is a collective. The block itself must not run a collective, because a rank that has failed would not take part
+    in it.
     """
     try:
         yield
