@@ -264,7 +264,7 @@ class Engine(Protocol):
         """
 
     def grad_norm(self) -> float | None:
-        """Return the global gradient norm before clipping that the last step computed, or None if it had none."""
+        """Return the global gradient norm before clipping of the last step, or None if that step computed no norm."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         """Return which piece of each master weight each rank owns; every rank owns all of a weight without an entry."""

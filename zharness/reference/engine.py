@@ -228,7 +228,7 @@ class Engine:
             yield
 
     def full_masters(self) -> dict[str, Tensor]:
-        """Return the full master weights by name on the CPU, or an empty dictionary if there are none. Collective."""
+        """Return the full master weights (possibly none) by name on the CPU. This is a collective."""
         return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:

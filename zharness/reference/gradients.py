@@ -220,7 +220,10 @@ class Gradients:
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
-        """Return the 2-norm of all reduced gradients together, in float64. Collective if gradients are sharded."""
+        """Return the 2-norm of all reduced gradients together, in float64.
+
+        This is a collective if gradients are sharded.
+        """
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:

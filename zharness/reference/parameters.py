@@ -232,11 +232,17 @@ class Parameters:
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
-        """Return copies of the full master weights on the CPU; empty if there are none. Collective if sharded."""
+        """Return copies of the full master weights on the CPU; empty if there are none.
+
+        This is a collective if they are sharded.
+        """
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
-        """Return full copies of ``tensors`` on the CPU. Collective if ``placement`` says that they are sharded."""
+        """Return full copies of ``tensors`` on the CPU.
+
+        This is a collective if ``placement`` says that the tensors are sharded.
+        """
         if placement is ShardPlacement.REPLICATED:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return all_gather_full_tensors(
