@@ -1,4 +1,4 @@
-"""The collectives of one process group, with counts of calls and elements: no other file measures communication."""
+"""Run the collectives of one process group, and count their calls and elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Collective(Enum):
 
 @dataclass(frozen=True)
 class Tally:
-    """The calls of one collective in one dtype, and the elements of their full (unsharded) tensors."""
+    """The number of calls of one collective in one dtype, and of the elements of their full (unsharded) tensors."""
 
     calls: int = 0
     elements: int = 0
@@ -52,10 +52,10 @@ Observer = Callable[[Collective, Tensor], None]
 
 
 class Comm:
-    """Blocking collectives over ``group`` (None: the default group), with one tally per collective and dtype.
+    """Blocking collectives over ``group`` (None is the default group), counted by one Tally per collective and dtype.
 
-    World size 1 takes the same path: the collectives run and are counted, but move no bytes. ``observer`` is called
-    with each collective and its full tensor before it runs.
+    At world size 1 the collectives also run and are counted, but move no bytes. ``observer`` is called with each
+    collective and its full tensor before the collective runs.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, observer: Observer | None = None) -> None:
@@ -84,7 +84,7 @@ class Comm:
         )
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduce ``tensor`` in place over all ranks; any shape."""
+        """Reduce ``tensor``, which may have any shape, in place over all ranks, and return it."""
         self._count(Collective.ALL_REDUCE, tensor)
         dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
@@ -127,7 +127,7 @@ class Comm:
         return tensor
 
     def _count(self, kind: Collective, full: Tensor) -> None:
-        """Call the observer and add one call on ``full`` to the tally."""
+        """Call the observer, and add one call on the tensor ``full`` to the Tally of this collective and dtype."""
         if self._observer is not None:
             self._observer(kind, full)
         key = (kind, full.dtype)

@@ -1,4 +1,4 @@
-"""The exceptions that this package raises on purpose."""
+"""Define the exceptions that this package raises on purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class ZHarnessError(Exception):
 
 
 class UsageError(ZHarnessError):
-    """The caller passed a value that does not exist or cannot be used on this machine.
+    """Raised if the caller passed a value that does not exist or cannot be used on this machine.
 
     The message states the value, the allowed values and a remedy; the command line prints it and exits with status 2.
     """
@@ -25,35 +25,38 @@ class UsageError(ZHarnessError):
 
 
 class ConfigError(UsageError):
-    """An engine configuration has a key or a value that the engine does not support."""
+    """Raised if an engine configuration has a key or a value that the engine does not support."""
 
 
 class MissingEngine(UsageError):
-    """The package of the requested engine is not installed."""
+    """Raised if the package of the requested engine is not installed."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is missing, damaged, unsafe to read, of another model, or cannot be written; no state changed."""
+    """Raised if a checkpoint is missing, damaged, unsafe to read, of another model, or cannot be written.
+
+    No state was changed when this error is raised.
+    """
 
 
 class EngineContractError(ZHarnessError):
-    """An engine violates the Engine protocol: a method is missing, or a name or a shape is wrong."""
+    """Raised if an engine violates the Engine protocol: a method is missing, or a name or a shape is wrong."""
 
 
 class StaleGraphError(RuntimeError):
-    """A backward needs weights that were changed after its forward.
+    """Raised if a backward needs weights that were changed after its forward.
 
-    A RuntimeError, like the one that plain PyTorch raises for a saved tensor that was modified in place.
+    The class is a RuntimeError, like the error of plain PyTorch for a saved tensor that was modified in place.
     """
 
 
 class NonFiniteError(ZHarnessError, FloatingPointError):
-    """A loss or a gradient is infinite or NaN, and the configuration does not skip such steps."""
+    """Raised if a loss or a gradient is infinite or NaN, and the configuration does not skip such steps."""
 
 
 class WorldError(ZHarnessError):
-    """The machinery that runs ranks failed: the rank server died, a channel broke, or a peer ended an exchange."""
+    """Raised if the machinery that runs ranks failed, for example because the rank server died."""
 
 
 class HarnessFault(ZHarnessError):
-    """An internal error of the harness, which no engine can cause."""
+    """Raised for an internal error of the harness, which no engine can cause."""

@@ -49,7 +49,7 @@ def is_transforming() -> bool:
 
 
 def suspend_transforms() -> AbstractContextManager[Any]:
-    """Suspend all torch.func transforms inside the block: collectives do not support them (pyfunctorch, torch 2.1)."""
+    """Suspend all torch.func transforms inside the block, since collectives do not support them (torch 2.1)."""
     return temporarily_clear_interpreter_stack() if is_transforming() else nullcontext()
 
 

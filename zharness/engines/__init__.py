@@ -1,4 +1,4 @@
-"""Engines behind one protocol: plain PyTorch, the reference, torch's own, DeepSpeed, and users' engines."""
+"""Adapt engines to one protocol: plain PyTorch, the reference, torch's own, DeepSpeed, and users' engines."""
 
 from zharness.engines.protocol import (
     Absent,

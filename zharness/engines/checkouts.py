@@ -1,4 +1,4 @@
-"""Source checkouts of engines, written ``NAME@PATH``, and the version strings that identify them."""
+"""Find source checkouts of engines, written ``NAME@PATH``, and the version strings that identify them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NO_VERSION = "0"  # sorts before every release
 
 @dataclass(frozen=True)
 class Checkout:
-    """A folder that contains the package ``module``.
+    """A folder that contains the source of the package ``module``.
 
-    ``version`` is the package's version and the git commit, as in ``0.19.9+1a2b3c4d5e6f-dirty`` (a local version of
-    PEP 440). It has no commit if git does not track the package, and begins with ``0`` if the package has no version.
+    ``version`` is the package's version and the git commit, as in ``0.19.9+1a2b3c4d5e6f-dirty`` (a local version of PEP
+    440). It has no commit if git does not track the package, and begins with ``0`` if the package has no version.
     """
 
     path: Path
@@ -28,7 +28,7 @@ class Checkout:
 
     @property
     def package(self) -> Path:
-        """The folder of the package itself."""
+        """The folder of the package's own source files."""
         return self.path / self.module
 
 
@@ -51,7 +51,7 @@ def _read_checkout(path: Path, module: str) -> Checkout:
 
 
 def _read_version(path: Path, module: str) -> str:
-    """Return the version in DeepSpeed's ``version.txt``, else a literal ``__version__``, else ``0``."""
+    """Return the version in the file ``version.txt``, as DeepSpeed has it, or a literal ``__version__``, or ``0``."""
     version_file = path / "version.txt"
     if version_file.is_file():
         return version_file.read_text(encoding="utf-8", errors="replace").strip() or _NO_VERSION
@@ -60,13 +60,16 @@ def _read_version(path: Path, module: str) -> str:
 
 
 def _describe_commit(path: Path, module: str) -> str:
-    """Return the commit, with ``-dirty`` if tracked files differ from it; empty if git does not track the package."""
+    """Return the git commit, with ``-dirty`` if tracked files differ from it.
+
+    Returns the empty string if git does not track the package.
+    """
     tracked = _git(path, "ls-files", "--error-unmatch", f"{module}/__init__.py")
     return _git(path, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else ""
 
 
 def _git(path: Path, *arguments: str) -> str:
-    """Run git in ``path`` and return its output; empty if it fails or is not installed."""
+    """Run git in ``path`` and return its output, or the empty string if git fails or is not installed."""
     # Without optional locks git does not write its index, so the user's checkout is not changed.
     command = ["git", "--no-optional-locks", "-C", str(path), *arguments]
     try:

@@ -1,4 +1,4 @@
-"""``torch.nn.parallel.DistributedDataParallel`` behind the Engine protocol: stage 0, nothing is sharded."""
+"""Adapt ``torch.nn.parallel.DistributedDataParallel`` to the Engine protocol: stage 0, nothing is sharded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ OPTIONS = {
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Wrap ``model`` in DDP over the default process group, on the device of its parameters. Collective.
+    """Wrap ``model`` in DDP over the default process group, on the device of its parameters. This is a collective.
 
     Raises ConfigError for an unsupported configuration.
     """
@@ -82,7 +82,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
-    """Wrap ``model`` in DDP and return its parts as an EngineAdapter."""
+    """Wrap ``model`` in DDP, and return the EngineAdapter with its functions and parameters."""
     ddp_options = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
     wrapped = DistributedDataParallel(model, **ddp_options)
     # Not a communication hook: DDP reduces accumulated gradients, so such a hook would multiply earlier sums again.
@@ -102,7 +102,7 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
 
 
 def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
-    """Remove ``hooks``, so that they do not multiply later gradients of the same parameters by the world size."""
+    """Remove hooks, so that they do not multiply later gradients of the same parameters by the world size."""
     for hook in hooks:
         hook.remove()
 
@@ -113,7 +113,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def multiply_by_world_size(gradient: Tensor | None) -> Tensor | None:
-    """Scale a local gradient so that DDP's mean becomes the sum.
+    """Return a local gradient times the world size, so that DDP's mean over ranks becomes the sum.
 
     ``gradient`` is None in the first iteration of a static graph.
     """

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 0 to 3 behind the Engine protocol, through DeepSpeed's documented methods.
+"""Adapt DeepSpeed's ZeRO stages 0 to 3 to the Engine protocol, with DeepSpeed's documented methods.
 
 ``capabilities_at`` refuses what DeepSpeed documents as unsupported. Everything else is claimed, so that a law can show
 where it fails. DeepSpeed is imported when a factory or ``warm_up`` runs, not with this module.
@@ -33,7 +33,7 @@ COALESCE = "coalesce_grad_reduction"
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
-    """Build a DeepSpeed engine around ``model``. Collective.
+    """Build a DeepSpeed engine around ``model``. This is a collective.
 
     Raises ConfigError for an unsupported configuration, and MissingEngine if DeepSpeed is not installed.
     """
@@ -47,7 +47,7 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
 
 
 def json_config(config: EngineConfig) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for ``config``, with ``config.options`` merged over it recursively."""
+    """Return DeepSpeed's JSON for ``config``, into which ``config.options`` are merged recursively."""
     engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
@@ -69,9 +69,9 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
 
 
 class DeepSpeedEngine:
-    """An engine of ``deepspeed.initialize``, with a torch.optim optimizer and a LambdaLR schedule.
+    """An engine built by ``deepspeed.initialize`` with a torch.optim optimizer and a LambdaLR schedule.
 
-    DeepSpeed's own "Adam" is not used: it is AdamW with a weight decay of 0.01.
+    DeepSpeed's own "Adam" is not used, because it is AdamW with a weight decay of 0.01.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -155,12 +155,12 @@ class DeepSpeedEngine:
         return self._reader.optimizer_state()
 
     def grad_norm(self) -> float | None:
-        """Return DeepSpeed's get_global_grad_norm(), None in fp32 at stage 0 (deepspeedai/DeepSpeed#7255)."""
+        """Return DeepSpeed's get_global_grad_norm(), which is None in fp32 at stage 0 (deepspeedai/DeepSpeed#7255)."""
         norm = self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return the owner of each piece of the fp32 masters, as it was recorded when the engine was built."""
+        """Return which rank owned each piece of the fp32 master weights when the engine was built."""
         return self._layout
 
     def observe(self) -> Observations:
@@ -185,9 +185,10 @@ class DeepSpeedEngine:
 
     @contextmanager
     def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Return a context that yields full weights by name and gives every rank those of rank 0 at its end.
+        """Return a context that yields full weights by name, and at its end gives every rank the weights of rank 0.
 
-        Uses GatheredParameters at stage 3, and safe_set_full_fp32_param for the optimizer's fp32 masters.
+        At stage 3 the weights are edited with GatheredParameters, and fp32 master weights with
+        safe_set_full_fp32_param.
         """
         with self._reader.edit_weights(names) as weights:
             yield weights
@@ -200,7 +201,7 @@ class DeepSpeedEngine:
     def _prepare_accumulation(self) -> None:
         """Set the accumulation boundary before a forward or backward, or enter the block of the option ``COALESCE``.
 
-        DeepSpeed documents both for callers that own accumulation.
+        DeepSpeed documents both ways for callers that divide and sum micro-batches themselves.
         """
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
@@ -218,8 +219,8 @@ def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
 def _train_one_step(device_type: str) -> None:
     """Run one step at every stage on one rank.
 
-    Stage 3 is first, because it imports the most modules and works on every supported release, so a failure at a later
-    stage leaves few modules to the ranks.
+    Stage 3 is first, because it imports the most modules and works on every supported release, so that after a failure
+    at a later stage only a few modules remain to be imported by the ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

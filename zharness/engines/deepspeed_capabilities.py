@@ -1,4 +1,4 @@
-"""The features that DeepSpeed claims and refuses at each stage, with quotes from its documentation."""
+"""List the features that DeepSpeed claims and refuses at each stage, with quotes from its documentation."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the refusals of ``stage``."""
+    """Return CAPABILITIES with the features that DeepSpeed refuses at ``stage``."""
     return replace(CAPABILITIES, refuses={**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})})

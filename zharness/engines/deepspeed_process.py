@@ -25,10 +25,11 @@ _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 class DeepSpeedGlobalState:
     """The process-wide state that a DeepSpeed engine changes and ``engine.destroy()`` does not restore.
 
-    That is ``torch.nn.functional.linear``, replaced at stage 3, and the flags of torch_autocast, which later engines
-    would read. The original values are saved before the first engine. The last engine to close restores the function;
-    the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that they were
-    built with. An engine that is garbage-collected without being closed no longer counts as open.
+    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, and the flags of torch_autocast,
+    which later engines would read. The original values are saved before the first engine is built. The last engine to
+    close restores the function, and the last engine with ``autocast`` to close restores the flags, so that open engines
+    keep the values that they were built with. An engine that is garbage-collected without being closed no longer counts
+    as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
@@ -43,7 +44,7 @@ class DeepSpeedGlobalState:
         DeepSpeedGlobalState._open_engines.add(self)
 
     def restore(self) -> None:
-        """Restore the original values that no other open engine needs. A second call does nothing."""
+        """Restore the original values, except those that another open engine needs. A second call does nothing."""
         DeepSpeedGlobalState._open_engines.discard(self)
         if DeepSpeedGlobalState._originals is None:
             return
@@ -75,7 +76,10 @@ def prepare_deepspeed(device_type: str) -> Any:
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed without its C++ build, and return the module. Raises MissingEngine if it does not import."""
+    """Import DeepSpeed without its C++ build, and return the module.
+
+    Raises MissingEngine if DeepSpeed cannot be imported.
+    """
     os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare_deepspeed checks it
     try:
         import deepspeed

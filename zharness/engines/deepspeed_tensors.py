@@ -1,4 +1,4 @@
-"""Read DeepSpeed's gradients, weights, optimizer state and shards as full tensors by original name."""
+"""Read DeepSpeed's gradients, weights, optimizer state and shards as full tensors by original parameter name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zharness.engines.torch_engine import snapshot
 class DeepSpeedTensorReader:
     """Reads full tensors from a deepspeed.DeepSpeedEngine at ``stage``.
 
-    ``params`` has the model's parameters by original name. Every method that returns tensors is collective.
+    ``params`` maps each parameter's original name to the parameter. Every method that returns tensors is a collective.
     """
 
     engine: Any
@@ -27,7 +27,7 @@ class DeepSpeedTensorReader:
     stage: int
 
     def grads(self) -> dict[str, Tensor]:
-        """Return the unscaled gradients that ``step`` will apply; before any reduction, this rank's local ones."""
+        """Return the unscaled gradients that ``step`` will apply, or this rank's own ones if none was reduced yet."""
         grads = {}
         for name, param in self.params.items():
             grad = self._full_grad(param) if param.requires_grad else None
@@ -49,13 +49,13 @@ class DeepSpeedTensorReader:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that the next forward uses.
 
-        They are not the fp32 masters, which would hide an error in copying them back to the parameters.
+        These are not the fp32 master weights, which would hide an error in copying them back to the parameters.
         """
         with self.gather_params(list(self.params.values())):
             return {name: snapshot(param) for name, param in self.params.items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the fp32 masters of low-precision parameters; empty if the optimizer updates the parameters."""
+        """Return the fp32 master weights of low-precision parameters; empty if the optimizer updates the parameters."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         masters = {}
@@ -74,7 +74,7 @@ class DeepSpeedTensorReader:
 
     @contextmanager
     def edit_weights(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield full weights to edit; at the end every rank has rank 0's values, in parameters and masters."""
+        """Yield full weights to edit; at the end every rank's parameters and master weights have rank 0's values."""
         from deepspeed.utils import safe_set_full_fp32_param
 
         chosen = [self.params[name] for name in names]
@@ -88,17 +88,17 @@ class DeepSpeedTensorReader:
             safe_set_full_fp32_param(param, value)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state by parameter and key; empty before the first step."""
+        """Return the optimizer state by parameter name and key, which is empty before the first step."""
         if self.engine.global_steps == 0 and self.stage > 0:
             return {}
         readers = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
         return {name: readers[self.stage](param) for name, param in self.params.items() if param.requires_grad}
 
     def _full_grad(self, param: Any) -> Tensor | None:
-        """Return the reduced gradient of ``param``, or its local one if nothing was reduced.
+        """Return the reduced gradient of ``param``, or this rank's own one if nothing was reduced.
 
-        It does not always call safe_get_full_grad, which returns ``param.grad`` if it is set. Above stage 0 that is an
-        unreduced gradient, while ``step`` applies the reduced partitions.
+        This method does not always call safe_get_full_grad, which returns ``param.grad`` if it is set. Above stage 0
+        ``param.grad`` is an unreduced gradient, while ``step`` applies the reduced partitions.
         """
         from deepspeed.utils import safe_get_full_grad
 
@@ -115,8 +115,8 @@ class DeepSpeedTensorReader:
     def _has_reduced_gradients(self) -> bool:
         """Return whether every parameter group has reduced gradients; the result is the same on all ranks.
 
-        Without this check a rank that owns a part of a parameter would raise, and ranks that own no part would hang in
-        the collective.
+        Without this check a rank that owns a part of a parameter would raise an error, and ranks that own no part would
+        hang in the collective.
         """
         if self.stage in (0, 3) or self.engine.zero_cpu_offload():
             return True
@@ -124,7 +124,7 @@ class DeepSpeedTensorReader:
         return all(averaged.get(index) is not None for index in range(len(self.engine.optimizer.bit16_groups)))
 
     def _master_dtype(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of masters and their gradients; DeepSpeed's functions convert both to fp32."""
+        """Return the dtype of master weights and their gradients, which DeepSpeed's functions convert to fp32."""
         zero = self.engine.optimizer
         if self.stage == 0:
             return tensor.dtype
@@ -134,7 +134,7 @@ class DeepSpeedTensorReader:
         return flats[0].dtype
 
     def _stage0_master(self, param: nn.Parameter) -> Tensor:
-        """Return the tensor that stage 0's optimizer updates: the parameter, or its fp32 master."""
+        """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master."""
         groups = getattr(self.engine.optimizer, "fp16_groups", None)
         if groups is None:
             return param
@@ -162,7 +162,7 @@ class DeepSpeedTensorReader:
         return {**elementwise, **_scalar_states(state)}
 
     def _assemble_state(self, param: Any, flat_state: Tensor) -> Tensor:
-        """Return one optimizer state of ``param`` in its original shape. Each rank contributes the elements it owns."""
+        """Return one optimizer state of ``param`` in its original shape, from the elements that each rank owns."""
         full = torch.zeros(param.numel(), dtype=flat_state.dtype, device=flat_state.device)
         mapping = param._hp_mapping
         if mapping is not None:
@@ -184,7 +184,7 @@ class DeepSpeedTensorReader:
 
     @contextmanager
     def gather_params(self, params: Sequence[nn.Parameter], modifier_rank: int | None = None) -> Iterator[None]:
-        """Gather ``params`` during the block; afterwards every rank has what ``modifier_rank`` wrote to them."""
+        """Gather full ``params`` inside the block; afterwards every rank has what ``modifier_rank`` wrote to them."""
         if self.stage < 3:
             yield
             return
@@ -194,7 +194,7 @@ class DeepSpeedTensorReader:
             yield
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
-        """Return the pieces of each trained parameter's master that ranks own; empty at stage 0."""
+        """Return which piece of each trained parameter's master weight each rank owns; empty at stage 0."""
         if self.stage == 0:
             return {}
         local = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
@@ -204,7 +204,7 @@ class DeepSpeedTensorReader:
 
 
 def _local_piece(param: Any) -> Piece | None:
-    """Return the piece of ``param`` whose master this rank owns, from DeepSpeed's records; None if it owns none."""
+    """Return the piece of ``param`` whose master weight this rank owns, or None if this rank owns none."""
     rank = dist.get_rank()
     if hasattr(param, "ds_tensor"):
         size = param.ds_tensor.ds_numel
@@ -222,6 +222,6 @@ def _is_shaped_like(value: object, flat: Tensor) -> bool:
 
 
 def _scalar_states(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the scalar entries of an optimizer state, such as the step count, as tensors."""
+    """Return the entries of an optimizer state that are single numbers, such as the step count, as tensors."""
     tensors = {key: torch.as_tensor(value) for key, value in state.items() if isinstance(value, (int, float, Tensor))}
     return {key: snapshot(value) for key, value in tensors.items() if value.dim() == 0}

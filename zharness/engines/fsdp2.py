@@ -1,4 +1,4 @@
-"""``torch.distributed.fsdp.fully_shard`` behind the Engine protocol: stage 3, and stage 2 without resharding."""
+"""Adapt ``torch.distributed.fsdp.fully_shard`` to the Engine protocol: stage 3, and stage 2 without resharding."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def explain_unsupported_torch(torch_version: str) -> str:
-    """Return why FSDP2 cannot be built on ``torch_version``, without importing FSDP2, which is slow."""
+    """Return the reason why FSDP2 cannot be built on ``torch_version``, without importing FSDP2, which is slow."""
     if Version(torch_version).release < (2, 6):
         return f"torch {torch_version} has no public fully_shard; use torch 2.8 or newer"
     return (
@@ -84,10 +84,10 @@ def explain_unsupported_torch(torch_version: str) -> str:
 
 
 def fully_sharded_modules(model: nn.Module, options: Mapping[str, Any]) -> list[nn.Module]:
-    """Return the modules to apply ``fully_shard`` to, the root last.
+    """Return the modules to which ``fully_shard`` is applied, the root last.
 
-    ``fully_shard`` inserts a node of RegisterPostBackwardFunction into the autograd graph at their inputs. A root
-    without direct parameters gets no node; a node there would change nothing.
+    ``fully_shard`` inserts a node of RegisterPostBackwardFunction into the autograd graph at the inputs of these
+    modules. A root without direct parameters gets no node; a node there would change nothing.
     """
     return [*select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
 
@@ -127,12 +127,12 @@ OPTIONS = {
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the refusals of ``stage``."""
+    """Return CAPABILITIES with the features that FSDP2 refuses at ``stage``."""
     return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2_REFUSES}) if stage == 2 else CAPABILITIES
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Shard ``model`` in place over the default process group, on the device of its parameters. Collective.
+    """Shard ``model`` in place over the default process group, on the device of its parameters. This is a collective.
 
     A model on the meta device is initialized on rank 0. ``fully_shard`` cannot be undone: after ``close`` the model
     is still sharded. Raises ConfigError for an unsupported configuration.
@@ -184,7 +184,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 
 def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
-    """Return the policy for the dtypes of all-gathers and reductions. Raises ConfigError for an unknown dtype."""
+    """Return the MixedPrecisionPolicy of ``config``. Raises ConfigError for an unknown reduce dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     name = config.options.get("reduce_dtype")
@@ -195,15 +195,15 @@ def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
 
 
 def call_each(*actions: Callable[[], None]) -> None:
-    """Call each of ``actions`` in order."""
+    """Call each of ``actions``, in order."""
     for action in actions:
         action()
 
 
 def unshardable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that ``fully_shard`` refuses or fails on, by name.
+    """Return by name the parameters that ``fully_shard`` cannot shard.
 
-    Those are scalars, empty and non-contiguous parameters, and any with another dtype than most parameters.
+    These are scalars, empty and non-contiguous parameters, and any with another dtype than most parameters.
     """
     params = leaf_parameters(model)
     (usual_dtype, _), *_ = Counter(param.dtype for param in params.values()).most_common()
@@ -215,9 +215,9 @@ def unshardable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callable[..., Any]) -> dict[str, Any]:
-    """Return the keyword argument by which ``fully_shard`` skips ``ignored``; empty if there are none.
+    """Return the keyword argument that makes ``fully_shard`` skip ``ignored``; empty if there are none to skip.
 
-    Raises ConfigError if this torch has no such argument.
+    Raises ConfigError if this release of torch has no such argument.
     """
     params = set(ignored)
     if params and "ignored_params" not in inspect.signature(fully_shard).parameters:
@@ -226,7 +226,7 @@ def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callab
 
 
 def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
-    """Return a method of an FSDPModule. Raises ConfigError if this torch does not have it."""
+    """Return the method ``name`` of an FSDPModule. Raises ConfigError if this release of torch does not have it."""
     method: Callable[..., None] | None = getattr(module, name, None)
     if method is None:
         raise ConfigError(f"FSDPModule of torch {torch.__version__} has no {name}; use a newer torch")
@@ -234,7 +234,7 @@ def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., N
 
 
 def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
-    """All-reduce each gradient of ``params`` before it accumulates, as FSDP2 does not reduce ignored parameters."""
+    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP2 skips ignored parameters."""
 
     def all_reduce_gradient(gradient: Tensor) -> Tensor:
         total = gradient.clone()
@@ -256,7 +256,7 @@ class GradientSync:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Leave the gradients of backwards in the block unreduced, on the unsharded weights."""
+        """Leave gradients unreduced, on the unsharded weights, for all backwards inside the block."""
         self._unreduced_count += 1
         self._set_gradient_sync(False)
         try:
@@ -265,10 +265,11 @@ class GradientSync:
             self._set_gradient_sync(True)
 
     def drop_unreduced_gradients(self) -> None:
-        """Drop the gradients that were not reduced. Collective if there was a no_sync block.
+        """Drop the gradients that were not reduced. This is a collective if there was a no_sync block.
 
-        They are on the unsharded weights, where ``zero_grad`` of optimizer and module does not see them. On torch 2.13
-        ``reset_iter_state`` keeps them too, contrary to its documentation. The next reduced backward would add them.
+        These gradients are on the unsharded weights, where ``zero_grad`` of optimizer and module does not see them, and
+        the next reduced backward would add them. On torch 2.13 ``reset_iter_state`` keeps them too, contrary to its
+        documentation.
         """
         if self._unreduced_count:
             for module in self._sharded:
@@ -309,7 +310,10 @@ def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str]
 
 
 def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost modules from ``module`` down that own parameters and contain none of ``tied`` (ids)."""
+    """Yield the topmost modules from ``module`` down that own parameters and contain none of ``tied``.
+
+    ``tied`` has the ids of tied parameters.
+    """
     owned = direct_parameters(module)
     has_forward = type(module).forward is not nn.Module.forward
     if owned and has_forward and not any(id(param) in tied for param in module.parameters()):
@@ -320,7 +324,10 @@ def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Modul
 
 
 def topmost_blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost members of ModuleLists and Sequentials that have parameters, none of them in ``tied`` (ids)."""
+    """Yield the topmost members of ModuleLists and Sequentials that have parameters, but none of ``tied``.
+
+    ``tied`` has the ids of tied parameters.
+    """
     for child in module.children():
         params = [id(param) for param in child.parameters()]
         is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and type(child).forward is not nn.Module.forward
@@ -343,9 +350,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
-    """Call FSDP2's setters for the reduction and the options on every module of ``sharded``.
+    """Pass the reduction and the options of ``config`` to FSDP2's setters on every module of ``sharded``.
 
-    Raises ConfigError for an option that this torch does not have.
+    Raises ConfigError for an option that this release of torch does not have.
     """
     options = {name: value for name, value in config.options.items() if name not in ADAPTER_OPTIONS}
     if config.reduction is Reduction.SUM:
@@ -360,20 +367,23 @@ def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
 
 
 def reshard(sharded: list[FSDPModule]) -> None:
-    """Reshard every module."""
+    """Reshard every module of ``sharded``."""
     for module in sharded:
         module.reshard()
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, collectively; any other tensor, such as a step count, unchanged."""
+    """Return the full tensor of a DTensor (collective), or any other tensor, such as a step count, unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_pieces(shape: tuple[int, ...], world_size: int) -> tuple[Piece, ...]:
-    """Return the flat elements that each rank owns: ``torch.chunk`` of dimension 0, so last ranks may own none."""
+    """Return the flat elements that each rank owns of a tensor that ``torch.chunk`` splits along dimension 0.
+
+    The last ranks may own none.
+    """
     rows, row = shape[0], 1
     for size in shape[1:]:
         row *= size

@@ -1,4 +1,4 @@
-"""Initialize models that were built on the meta device, which FSDP2 shards without materializing them."""
+"""Initialize models that were built on the meta device, whose tensors FSDP2 shards but does not initialize."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zharness.reference.client.meta_init import find_deferred_modules
 
 
 def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[str, Tensor] | None:
-    """Initialize a copy of a model on the meta device on rank 0 and return its state; empty on other ranks.
+    """Return the initialized state of a model on the meta device on rank 0, and an empty state on other ranks.
 
-    Returns None if nothing is on the meta device. Raises ConfigError for a module that cannot initialize its tensors,
+    Returns None if no tensor is on the meta device. Raises ConfigError for a module that cannot initialize its tensors,
     for a model that is only partly on the meta device, and for buffers that are not in the state dict.
     """
     if not find_deferred_modules(model):
@@ -39,9 +39,9 @@ def initial_state_on_rank0(model: nn.Module, device: torch.device) -> Mapping[st
 
 
 def materialize_and_load(model: nn.Module, device: torch.device, values: Mapping[str, Tensor]) -> None:
-    """Allocate the shards of ``model`` and load rank 0's ``values`` into them. Collective.
+    """Allocate the shards of ``model`` and load rank 0's ``values`` into them. This is a collective.
 
-    Loads a full state dict as in https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html.
+    The state dict is loaded as in https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

@@ -14,9 +14,9 @@ from zharness.engines.protocol import Resources
 def measure_resources(
     sharded: Iterable[Any], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Resources:
-    """Count the bytes of all storages on this rank; a shared storage counts once, a freed storage does not count.
+    """Return the bytes of all storages on this rank, counting a shared storage once and a freed one not at all.
 
-    ``sharded`` are the modules that ``fully_shard`` was applied to. Their unsharded weights and unreduced gradients
+    ``sharded`` has the modules to which ``fully_shard`` was applied. Their unsharded weights and unreduced gradients
     are read from private attributes, as torch has no public function for them.
     """
     groups = [param for module in sharded for param in iter_fsdp_params(module)]
@@ -31,7 +31,10 @@ def measure_resources(
 
 
 def iter_fsdp_params(module: Any) -> Iterator[Any]:
-    """Yield the ``FSDPParam`` of each parameter that ``module`` gathers. In older torch it has at most one group."""
+    """Yield the ``FSDPParam`` of each parameter that ``module`` gathers.
+
+    Older releases of torch have one group at most.
+    """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     for group in [state._fsdp_param_group] if groups is None else groups:
@@ -39,7 +42,7 @@ def iter_fsdp_params(module: Any) -> Iterator[Any]:
 
 
 def unreduced_gradients(param: Any) -> Iterator[Tensor]:
-    """Yield the gradients on an unsharded weight, which are not reduced yet."""
+    """Yield the gradients of an unsharded weight that were not reduced yet."""
     weight = getattr(param, "_unsharded_param", None)  # not set before the first all-gather
     for tensor in (param.unsharded_accumulated_grad, None if weight is None else weight.grad):
         if tensor is not None:
@@ -53,7 +56,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Variants of DeepSpeed's JSON: bucket sizes, overlap and memory layout, none of which may change a number."""
+"""List variants of DeepSpeed's JSON (bucket sizes, overlap, memory layout) that must not change a number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def zero_optimization(**options: Any) -> Mapping[str, Any]:
-    """Return a variant that sets ``options`` in the section ``zero_optimization``."""
+    """Return an engine variant that sets ``options`` in the section ``zero_optimization``."""
     return {"zero_optimization": options}
 
 

@@ -24,7 +24,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict[str, Any]]:
-    """Return torch.optim's parameter groups: the unmatched parameters first, then a group for each matching pattern."""
+    """Return torch.optim's parameter groups: first the unmatched parameters, then one group for each pattern."""
     rest = dict(params)
     groups: list[dict[str, Any]] = []
     for group in spec.groups:
@@ -36,7 +36,10 @@ def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict
 
 
 def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Build the optimizer of ``spec`` over ``params``, tensors by name. Raises UsageError for an unknown optimizer."""
+    """Build the optimizer of ``spec`` over ``params``, which maps names to tensors.
+
+    Raises UsageError for an unknown optimizer.
+    """
     return optimizer_class(spec.name)(param_groups(params, spec), **spec.args)
 
 

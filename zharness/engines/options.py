@@ -1,4 +1,4 @@
-"""Merging of nested engine options."""
+"""Merge nested options of engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Options = Mapping[str, Any]
 
 
 def merge_options(base: Options, overrides: Options) -> dict[str, Any]:
-    """Return ``base`` updated with ``overrides``, where nested sections are merged recursively."""
+    """Return a copy of ``base`` updated with ``overrides``, in which nested sections are merged recursively."""
     deep = {
         key: merge_options(base[key], value)
         for key, value in overrides.items()

@@ -1,4 +1,4 @@
-"""Plain PyTorch behind the Engine protocol: the unwrapped model on one process."""
+"""Adapt plain PyTorch to the Engine protocol: the unwrapped model on one process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ CAPABILITIES = Capabilities(
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Build the baseline for ``config``: one process that does not use ``torch.distributed``.
 
-    It takes the configuration of the engine under test. So it ignores the settings that must not change a number
-    (stage, options) and the one that has no meaning on one process (reduction). If the engine owns accumulation,
-    ``backward`` and ``scale`` divide the loss, and a plain ``loss.backward()`` does not.
+    ``config`` is the configuration of the engine under test. So the baseline ignores the settings that must not change
+    a number (stage, options) and the one that has no meaning on one process (reduction). If the engine owns
+    accumulation, ``backward`` and ``scale`` divide the loss, but a plain ``loss.backward()`` does not.
     """
     validate_dtype(config, CAPABILITIES)
     adapter = EngineAdapter(

@@ -12,10 +12,11 @@ from zharness.world.orphans import die_with_parent
 
 
 def preload_imports_of(use: Callable[[], None]) -> tuple[str, ...]:
-    """Run ``use`` in a forked child, import in this process the modules that it imported, and return their names.
+    """Run ``use`` in a forked child, then import in this process the modules that ``use`` imported.
 
-    ``use`` may run tensor operations; this process must not, because ranks forked from a process that has used torch's
-    thread pool hang. If ``use`` fails, the modules imported until then count; the failure will show in the ranks.
+    Returns the names of these modules. ``use`` may run tensor operations; this process must not, because ranks forked
+    from a process that has used torch's thread pool hang. If ``use`` fails, the modules that it imported until then are
+    imported, and the failure will show in the ranks.
     """
     names = _record_imports(use)
     for name in names:

@@ -1,8 +1,8 @@
-"""The Engine protocol: the methods through which every engine is tested, and the data that describes an engine.
+"""Define the Engine protocol: the methods that laws call on every engine, and the data that describes an engine.
 
 ``Engine`` has the methods that every engine needs. The ``Supports...`` protocols declare optional methods; laws find
-them by ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists the errors that each
-method may raise.
+them with the functions ``supports_...`` and ``require_...`` at the end of this file. docs/your-engine.md lists the
+errors that each method may raise.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class AccumulationOwner(Enum):
-    """The owner of accumulation, who divides the loss by the number of micro-batches and decides on the boundary."""
+    """Who divides the loss by the number of micro-batches and decides when a step ends: the engine or its caller."""
 
     ENGINE = "engine"
     CALLER = "caller"
 
 
 class Reduction(Enum):
-    """How the ranks' gradients are combined."""
+    """Whether gradients are averaged or summed over ranks."""
 
     MEAN = "mean"
     SUM = "sum"
 
 
 class Feature(Enum):
-    """The features that an engine claims or refuses. Claims are tested; a refusal needs a reason."""
+    """The features that an engine claims or refuses; laws test a claim, and a refusal needs a reason."""
 
     ENGINE_BACKWARD = "engine.backward(loss)"
     TENSOR_BACKWARD = "loss.backward()"
@@ -82,18 +82,20 @@ class Feature(Enum):
 class Capabilities:
     """The stages, dtypes, features and options that an engine claims.
 
-    - ``refuses``: the reason for each feature that the engine refuses, quoting its documentation if possible. Every
-      other feature is claimed.
-    - ``own_kernels``: by stage, why local gradients do not come from torch's kernels. Only tiers X and C judge those.
-    - ``wires``: by dtype of the model, the dtype in which gradients are reduced, if it differs. It sets the bound of
-      the reduction.
-    - ``variants``: named sets of engine options that must not change a number.
-    - ``absent``: why the engine cannot be built in this environment; no cell runs then. Empty if it can.
-    - ``own_model``: engine options for users' models (``--model package.module:factory``).
-    - ``junctions(model, options)``: the modules of the plain model at whose inputs the engine inserts a node into the
-      autograd graph. Autograd adds gradients in another order there.
-    - ``scaled_sum``: why the engine's sum over ranks is a mean times the world size, which rounds unless the world size
-      is a power of two. Empty if it sums.
+    - ``refuses`` maps each feature that the engine refuses to the reason, which quotes the engine's documentation if
+      possible. Every other feature is claimed.
+    - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
+      C judge such gradients.
+    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. It determines
+      the bound of the reduction.
+    - ``variants`` are named sets of engine options that must not change a number.
+    - ``absent`` is the reason why the engine cannot be built in this environment, so that no cell runs; it is empty if
+      the engine can be built.
+    - ``own_model`` has engine options for users' models (``--model package.module:factory``).
+    - ``junctions(model, options)`` returns the modules of the plain model at whose inputs the engine inserts a node
+      into the autograd graph, because autograd adds gradients in another order there.
+    - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
+      the world size is a power of two; it is empty if the engine computes a sum.
     """
 
     stages: frozenset[int]
@@ -108,7 +110,7 @@ class Capabilities:
     scaled_sum: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
-        """Return why ``feature`` is not claimed, or None if it is claimed."""
+        """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
         if feature is Feature.VARIANTS and not self.variants:
             return "the engine names no variants"
         return self.refuses.get(feature)
@@ -116,7 +118,10 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """A parameter group: the parameters whose names match the glob ``pattern``, and their optimizer arguments."""
+    """One parameter group of an optimizer: the parameters whose names match the glob ``pattern``.
+
+    ``overrides`` are the optimizer's arguments for these parameters.
+    """
 
     pattern: str
     overrides: Mapping[str, Any]
@@ -124,10 +129,10 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A torch.optim optimizer: its name, arguments, parameter groups and learning-rate schedule.
+    """A torch.optim optimizer by name, with its arguments, parameter groups and learning-rate schedule.
 
-    Parameters that match no group form the first group, which takes ``args`` without overrides. ``schedule[t]``
-    multiplies every group's learning rate in step t; the last factor holds for all later steps.
+    Parameters that match no group form the first group, which takes ``args`` without overrides. ``schedule[t]`` is the
+    factor by which every group's learning rate is multiplied in step t; the last factor holds for all later steps.
     """
 
     name: str = "sgd"
@@ -138,10 +143,10 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The configuration that a law gives to an engine and to its baseline.
+    """The configuration that a law passes to an engine and to its baseline.
 
     ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
-    master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own.
+    master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own options.
     """
 
     stage: int = 0
@@ -158,14 +163,14 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Absent:
-    """The value of an observation that an engine does not offer, with the reason."""
+    """The reason why an engine does not report an observation, recorded in place of the observation."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes allocated on this rank. ``parameters`` includes unsharded copies."""
+    """The bytes that are allocated on this rank; ``parameters`` includes unsharded copies of parameters."""
 
     parameters: int
     gradients: int
@@ -174,10 +179,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that this rank moved through collectives since the engine was built.
+    """The bytes that this rank sent and received in collectives since the engine was built.
 
-    ``sent``: the sum over all collectives of full bytes x passes x (N-1)/N, where N is the world size.
-    ``peak_gathered``: the largest number of bytes that unsharded copies of sharded parameters took at one time.
+    ``sent`` is the sum over all collectives of full bytes x passes x (N-1)/N, where N is the world size.
+    ``peak_gathered`` is the largest number of bytes that unsharded copies of sharded parameters took at one time.
     """
 
     sent: float
@@ -186,11 +191,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Observations:
-    """The observations that an engine reports between steps; they are identical on all ranks.
+    """The values that an engine reports between steps; they are identical on all ranks.
 
-    - ``gathered_bytes``: bytes of the unsharded copies of sharded parameters that exist now.
-    - ``wire``: elements sent since the engine was built, by collective and dtype, as in ``"reduce_scatter bfloat16"``.
-    - ``masters``: the weights that the optimizer updates, if they are not the parameters themselves.
+    - ``gathered_bytes`` is the number of bytes of the unsharded copies of sharded parameters that exist now.
+    - ``wire`` is the number of elements sent since the engine was built, by collective and dtype, as in
+      ``"reduce_scatter bfloat16"``.
+    - ``masters`` are the weights that the optimizer updates, if these are not the parameters themselves.
     """
 
     loss_scale: float | Absent
@@ -205,7 +211,7 @@ class Observations:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of the flattened original tensor, which ``rank`` owns."""
+    """The elements from ``start`` to ``stop`` of a flattened original tensor, which ``rank`` owns."""
 
     rank: int
     start: int
@@ -214,7 +220,7 @@ class Piece:
 
 @runtime_checkable
 class Engine(Protocol):
-    """A training engine around ``module`` on this rank. Every rank builds one, with the default process group ready.
+    """A training engine around ``module`` on this rank; every rank builds one after the default process group exists.
 
     Methods that return dictionaries of tensors are collective. The dictionaries have the original parameter names and
     shapes and are identical on every rank; a tied parameter appears once, under the name that ``named_parameters()`` of
@@ -234,7 +240,7 @@ class Engine(Protocol):
         """Return a tensor whose ``backward()`` does what ``engine.backward(loss)`` does."""
 
     def step(self) -> None:
-        """Run the optimizer at an accumulation boundary; anywhere else only count the micro-batch."""
+        """Run the optimizer at an accumulation boundary; between boundaries only count the micro-batch."""
 
     def zero_grad(self) -> None:
         """Drop every accumulated gradient, including those that are not in ``.grad``."""
@@ -245,32 +251,35 @@ class Engine(Protocol):
     def full_grads(self) -> dict[str, Tensor]:
         """Return the reduced, unscaled, unclipped gradients, between the boundary's backward and ``step()``.
 
-        Parameters whose gradient is None are left out.
+        The dictionary leaves out parameters whose gradient is None.
         """
 
     def full_params(self) -> dict[str, Tensor]:
-        """Return the current weights."""
+        """Return the current full weights by parameter name."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer state by parameter and torch.optim's keys (``exp_avg``, ``step``, ``momentum_buffer``).
 
-        Empty before the first step.
+        The dictionary is empty before the first step.
         """
 
     def grad_norm(self) -> float | None:
-        """Return the global gradient norm before clipping that the last step computed, or None if it computed none."""
+        """Return the global gradient norm before clipping of the last step, or None if that step computed no norm."""
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        """Return the piece of each master weight that each rank owns; every rank owns all of a weight without entry."""
+        """Return which piece of each master weight each rank owns; every rank owns all of a weight without an entry."""
 
     def observe(self) -> Observations:
-        """Return loss scale, learning rates, counters and memory. Collective."""
+        """Return the loss scale, learning rates, counters and memory of this engine. This is a collective."""
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint from which ``load`` continues. Collective; raises an error on every rank if it cannot."""
+        """Write a checkpoint from which ``load`` continues. This is a collective.
+
+        Raises an error on every rank if any rank cannot write.
+        """
 
     def load(self, path: Path) -> None:
-        """Continue from a checkpoint of ``save``. Collective.
+        """Continue training from a checkpoint that ``save`` wrote. This is a collective.
 
         Raises an error on every rank, and changes nothing, if a file is missing, damaged or contains code.
         """
@@ -280,37 +289,41 @@ class Engine(Protocol):
 
 
 class SupportsUneven(Protocol):
-    """An engine that has to know when ranks use different parameters. Other engines need no block ``uneven``."""
+    """An engine that must be told when ranks use different parameters; other engines need no ``uneven``."""
 
     def uneven(self) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may use different parameters, as branches on data do.
+        """Return a context in which ranks may use different parameters, for models whose branches depend on the data.
 
-        Collective at its end. Raises an error on every rank if the block raised on any rank.
+        The end of the block is a collective. Raises an error on every rank if the block raised on any rank.
         """
 
 
 class SupportsGathered(Protocol):
-    """An engine whose full weights one rank may edit; required by ``Feature.EDITS``."""
+    """An engine that lets one rank edit the full weights, as ``Feature.EDITS`` requires."""
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Return a context that yields full weights by name and gives every rank, at its end, those of rank 0.
+        """Return a context that yields full weights by name, and at its end gives every rank the weights of rank 0.
 
-        Collective at both ends; master weights change too. Raises an error for an unknown name.
+        The block begins and ends with a collective, and changes master weights too. Raises an error for an unknown
+        name.
         """
 
 
 class SupportsFullStateDict(Protocol):
-    """An engine that exports a plain state dict; required by ``Feature.CHECKPOINT``."""
+    """An engine that returns a state dict for the plain model, as ``Feature.CHECKPOINT`` requires."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return a state dict that the plain model loads: copies on CPU, one tensor per tied weight. Collective."""
+        """Return a state dict that the plain model loads, with copies on CPU. This is a collective.
+
+        A tied parameter is one tensor under all its names.
+        """
 
 
 class SupportsLoadUniversal(Protocol):
-    """An engine that reads DeepSpeed's universal checkpoints; required by ``Feature.UNIVERSAL_CHECKPOINT``."""
+    """An engine that loads DeepSpeed's universal checkpoints, as ``Feature.UNIVERSAL_CHECKPOINT`` requires."""
 
     def load_universal(self, path: Path) -> None:
-        """Continue training from a checkpoint in DeepSpeed's universal layout. Collective.
+        """Continue training from a checkpoint in DeepSpeed's universal layout. This is a collective.
 
         Raises an error on every rank, and changes nothing, if a file is missing or damaged.
         """
@@ -354,7 +367,7 @@ def _require_method(engine: Engine, name: str, feature: Feature) -> None:
 
 
 def _has_method(engine: Engine, name: str) -> bool:
-    """Return whether the engine has the method ``name``, itself or through ``__getattr__``."""
+    """Return whether the engine has the method ``name``, defined by its class or forwarded by ``__getattr__``."""
     # Not isinstance with a runtime protocol: from Python 3.12 on it does not see methods that a wrapper forwards by
     # __getattr__, and engines that wrap another engine forward the optional methods.
     return callable(getattr(engine, name, None))

@@ -17,11 +17,11 @@ def build_rank_environment(
     variables: Mapping[str, str] | None = None,
     echo: bool = False,
 ) -> RankEnvironment:
-    """Build the environment of the rank server that runs ``engine``; without an engine nothing is imported ahead.
+    """Return the environment of the rank server that runs ``engine``; without an engine nothing is imported ahead.
 
-    ``release_path`` are the folders of a release that is not the installed one, and ``variables`` its environment
-    variables. An engine that is given by the path of its factory is also searched for in the current directory.
-    ``echo`` also writes the output of the ranks to standard output. Raises UsageError for an unknown engine.
+    ``release_path`` has the folders of a release that is not the installed one, and ``variables`` the environment
+    variables of that release. An engine that is given by the path of its factory is also searched for in the current
+    directory. ``echo`` makes ranks also write their output to standard output. Raises UsageError for an unknown engine.
     """
     if not engine:
         return RankEnvironment(echo=echo)

@@ -1,4 +1,4 @@
-"""The reference ZeRO engine behind the Engine protocol."""
+"""Adapt the reference ZeRO engine to the Engine protocol."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARDED_WEIGHTS_REFUSES = {
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the refusals of ``stage``."""
+    """Return CAPABILITIES with the features that the reference engine refuses at ``stage``."""
     refuses = {
         **(NO_SYNC_REFUSES if stage > 1 else {}),
         **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),
@@ -99,7 +99,7 @@ class ReferenceEngine:
         return self.engine.uneven()
 
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return a context that yields full weights by name and gives every rank those of rank 0 at its end."""
+        """Return a context that yields full weights by name, and at its end gives every rank the weights of rank 0."""
         return self.engine.gathered(names)
 
     def observe(self) -> Observations:
@@ -133,7 +133,7 @@ class ReferenceEngine:
 
 
 def factory(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Build the reference engine around ``model`` over the default process group. Collective."""
+    """Build the reference engine around ``model`` over the default process group. This is a collective."""
     if config.dtype not in CAPABILITIES.dtypes:
         raise UsageError.unknown_name(
             "dtype", config.dtype, sorted(CAPABILITIES.dtypes), "bf16 and fp16 train fp32 masters"
@@ -152,7 +152,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _build_json_config(config: EngineConfig) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for ``config``, with the sections of ``config.options`` merged over it."""
+    """Return DeepSpeed's JSON for ``config``, into which the sections of ``config.options`` are merged."""
     engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,

@@ -1,4 +1,4 @@
-"""The registry of engines, which finds them by name, by entry point, or by ``package.module:factory``."""
+"""Find engines by name, by entry point, or by ``package.module:factory``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ENGINE_NAME = re.compile(r"(?P<name>[^=@]+?)(?:==(?P<release>[\w.+!-]+)|@(?P<ch
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The origin of an engine: its factory, its package and the command that installs it.
+    """An entry of the registry: an engine's factory, its package and the command that installs the package.
 
-    ``target`` is ``module:factory``. ``distribution`` is the package whose version is the engine's version;
-    ``install`` is the command that installs it. ``warm_up`` (``module``, or ``module:function``) runs once in the rank
-    server, so that ranks are forked with the engine's modules imported.
+    ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
+    version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
+    runs once in the rank server, so that ranks are forked with the engine's modules imported.
     """
 
     name: str
@@ -45,13 +45,13 @@ class EngineInfo:
         return self.distribution.replace("-", "_")
 
     def version(self) -> str | None:
-        """Return the installed version; None if it is not installed."""
+        """Return the installed version of the engine's package, or None if the package is not installed."""
         return _installed_version(self.distribution, tuple(sys.path))
 
 
 @cache
 def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
-    """Return the version of a distribution; cached per sys.path, as an overlay may be put before it later."""
+    """Return the version of a distribution, cached for each sys.path, to which an overlay may be added later."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -115,7 +115,7 @@ def registered_engines() -> dict[str, EngineInfo]:
 
 @cache
 def _load_registered_engines(_path: tuple[str, ...]) -> dict[str, EngineInfo]:
-    """Return ``registered_engines()`` for one sys.path; cached, as reading all entry points takes some 5 ms."""
+    """Return ``registered_engines()`` for one sys.path, cached because reading all entry points takes some 5 ms."""
     engines = dict(BUILT_IN)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         package = point.dist.name if point.dist is not None else ""
@@ -133,7 +133,7 @@ def split_release(text: str) -> tuple[str, str | None]:
 
 
 def find_checkout(text: str) -> Checkout | None:
-    """Return the checkout that ``NAME@PATH`` names; None for any other spelling.
+    """Return the checkout that ``NAME@PATH`` names, or None if ``text`` has another form.
 
     Raises UsageError if PATH is not a checkout, and for engines whose package this process has already imported.
     """
@@ -155,14 +155,17 @@ def is_checkout(text: str) -> bool:
 
 
 def resolve_version(text: str) -> str | None:
-    """Return the version that ``text`` selects: the checkout's, the named release, or the installed one, if any."""
+    """Return the version that ``text`` selects: the checkout's, the named release, or the installed one.
+
+    Returns None if no version is named and none is installed.
+    """
     checkout = find_checkout(text)
     return checkout.version if checkout is not None else split_release(text)[1] or info(text).version()
 
 
 @cache
 def _parse_engine_name(text: str) -> re.Match[str]:
-    """Match the parts of an engine's name. Raises UsageError for any other text."""
+    """Match the parts of an engine's name. Raises UsageError if ``text`` is not an engine's name."""
     match = _ENGINE_NAME.fullmatch(text)
     if match is None:
         raise UsageError(
@@ -207,7 +210,7 @@ def require(text: str) -> EngineInfo:
 def get(text: str) -> EngineFactory:
     """Return the factory of the engine that ``text`` names.
 
-    Raises UsageError for an unknown name, and for a path that cannot be imported or is not callable.
+    Raises UsageError for an unknown name, and for a factory that cannot be imported or is not callable.
     """
     target = require(text).target
     path, _, attribute = target.partition(":")
@@ -229,7 +232,10 @@ def _import_module(path: str, target: str) -> ModuleType:
 
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
-    """Return what a registered engine claims at ``stage``; None if it claims nothing before it is built."""
+    """Return the capabilities that a registered engine claims at ``stage``.
+
+    Returns None if the engine claims nothing before it is built.
+    """
     if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])

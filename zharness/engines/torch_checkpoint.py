@@ -1,6 +1,6 @@
-"""Checkpoints of torch's own engines: one file by torch.save, or shards by torch.distributed.checkpoint.
+"""Save and load checkpoints of torch's own engines: one file by torch.save, or shards by torch's DCP module.
 
-An interrupted save leaves the previous checkpoint complete. A failure on one rank raises on all ranks.
+An interrupted save leaves the previous checkpoint complete. A failure on one rank raises an error on all ranks.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class EngineState:
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """The functions that save into a folder and load from it. Both are collective."""
+    """A way to write checkpoints: two collective functions, which save into a folder and load from a folder."""
 
     save: Callable[[Path, EngineState], None]
     load: Callable[[Path, EngineState], None]
 
 
 def save_file(path: Path, engine_state: EngineState) -> None:
-    """Write the full state from rank 0. The previous checkpoint is replaced when the new one is complete.
+    """Write the full state from rank 0 into one file, which replaces the previous checkpoint when it is complete.
 
     Raises CheckpointError on every rank if the file cannot be written.
     """
@@ -80,7 +80,7 @@ def load_file(path: Path, engine_state: EngineState) -> None:
 def require_matching_state(content: Any, engine_state: EngineState, file: Path) -> None:
     """Raise CheckpointError unless ``content`` fits this model and optimizer.
 
-    torch's own loading copies the tensors that fit before it raises.
+    This check is needed because torch's own loading copies the tensors that fit before it raises an error.
     """
     # Not the optimizer's state_dict(): a ZeroRedundancyOptimizer has none before it was consolidated.
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Mapping[str, Any]], object]], ...] = (
@@ -97,7 +97,7 @@ def require_matching_state(content: Any, engine_state: EngineState, file: Path) 
 
 
 def tensor_shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shape of every entry of a model's state dict, None for entries without one."""
+    """Return the shape of every entry of a model's state dict, or None for entries that have no shape."""
     return {name: getattr(value, "shape", None) for name, value in state.items()}
 
 
@@ -107,9 +107,9 @@ def param_group_sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def save_shards(path: Path, engine_state: EngineState) -> None:
-    """Write each rank's shards by torch.distributed.checkpoint. The folder gets its name when all are written.
+    """Write each rank's shards with torch.distributed.checkpoint into a folder that is renamed when complete.
 
-    Raises CheckpointError on every rank if they cannot be written.
+    Raises CheckpointError on every rank if the shards cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -129,7 +129,7 @@ def save_shards(path: Path, engine_state: EngineState) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename ``partial`` to the checkpoint's folder. At every moment there is the new or the previous checkpoint."""
+    """Rename ``partial`` to the checkpoint's folder, so that at every moment the old or the new checkpoint exists."""
     current, previous = path / FOLDER_NAME, path / (FOLDER_NAME + PREVIOUS_SUFFIX)
     if current.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -139,11 +139,11 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def load_shards(path: Path, engine_state: EngineState) -> None:
-    """Read a checkpoint of ``save_shards`` at any world size, and load it after all ranks have read theirs.
+    """Read a checkpoint of ``save_shards`` at any world size, and load it after all ranks have read their part.
 
-    Raises CheckpointError on every rank if there is no checkpoint or it is damaged. It uses torch's own reader, as
-    users of FSDP2 do. That reader loads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no checkpoint
-    that you did not write.
+    Raises CheckpointError on every rank if the checkpoint is missing or damaged. The function uses torch's own reader,
+    as users of FSDP2 do. That reader loads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no
+    checkpoint that you did not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -180,7 +180,7 @@ def missing_checkpoint_error(path: Path, name: str) -> CheckpointError:
 
 
 def sharded_state_dict(engine_state: EngineState) -> dict[str, Any]:
-    """Return the state as torch.distributed.checkpoint takes it: shards by original name."""
+    """Return the state that torch.distributed.checkpoint saves: shards by original parameter name."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = get_state_dict(engine_state.module, engine_state.optimizer)
@@ -188,7 +188,7 @@ def sharded_state_dict(engine_state: EngineState) -> dict[str, Any]:
 
 
 def clone_tensors(value: Any) -> Any:
-    """Return a copy of ``value``, a tensor or nested containers of tensors, with cloned tensors."""
+    """Return a copy of ``value``, which is a tensor or nested containers of tensors, with cloned tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""The engine class that plain PyTorch, DDP, ZeroRedundancyOptimizer and FSDP2 share.
+"""Implement the engine class that plain PyTorch, DDP, ZeroRedundancyOptimizer and FSDP2 share.
 
 All of them leave the update to ``torch.optim`` and keep gradients in ``.grad`` of leaf parameters with the original
 names. They differ in how the module is called, how gradient synchronization is disabled, how a full tensor is made from
-a shard, and which rank owns what: those are the fields of ``EngineAdapter``.
+a shard, and which rank owns which elements: the fields of ``EngineAdapter`` describe these differences.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TORCH_REFUSES: Mapping[Feature, str] = {
 def replicated_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return an optimizer's state by parameter name, if every rank has the state of every parameter."""
+    """Return an optimizer's state by parameter name, for engines where every rank has the state of every parameter."""
     # ``get``, because the optimizer's state is a defaultdict, where indexing would create an entry.
     return {name: optimizer.state.get(param, {}) for name, param in params.items()}
 
@@ -67,16 +67,16 @@ def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """The parts in which torch's engines differ.
+    """The functions and values in which torch's engines differ.
 
-    - ``full_tensor`` makes the full tensor of a parameter, gradient or optimizer state. It may be collective.
+    - ``full_tensor`` returns the full tensor of a parameter, gradient or optimizer state. It may be collective.
     - ``drop_gradients`` drops gradients that are not in ``.grad``.
-    - ``release`` undoes at ``close()`` what building the engine changed.
-    - ``compute_dtype`` is the dtype in which the model computes; None if it is the optimizer's dtype.
-    - ``checkpoint_format`` saves and loads; None if the engine does neither.
-    - ``build_optimizer`` makes the optimizer.
+    - ``release`` undoes at ``close()`` the changes that building the engine made.
+    - ``compute_dtype`` is the dtype in which the model computes, or None if that is the optimizer's dtype.
+    - ``checkpoint_format`` saves and loads checkpoints; it is None if the engine does neither.
+    - ``build_optimizer`` returns the optimizer.
     - ``optimizer_states`` returns the optimizer's state by parameter name. It may be collective.
-    - ``measure_resources`` counts the allocated bytes.
+    - ``measure_resources`` returns the number of allocated bytes.
     """
 
     forward: Callable[..., Any]
@@ -96,16 +96,16 @@ class EngineAdapter:
 
 
 def do_nothing() -> None:
-    """Do nothing, as a part of an adapter that has no work."""
+    """Do nothing, for adapters in which one of the functions has no work."""
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Return ``tensor``: the ``full_tensor`` of an engine that shards nothing."""
+    """Return ``tensor`` unchanged, as the ``full_tensor`` of an engine that shards nothing."""
     return tensor
 
 
 def leaf_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by original name, a tied one once under its first name."""
+    """Return the parameters by original name; a tied parameter appears once, under its first name."""
     return dict(module.named_parameters())
 
 
@@ -136,7 +136,7 @@ AUTOCAST_OPTION = {"torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16
 
 
 def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory of the context for forwards: torch.autocast if the option enables it, else a null context.
+    """Return a function that makes the context for forwards: torch.autocast if enabled, otherwise a null context.
 
     Raises ConfigError for an unknown key or dtype.
     """
@@ -161,8 +161,8 @@ def snapshot(tensor: Tensor) -> Tensor:
 class TorchEngine:
     """An engine that updates leaf parameters with ``torch.optim``; see ``zharness.engines.protocol.Engine``.
 
-    ``_steps_per_window`` micro-batches make an optimizer step (1 if the caller owns accumulation);
-    ``_micro_batches_counted`` counts them since the last boundary or ``zero_grad``.
+    ``_steps_per_window`` is the number of micro-batches per optimizer step (1 if the caller owns accumulation), and
+    ``_micro_batches_counted`` the number of micro-batches since the last boundary or ``zero_grad``.
     """
 
     def __init__(
@@ -254,7 +254,10 @@ class TorchEngine:
         self._require_checkpoint_format(f"load from {path}").load(path, self._engine_state())
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's ``state_dict()`` on CPU, one tensor for each tied weight. Collective."""
+        """Return the plain model's ``state_dict()`` on CPU, with one tensor for each tied parameter.
+
+        This is a collective.
+        """
         tied = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
         copies: dict[int, Tensor] = {}
         state = {}
@@ -266,7 +269,7 @@ class TorchEngine:
         return state
 
     def _full_masters(self) -> dict[str, Tensor]:
-        """Return full copies of the parameters that the optimizer updates. Collective if they are sharded."""
+        """Return full copies of the parameters that the optimizer updates. This is a collective if they are sharded."""
         return {name: self._full_copy(param) for name, param in self._adapter.params.items()}
 
     def _engine_state(self) -> EngineState:
@@ -280,7 +283,7 @@ class TorchEngine:
         return self._adapter.checkpoint_format
 
     def close(self) -> None:
-        """Free everything. A second call does nothing; any other use raises AttributeError."""
+        """Free all memory; a second call does nothing, and any other use of the engine raises AttributeError."""
         attributes = vars(self)
         if attributes:
             self.zero_grad()
@@ -288,5 +291,5 @@ class TorchEngine:
             attributes.clear()
 
     def _full_copy(self, tensor: Tensor) -> Tensor:
-        """Return the full tensor as a CPU copy. Collective if it is sharded."""
+        """Return a copy of the full tensor on the CPU. This is a collective if ``tensor`` is sharded."""
         return snapshot(self._adapter.full_tensor(tensor.detach()))

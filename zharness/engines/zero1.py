@@ -1,4 +1,4 @@
-"""``torch.distributed.optim.ZeroRedundancyOptimizer`` over DDP behind the Engine protocol: stage 1."""
+"""Adapt ``torch.distributed.optim.ZeroRedundancyOptimizer`` over DDP to the Engine protocol: stage 1."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ CAPABILITIES = Capabilities(
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Wrap ``model`` in DDP with a ZeroRedundancyOptimizer over the default process group. Collective.
+    """Wrap ``model`` in DDP with a ZeroRedundancyOptimizer over the default process group. This is a collective.
 
-    ``config.options`` are DDP's. Raises ConfigError for an unsupported configuration.
+    ``config.options`` are passed to DDP. Raises ConfigError for an unsupported configuration.
     """
     validate_config(config, CAPABILITIES, ddp.OPTIONS)
     return TorchEngine(
@@ -60,7 +60,7 @@ def build_sharded_optimizer(params: Mapping[str, Tensor], spec: OptimizerSpec) -
 def collect_optimizer_states(
     optimizer: torch.optim.Optimizer, params: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return the state by parameter name, consolidated from all ranks. Collective."""
+    """Return the full optimizer state by parameter name, consolidated from all ranks. This is a collective."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     assert isinstance(optimizer, ZeroRedundancyOptimizer), "build_sharded_optimizer builds this class"

@@ -1,6 +1,6 @@
-"""A ZeRO engine, stages 0 to 3, on ``torch.optim``: short enough to be read in one sitting.
+"""A ZeRO engine for stages 0 to 3 on ``torch.optim``, short enough to be read in one sitting.
 
-Training with Adam keeps four numbers for each parameter: the weight, its gradient, and two of the optimizer. Data
+Training with Adam keeps four numbers for each parameter: the weight, its gradient, and two in the optimizer. Data
 parallelism keeps all four on every one of N ranks. ZeRO leaves each rank 1/N of the optimizer state (stage 1), of the
 gradients too (stage 2), and of the weights too (stage 3); ranks communicate the other parts when they need them. The
 results are those of plain PyTorch. Read in this order:
@@ -24,7 +24,7 @@ Stage 3 has the same steps as FSDP2. At each module:
 | reduce_grad | ``ReduceGradBucket.backward``: reduce-scatter, when the gradients of a bucket are complete |
 | post_backward, reshard | ``UnshardedParam.post_backward``: drop the full parameter that this backward unsharded |
 
-Beside the engine: ``deepspeed_json`` reads the configuration, ``checkpoints`` saves and loads, ``mixed_precision`` has
+The other packages: ``deepspeed_json`` reads the configuration, ``checkpoints`` saves and loads, ``mixed_precision`` has
 the dtypes and fp16's loss scale, ``client`` handles the caller's arguments (optimizer, data, models on the meta
 device), ``uneven_ranks`` handles ranks that differ, ``torch_func`` has fallbacks for APIs that torch may lack and
 ZeRO-3's linear layer, ``inspection`` measures memory and gathers full tensors. ``zharness/torch_private.py`` has what
@@ -36,8 +36,8 @@ all n elements.
 
 - The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the shard, padded to the common
   length.
-- The leaf, which the optimizer updates in place: full at stage 0, else the shard. It is a view of the Parameter's
-  memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
+- The leaf, the tensor that the optimizer updates in place: full at stage 0, else the shard. It is a view of the
+  Parameter's memory, or a master weight if the optimizer has another dtype, which ``publish`` casts back.
 - The optimizer state has the shape of the leaf. The optimizer owns it.
 - ``parameter.grad``: autograd's gradient, full and not reduced; at stage 3 the shard, already reduced. Only
   ``gradients`` removes it, and sets the attribute to None.
@@ -67,7 +67,7 @@ saved.
 [Note: the epilogue] DeepSpeed runs an epilogue once at the end of a backward. Stages 0, 1 and 3 have none here:
 gradients are divided where they are reduced, reduced at most once each, and counted at ``step``. So a backward may end
 and be entered again (reentrant checkpoints, a backward inside a forward) without effect. What stage 2 does at the end
-of each graph task (see ``bucket_reducer``) goes through ``torch_fallback.EndOfBackward``. For the same reason no stage
+of each graph task (see ``bucket_reducer``) is called by ``torch_fallback.EndOfBackward``. For the same reason no stage
 has to refuse a direct ``loss.backward()``.
 """
 

@@ -1,4 +1,4 @@
-"""Buckets of parameters that share one collective: a collective on one element costs as much as one on many."""
+"""Group parameters into buckets, each sent in one collective, because many small collectives are slow."""
 
 from __future__ import annotations
 
@@ -19,26 +19,33 @@ DEFAULT_BUCKET_SIZE = 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of the same dtypes, sent as N rows; row r has rank r's padded shard of each member in turn."""
+    """Parameters of the same dtypes that are sent in one collective.
+
+    The collective sends a matrix with one row for each of the N ranks. Row r has rank r's padded shard of each
+    parameter (member) in turn.
+    """
 
     members: tuple[ModelParam, ...]
 
     @property
     def shard_lengths(self) -> list[int]:
-        """The length of one padded shard of each member."""
+        """The list that has, for each member of the bucket, the number of elements of one padded shard."""
         return [param.layout.shard_length for param in self.members]
 
     @property
     def numel(self) -> int:
-        """The number of elements of all members."""
+        """The total number of elements of all members of the bucket."""
         return sum(param.layout.numel for param in self.members)
 
     def select(self, names: Container[str]) -> Bucket:
-        """Return a bucket of the members that are in ``names``."""
+        """Return a new bucket with only those members whose names are in ``names``."""
         return Bucket(tuple(param for param in self.members if param.name in names))
 
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum one full tensor for each member over the ranks, and return this rank's row of the sum. Collective."""
+        """Sum the members' full tensors over the ranks, and return this rank's row of the sum. This is a collective.
+
+        ``full_tensors`` has this rank's full tensor of each member.
+        """
         packed = [_pack_rows(full, param.layout) for full, param in zip(full_tensors, self.members, strict=True)]
         rows = torch.cat(packed, dim=1)
         own_row = rows.new_empty(rows.shape[1])
@@ -47,9 +54,10 @@ class Bucket:
         return own_row
 
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum one full tensor for each member over the ranks; returns the sums in one flat tensor. Collective.
+        """Sum the members' full tensors over the ranks, and return the sums in one flat tensor. This is a collective.
 
-        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, across members.
+        ``full_tensors`` has this rank's full tensor of each member. The flat tensor is split into N equal parts
+        regardless of where members begin and end: rank r sums the r-th part, then the parts are all-gathered.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
@@ -64,23 +72,26 @@ class Bucket:
         return [part.view(param.layout.shape) for part, param in zip(parts, self.members, strict=True)]
 
     def split_shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Return the elements that ``rank`` owns of each member, as views of its row without padding."""
+        """Split ``row``, the row of ``rank``, into the elements that ``rank`` owns of each member.
+
+        The returned tensors are views without padding.
+        """
         parts = torch.split(row, self.shard_lengths)
         return [part[: param.layout.owned_numel(rank)] for part, param in zip(parts, self.members, strict=True)]
 
     def pack_shards(self, shards: Iterable[Tensor]) -> Tensor:
-        """Pack a rank's shard of each member into its row."""
+        """Return a rank's row, made of its shard of each member."""
         return torch.cat([pad_flat(s, length) for s, length in zip(shards, self.shard_lengths, strict=True)])
 
     def unpack_rows(self, rows: Tensor, full_tensors: Sequence[Tensor]) -> None:
-        """Fill one full tensor for each member from the rows of all ranks."""
+        """Fill the full tensor of each member from ``rows``, which has the rows of all ranks."""
         parts = torch.split(rows, self.shard_lengths, dim=1)
         for part, full, param in zip(parts, full_tensors, self.members, strict=True):
             copy_shards_to_full(part, full, param.layout)
 
 
 def copy_shards_to_full(shards: Tensor, full: Tensor, layout: ShardLayout) -> None:
-    """Fill ``full`` from the padded shards of all ranks, shape (N, k)."""
+    """Fill ``full`` from ``shards``, which has the padded shards of all N ranks and the shape (N, shard length)."""
     if full.is_contiguous() and full.numel() == shards.numel():
         full.view(shards.shape).copy_(shards)
     else:
@@ -88,14 +99,14 @@ def copy_shards_to_full(shards: Tensor, full: Tensor, layout: ShardLayout) -> No
 
 
 def _pack_rows(full: Tensor, layout: ShardLayout) -> Tensor:
-    """Return a full tensor as N rows; row r is rank r's padded shard."""
+    """Return a full tensor as N rows, where row r is rank r's padded shard."""
     return pad_flat(full, layout.shard_length * layout.world_size).view(layout.world_size, layout.shard_length)
 
 
 def assign_buckets(model_params: Sequence[ModelParam], size: int = DEFAULT_BUCKET_SIZE) -> tuple[Bucket, ...]:
-    """Assign every parameter to one bucket, of at most ``size`` elements unless a single parameter has more.
+    """Assign every parameter to one bucket of at most ``size`` elements; a larger parameter gets a bucket of its own.
 
-    The last parameters come first, since backward makes gradients in about that order.
+    The first bucket has the last parameters of the model, since backward computes gradients in about that order.
     """
     buckets: list[list[ModelParam]] = []
     open_buckets: dict[ParamDtypes, tuple[list[ModelParam], int]] = {}

@@ -1,4 +1,4 @@
-"""``Engine``: forward, backward, accumulation boundary and step of a ZeRO stage."""
+"""Train a model with ZeRO: ``Engine`` has the methods for forward, backward, step and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
 
 
 class EnginePhase(Enum):
-    """Whether an engine trains, accumulates inside ``no_sync``, or is closed; each method allows some phases."""
+    """The state of an engine, which determines the methods that may be called: training, in ``no_sync``, or closed."""
 
     TRAINING = "training"
     NO_SYNC = "inside no_sync"
@@ -38,10 +38,10 @@ class EnginePhase(Enum):
 
 
 class Engine:
-    """ZeRO over one module. See [Note: phases] in the package's docstring.
+    """Trains one module with ZeRO; [Note: phases] in the package's docstring describes the order of calls.
 
-    The engine sets no hook on the loss or the outputs: gradients are divided where they are reduced. So every way to
-    call backward, a loss computed outside the engine, and several backwards before one step work as in plain PyTorch.
+    The engine sets no hook on the loss or the outputs, because gradients are divided where they are reduced. So any way
+    to call backward, a loss computed elsewhere, and several backwards before a step work as in plain PyTorch.
     """
 
     def __init__(
@@ -81,21 +81,21 @@ class Engine:
         self._training_state = TrainingState(module, model_params, placements, parameters, optimizer, stateful, comm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, under the configured torch_autocast, which does not cover the loss."""
+        """Run the module's forward, inside torch.autocast if configured; the loss is computed outside of autocast."""
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         precision = self.settings.precision
         with precision.autocast_context(self._device.type):
             return self.module(*precision.cast_inputs(args), **precision.cast_inputs(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Call ``scale(loss).backward()``. Gradients become means over ranks and micro-batches when reduced."""
+        """Call ``scale(loss).backward()``; the gradients become means over ranks and micro-batches when reduced."""
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Multiply ``loss`` by the loss scale if one is needed; call ``backward`` on the result.
+        """Return ``loss`` multiplied by the loss scale, if one is needed; call ``backward`` on the result.
 
-        An external scale (``override_loss_scale``) has precedence over the configured one. ``retain_graph`` has no
-        effect; DeepSpeed's callers pass it. Raises UsageError unless ``loss`` is a tensor of one element.
+        A scale set by ``override_loss_scale`` has precedence over the configured one. ``retain_graph`` has no effect
+        and exists because DeepSpeed's callers pass it. Raises UsageError unless ``loss`` is a tensor of one element.
         """
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -104,16 +104,16 @@ class Engine:
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
-        """Return whether losses need ``scale``. A backward of an unscaled loss then raises UsageError."""
+        """Return whether a loss must be passed to ``scale``; if so, a backward without it raises UsageError."""
         return self._loss_scale.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
-        """Use an external loss scale, which only the caller changes; None restores the configured one."""
+        """Use ``scale`` as the loss scale, which only the caller changes; None restores the configured one."""
         self._loss_scale.override(scale)
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale."""
+        """The current loss scale, or 1.0 if none is needed."""
         return self._loss_scale.value
 
     @contextmanager
@@ -137,11 +137,11 @@ class Engine:
                 self._phase = EnginePhase.TRAINING
 
     def step(self) -> None:
-        """Count the micro-batch; at the accumulation boundary update the parameters and drop the gradients.
+        """Count the micro-batch, and at the accumulation boundary update the parameters and drop the gradients.
 
-        Collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: the step is
-        skipped and counted under fp16 and bf16 (unless bf16.check_grad_overflow is false), and raises NonFiniteError
-        otherwise.
+        Collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under fp16 and
+        bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise NonFiniteError is
+        raised.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1
@@ -163,7 +163,7 @@ class Engine:
             )
 
     def _update(self, reduced_grads: Mapping[str, Tensor]) -> None:
-        """Run the optimizer on the leaves with these gradients, publish the new parameters and step the schedule."""
+        """Run the optimizer with these gradients, write the leaves back to the parameters and step the schedule."""
         leaves = self._parameters.leaves
         try:
             for name, grad in reduced_grads.items():
@@ -186,22 +186,22 @@ class Engine:
     def zero_grad(self) -> None:
         """Drop all gradients, reduced or not, and begin a new accumulation window.
 
-        The module's and the optimizer's ``zero_grad`` are not enough: they do not see reduced gradients.
+        Use this method instead of the module's or the optimizer's ``zero_grad``, which do not see reduced gradients.
         """
         self._gradients.clear()
         self._loss_scale.forget_scaled_backward()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients, unscaled and before clipping; None if not computed."""
+        """Return the gradient norm of the last step, unscaled and before clipping, or None if it was not computed."""
         return self._clipper.norm
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Return the full gradients so far by name, reduced and unscaled, on the CPU. Collective."""
+        """Return the accumulated full gradients, reduced and unscaled, by name on the CPU. This is a collective."""
         return {name: grad / self._loss_scale.value for name, grad in self._gradients.full_grads().items()}
 
     def full_params(self) -> dict[str, Tensor]:
-        """Return the full current weights by name, on the CPU. Collective."""
+        """Return the full current weights by name on the CPU. This is a collective."""
         return self._parameters.full_params()
 
     def gathered(
@@ -210,29 +210,29 @@ class Engine:
         """Unshard weights for editing inside the block, in the dictionary that it yields or as module attributes.
 
         ``parameters`` are names or the model's Parameters; None means all. At the end rank ``source``'s edits are
-        broadcast, to master weights too. If any rank raises, no rank keeps an edit. Collective at both ends, at every
-        stage. Raises UsageError for an unknown parameter, and if another rank raised.
+        broadcast, also to master weights; if any rank raises, no rank keeps an edit. The block begins and ends with a
+        collective at every stage. Raises UsageError for an unknown parameter, and if another rank raised.
         """
         return self._parameters.unshard_for_edit(parameters, source)
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Let ranks use different parameters inside the block, as branches on data do.
+        """Let ranks use different parameters inside the block, for models whose branches depend on the data.
 
         A parameter that a rank does not use counts as zero in the mean. Outside the block, stage 3 needs the same reads
-        on every rank, and stage 2 the same number of backwards, those of reentrant checkpoints included. Inside it,
-        each read at stage 3 costs two collectives instead of one. Collective at its end. Raises UsageError at every
-        stage if another rank raised inside the block, and for a ``step`` or another such block inside it.
+        on every rank, and stage 2 the same number of backwards, including those of reentrant checkpoints. Inside, each
+        read at stage 3 costs two collectives instead of one. The block ends with a collective. Raises UsageError at
+        every stage if another rank raised inside the block, and for a ``step`` or another ``uneven`` inside the block.
         """
         with self._parameters.allow_uneven_ranks(), self._gradients.allow_uneven_ranks():
             yield
 
     def full_masters(self) -> dict[str, Tensor]:
-        """Return the full master weights by name, on the CPU; empty if there are none. Collective."""
+        """Return the full master weights (possibly none) by name on the CPU. This is a collective."""
         return self._parameters.full_masters()
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the full optimizer state by parameter name and key, on the CPU. Collective.
+        """Return the full optimizer state by parameter name and key, on the CPU. This is a collective.
 
         Elementwise state has the parameter's shape; scalars such as ``step`` stay scalars.
         """
@@ -255,15 +255,15 @@ class Engine:
         }
 
     def _is_shard(self, value: Any, leaf: Tensor) -> bool:
-        """Return whether an optimizer state is a shard: the stage shards it, and it has the shape of ``leaf``."""
+        """Return whether ``value``, an optimizer state of ``leaf``, is a shard: it has the shape of a sharded leaf."""
         sharded = self._placements.optimizer_state is ShardPlacement.SHARDED
         return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model. Collective.
+        """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model.
 
-        A tied weight is one tensor under all its names, as in a plain model. Buffers and the modules' extra state
-        (``get_extra_state``) are copies of this rank's.
+        This is a collective. A tied parameter is one tensor under all its names, as in a plain model. Buffers and the
+        modules' extra state (``get_extra_state``) are copies of this rank's.
         """
         full = self.full_params()
         by_id = {id(param.parameter): full[name] for name, param in self._model_params.items()}
@@ -275,12 +275,12 @@ class Engine:
     def save_checkpoint(
         self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> Path:
-        """Save the training state to ``save_dir/tag``; the default tag is ``global_step{steps}``. Returns the path.
+        """Save the training state to ``save_dir/tag``, and return that path. This is a collective.
 
-        The checkpoint has the parameters, the optimizer with its groups, the schedule, the loss scale and the step
-        counts, and each rank's buffers, modules' extra state and ``client_state``, where a caller may save the state of
-        random generators. Collective, on a file system that all ranks share. Raises CheckpointError on every rank, also
-        if the schedule has no state_dict. An interrupted save leaves the previous checkpoint complete and the latest.
+        The default tag is ``global_step{steps}``. The checkpoint has the parameters, the optimizer with its groups, the
+        schedule, the loss scale, the step counts, and each rank's buffers, modules' extra state and ``client_state``.
+        All ranks must share the file system. Raises CheckpointError on every rank, also if the schedule has no
+        state_dict. An interrupted save leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -299,12 +299,12 @@ class Engine:
     def load_checkpoint(
         self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
     ) -> tuple[Path, dict[str, Any]]:
-        """Load ``load_dir/tag``, or the latest checkpoint. Returns its path and this rank's ``client_state``.
+        """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``.
 
-        Any stage at any world size reads the checkpoints of any other; a rank that the checkpoint does not have gets
-        rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads parameters, buffers and extra
-        state alone. Drops all gradients. Collective. Raises CheckpointError on every rank, with nothing loaded, for a
-        checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
+        This is a collective. Any stage at any world size loads the checkpoints of any other; a rank that the checkpoint
+        does not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only
+        parameters, buffers and extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing
+        loaded, for a checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
         saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
@@ -318,12 +318,12 @@ class Engine:
         return saved.path, saved.rank_state["client_state"]
 
     def load_universal_checkpoint(self, path: Path | str, mpu: Any = None) -> tuple[Path, dict[str, Any]]:
-        """Load a DeepSpeed checkpoint that ``ds_to_universal`` converted. Returns ``path`` and its ``client_state``.
+        """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``.
 
-        ``mpu`` gives the tensor-parallel rank and size of this model. Loads weights, buffers, the modules' extra state,
-        Adam's moments, step counts and settings, the loss scale, and the schedule if both sides have the same kind.
-        Collective. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing,
-        incomplete or damaged, contains code, or belongs to another model.
+        This is a collective. ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads
+        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and the schedule if
+        both sides have the same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that
+        is missing, incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -342,27 +342,27 @@ class Engine:
             self.steps, self.skipped_steps = contents.steps, contents.skipped_steps
 
     def _pending_gradients(self) -> list[Tensor]:
-        """List all gradients on this rank, reduced or not."""
+        """Return all gradients on this rank, reduced or not."""
         local = (param.parameter.grad for param in self._model_params.values())
         return [*self._gradients.reduced_tensors(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return for each parameter the range (start, stop) of flat elements that each rank owns; empty at stage 0."""
+        """Return the range (start, stop) of elements that each rank owns of each parameter; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
         ranks = range(self.comm.world_size)
         return {name: tuple(map(param.layout.shard_bounds, ranks)) for name, param in self._model_params.items()}
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes on this rank of parameters, gradients and optimizer state (master weights included)."""
+        """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""
         return {kind: memory.storage_bytes(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def memory_report(self) -> dict[str, dict[str, int]]:
-        """Return ``held_bytes`` by dtype, as in ``{"parameters": {"bfloat16": 1024}}``."""
+        """Return the bytes of ``held_bytes`` for each dtype, for example ``{"parameters": {"bfloat16": 1024}}``."""
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
-        """List the tensors on this rank, among other values, as parameters, gradients and optimizer state."""
+        """Return this rank's parameters, gradients and optimizer state; the lists may also contain other values."""
         parameters = [param.parameter for param in self._model_params.values()]
         state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
@@ -372,19 +372,19 @@ class Engine:
         }
 
     def gathered_bytes(self) -> int:
-        """Return the bytes of unsharded parameters that are alive on this rank; 0 between steps."""
+        """Return the bytes of the unsharded parameters that exist on this rank now, which is 0 between steps."""
         return self._memory_tracker.live_bytes()
 
     def peak_gathered_bytes(self) -> int:
-        """Return the peak of ``gathered_bytes`` since ``reset_peak``."""
+        """Return the largest value that ``gathered_bytes`` had since ``reset_peak``."""
         return self._memory_tracker.peak
 
     def reset_peak(self) -> None:
-        """Restart the measurement of ``peak_gathered_bytes``."""
+        """Start to measure ``peak_gathered_bytes`` again from the current value of ``gathered_bytes``."""
         self._memory_tracker.peak = self._memory_tracker.live_bytes()
 
     def close(self) -> None:
-        """Remove the hooks and restore the modules' classes. Runs no collective: at stage 3 parameters stay shards."""
+        """Remove the hooks and restore the modules' classes, without a collective; sharded parameters stay sharded."""
         if self._phase is not EnginePhase.CLOSED:
             self._phase = EnginePhase.CLOSED
             self._step_guard.remove()
@@ -394,5 +394,5 @@ class Engine:
 
 
 def _copy_to_cpu(value: Any) -> Any:
-    """Copy a tensor to the CPU; copy any other value deeply."""
+    """Return a copy of ``value``: a tensor is copied to the CPU, any other value with copy.deepcopy."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""The gradients of one engine: reduced from each parameter's ``grad``, accumulated, unscaled and clipped."""
+"""Reduce, accumulate, unscale and clip the gradients of one engine."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from zharness.reference.unshard import ShardingContext
 
 
 class Gradients:
-    """The mean gradient of each parameter, in the shape of the optimizer's leaf: full, or this rank's shard.
+    """The mean gradient of each parameter of one engine, in the shape of the tensor that the optimizer updates.
 
-    ``parameter.grad`` has the gradient that is not reduced yet. Reducing moves it here and sets ``parameter.grad`` to
-    None, so a gradient is in one of the two places and cannot be reduced twice, whenever and however often backward
-    runs.
+    That shape is full, or that of this rank's shard. ``parameter.grad`` has the gradient that is not reduced yet.
+    Reducing moves the gradient into this object and sets ``parameter.grad`` to None, so a gradient is in one of the two
+    places and cannot be reduced twice, no matter when and how often backward runs.
 
     * Replicated gradients (stages 0 and 1) stay in ``parameter.grad`` until the accumulation boundary.
     * Sharded gradients of replicated parameters (stage 2) are reduced bucket by bucket during backward: see
       ``BucketReducer``.
-    * Gradients of sharded parameters (stage 3) leave the backward of ``ReduceGrad`` already reduced and are moved here:
-      at the boundary, or at once if the optimizer's dtype is wider.
+    * Gradients of sharded parameters (stage 3) leave the backward of ``ReduceGrad`` already reduced and are moved into
+      this object at the boundary, or at once if the optimizer's dtype is wider.
 
-    A parameter that only some ranks used counts as zero on the others; one that no rank used has no gradient. The ranks
-    agree on that before each reduction. This holds for replicated parameters; at stage 3 every backward has to make the
-    same gradients on every rank, in the same order (or run inside ``uneven``).
+    A parameter that only some ranks used counts as zero on the others; a parameter that no rank used has no gradient.
+    For replicated parameters the ranks exchange which parameters they used before each reduction. At stage 3 every
+    backward has to compute the same gradients on every rank, in the same order, or run inside ``uneven``.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Gradients:
     def _register_hooks(self) -> None:
         """Register the hooks that reduce gradients during backward.
 
-        Stage 2 needs them for every trained parameter; stage 3 for those whose micro-batches would otherwise add up in
-        a dtype narrower than the optimizer's.
+        Stage 2 needs a hook on every trained parameter. Stage 3 needs one on each parameter with a master weight, whose
+        micro-batches would otherwise add up in a dtype narrower than the optimizer's.
         """
         if self._placements.gradients is ShardPlacement.REPLICATED:
             return
@@ -83,7 +83,7 @@ class Gradients:
 
     @contextmanager
     def allow_uneven_ranks(self) -> Iterator[None]:
-        """Let ranks run different backwards inside the block: stage 2 then reduces at the accumulation boundary."""
+        """Let ranks run different backwards inside the block, where stage 2 reduces only at the boundary."""
         if self._bucket_reducer is not None:
             self._remove_hooks()
         try:
@@ -93,10 +93,10 @@ class Gradients:
                 self._register_hooks()
 
     def reduce_pending(self) -> dict[str, Tensor]:
-        """Reduce the gradients that backward left in ``parameter.grad``. Collective.
+        """Reduce the gradients that backward left in ``parameter.grad``, and return all reduced gradients.
 
-        Returns all reduced gradients by name, in the same order on all ranks; a parameter that no rank used is left
-        out. Raises UsageError on every rank if they used sharded parameters differently outside ``uneven``.
+        This is a collective. The returned dictionary has the same order on all ranks and leaves out parameters that no
+        rank used. Raises UsageError on every rank if the ranks used sharded parameters differently outside ``uneven``.
         """
         if self._placements.parameters is ShardPlacement.SHARDED:
             self._context.collectives.check_same_collectives()
@@ -109,11 +109,14 @@ class Gradients:
         return {name: self._reduced_grads[name] for name in self._model_params if name in self._reduced_grads}
 
     def reduced_tensors(self) -> list[Tensor]:
-        """List the gradients that are reduced already; the others are in ``parameter.grad``."""
+        """Return the gradients that are reduced already; the others are in ``parameter.grad``."""
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. Collective."""
+        """Reduce all gradients, and return full copies of them on the CPU in their parameters' shapes.
+
+        This is a collective.
+        """
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -121,7 +124,7 @@ class Gradients:
         return all_gather_full_tensors(shards, self._context.comm)
 
     def clear(self) -> None:
-        """Drop all gradients, reduced or not, and the prefetched bucket that a failed backward left."""
+        """Drop all gradients, reduced or not, and the prefetched bucket that a failed backward may have left."""
         self._reduced_grads.clear()
         self._context.prefetcher.clear()
         for param in self._model_params.values():
@@ -139,9 +142,10 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """Exchange which ``candidates`` have a gradient: one byte for each. Collective if parameters are replicated.
+        """Exchange which of the ``candidates`` have a gradient, one byte for each.
 
-        Returns the names of those with a gradient on any rank, and whether ``has_more`` is true on any rank.
+        This is a collective if the parameters are replicated. Returns the names of the candidates with a gradient on
+        any rank, and whether ``has_more`` is true on any rank.
         """
         flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
@@ -151,9 +155,9 @@ class Gradients:
         return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(any_has_more)
 
     def _reduce_bucket_if_used(self, bucket: Bucket, has_more: bool) -> bool:
-        """Reduce the members of ``bucket`` that have a gradient on any rank. Collective.
+        """Reduce the members of ``bucket`` that have a gradient on any rank. This is a collective.
 
-        Returns whether there are any, or ``has_more`` is true on any rank.
+        Returns whether there are such members, or ``has_more`` is true on any rank.
         """
         used, any_has_more = self._agree_on_used(bucket.members, has_more)
         self._reduce_and_add(bucket.select(used))
@@ -161,26 +165,30 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
-        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards. Collective."""
+        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards.
+
+        This is a collective.
+        """
         if not bucket.members:
             return
         for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
             self._add(param, grad_shard)
 
     def _add_remote_grad(self, param: ModelParam, mean: Tensor) -> None:
-        """Add this rank's share of a mean gradient that only other ranks contributed to, in the optimizer's dtype."""
+        """Add this rank's share of a mean gradient to which only other ranks contributed, in the optimizer's dtype."""
         self._add(param, self._to_master_dtype(mean, param))
 
     @torch.no_grad()
     def _add(self, param: ModelParam, grad_shard: Tensor) -> None:
-        """Add a reduced gradient to that of earlier backwards."""
+        """Add a reduced gradient to the reduced gradient of earlier backwards."""
         before = self._reduced_grads.get(param.name)
         self._reduced_grads[param.name] = grad_shard if before is None else before.add_(grad_shard)
 
     def _reduce(self, bucket: Bucket) -> list[Tensor]:
-        """Reduce the bucket's gradients and set ``parameter.grad`` to None; an unused parameter contributes zeros.
+        """Reduce the bucket's gradients and set ``parameter.grad`` to None. Collective for replicated parameters.
 
-        Returns one tensor for each member, in the shape of its leaf and the optimizer's dtype.
+        A parameter without a gradient contributes zeros. Returns one tensor for each member, in the shape of the tensor
+        that the optimizer updates and in the optimizer's dtype.
         """
         comm, master_dtype = self._context.comm, bucket.members[0].dtypes.master_dtype
         local_grads = [_take_local_grad(param) for param in bucket.members]
@@ -193,26 +201,29 @@ class Gradients:
         return bucket.split_shards(bucket.reduce_scatter(outgoing, comm).to(master_dtype).div_(divisor), comm.rank)
 
     def _to_master_dtype(self, shard: Tensor, param: ModelParam) -> Tensor:
-        """Cast a reduced gradient to the optimizer's dtype, without padding.
+        """Return a reduced gradient without padding, cast to the optimizer's dtype.
 
-        The gradient of a parameter with a master weight is a sum (``ShardCollectives._remaining_divisor``), which is
-        divided here.
+        The gradient of a parameter with a master weight is still a sum (see ``ShardCollectives._remaining_divisor``),
+        and is divided here.
         """
         owned = shard[: param.layout.owned_numel(self._context.comm.rank)].to(param.dtypes.master_dtype)
         return owned.div_(self._remaining_divisor(param)) if param.has_master else owned
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """Return the divisor that makes a reduced sum the mean; ``predivide_factor`` was applied before it was sent."""
+        """Return the divisor that turns a reduced sum into the mean, after ``predivide_factor`` was applied."""
         return self._context.divisor / param.predivide_factor
 
     def is_finite(self) -> bool:
-        """Return whether all reduced gradients are finite on every rank. Collective: one byte."""
+        """Return whether all reduced gradients are finite on every rank. This is a collective of one byte."""
         extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
         values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
-        """Compute the 2-norm of all reduced gradients together, in float64. Collective if they are sharded."""
+        """Return the 2-norm of all reduced gradients together, in float64.
+
+        This is a collective if gradients are sharded.
+        """
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:
@@ -221,10 +232,10 @@ class Gradients:
 
 
 class GradientClipper:
-    """Unscale and clip the gradients of a step with one factor.
+    """Multiplies the gradients of a step by one factor that both unscales and clips them.
 
-    ``norm`` is that of the last step, unscaled and before clipping. It is None if the step needed no norm: without
-    clipping, a loss scale, or a precision that skips steps on overflow.
+    ``norm`` is the norm of the last step's gradients, unscaled and before clipping. It is None if the step needed no
+    norm, that is, without clipping, without a loss scale, and in a precision that does not skip steps on overflow.
     """
 
     def __init__(self, settings: Settings, loss_scale: LossScale, gradients: Gradients) -> None:
@@ -235,10 +246,10 @@ class GradientClipper:
         self._gradients = gradients
 
     def unscale_and_clip(self, reduced_grads: Mapping[str, Tensor]) -> bool:
-        """Unscale ``reduced_grads`` and clip them to ``gradient_clipping``, in place. Collective.
+        """Unscale ``reduced_grads`` in place, and clip them to the configured ``gradient_clipping``.
 
-        Returns False, with the gradients unchanged, if a gradient is not finite on some rank. Clips as
-        torch.nn.utils.clip_grad_norm_ does.
+        This is a collective. Returns False, with the gradients unchanged, if a gradient is not finite on some rank.
+        Clips in the same way as torch.nn.utils.clip_grad_norm_.
         """
         self.norm, factor = None, 1.0 / self._loss_scale.value
         if self._max_norm is not None or self._skips_on_overflow or self._loss_scale.is_needed():
@@ -253,13 +264,13 @@ class GradientClipper:
 
 
 def _register_grad_hook(param: ModelParam, function: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Register ``function`` to be called whenever autograd has accumulated the parameter's gradient."""
+    """Register ``function`` as a hook that autograd calls whenever it has accumulated the parameter's gradient."""
     handle: RemovableHandle = param.parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
     return handle
 
 
 def _take_local_grad(param: ModelParam) -> Tensor:
-    """Move the gradient out of ``parameter.grad``, as a dense tensor; zeros if there is none."""
+    """Set ``parameter.grad`` to None and return the gradient as a dense tensor, or zeros if there was none."""
     parameter = param.parameter
     local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     parameter.grad = None

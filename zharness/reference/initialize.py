@@ -1,4 +1,4 @@
-"""``initialize``: make an engine from a plain model and DeepSpeed's JSON."""
+"""Build an engine from a plain model and DeepSpeed's JSON, with the function ``initialize``."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer, MicroBatchLoader | None, Any]:
     """Shard ``model`` as ``config`` says. Returns engine, optimizer, data loader and scheduler, as DeepSpeed does.
 
-    Collective over the default process group: rank 0's parameters and buffers are broadcast to all ranks. Modules on
-    the meta device are materialised by their ``reset_parameters``, and sharded one by one.
+    This function is a collective over the default process group: rank 0's parameters and buffers are broadcast to all
+    ranks. Modules on the meta device are initialized by their ``reset_parameters``, and sharded one by one.
 
     ``config`` is DeepSpeed's JSON, as a dict or a file's path; ``deepspeed_json/sections.py`` lists its keys.
-    ``optimizer`` is a torch optimizer over the model's parameters that has not stepped, or a builder that is called
-    with a mapping from name to leaf tensor; a class outside torch.optim needs ``zero_allow_untested_optimizer``.
-    Without it, ``config["optimizer"]`` is built over ``model_parameters``, or over all of them. ``lr_scheduler`` is a
-    scheduler over that optimizer or a callable that makes one; without it, ``config["scheduler"]`` is built. It is
-    stepped after each optimizer step that was not skipped. ``training_data`` is returned as a loader of micro-batches.
+    ``optimizer`` is a torch optimizer over the model's parameters that has not stepped, or a function that builds an
+    optimizer from a mapping from each parameter's name to the tensor that the optimizer has to update; a class outside
+    torch.optim needs ``zero_allow_untested_optimizer``. Without ``optimizer``, ``config["optimizer"]`` is built over
+    ``model_parameters``, or over all parameters. ``lr_scheduler`` is a scheduler over that optimizer or a function that
+    builds one; without it, ``config["scheduler"]`` is built. The scheduler is stepped after each optimizer step that
+    was not skipped. ``training_data`` is returned as a loader of micro-batches, which uses ``collate_fn``.
 
     Raises ConfigError on every rank, with the model unchanged: for a key, a dtype or an optimizer that the engine does
     not support, if the ranks differ, and for a model that belongs to another engine.
@@ -115,7 +116,7 @@ def initialize(
 def _make_context(
     model_params: list[ModelParam], settings: Settings, divisor: int, comm: Comm
 ) -> tuple[ShardingContext, tuple[Bucket, ...]]:
-    """Make the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
+    """Return the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
     collectives = ShardCollectives(model_params, comm, divisor)
@@ -127,7 +128,7 @@ def _make_context(
 
 @torch.no_grad()
 def _restore_tensors(saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
-    """Restore the storage and values of each tensor; ``saved`` has (tensor, its ``data``, a copy of its values)."""
+    """Restore the storage and values of tensors; ``saved`` has (tensor, its ``data``, a copy of its values)."""
     for tensor, data, values in saved:
         tensor.data = data
         tensor.copy_(values)
@@ -136,7 +137,7 @@ def _restore_tensors(saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _restore_param_groups(
     optimizer: torch.optim.Optimizer, saved_params: list[Any], saved_state: dict[Any, Any]
 ) -> None:
-    """Restore the optimizer's groups and state to those before its parameters were replaced by leaves."""
+    """Restore the parameters and the state that the optimizer had before its parameters were replaced by leaves."""
     for group, params in zip(optimizer.param_groups, saved_params, strict=True):
         group["params"] = params
     optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""The tensors that each ZeRO stage shards, and the flat range of a parameter's elements that each rank owns."""
+"""Define which tensors each ZeRO stage shards, and which range of a parameter's elements each rank owns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.comm import Comm
 
 
 class ShardPlacement(Enum):
-    """The placement of a tensor: every rank has a full copy, or each rank has its own shard."""
+    """Whether every rank has a full copy of a tensor, or each rank has its own shard."""
 
     REPLICATED = "whole"
     SHARDED = "sharded"
@@ -24,10 +24,10 @@ class ShardPlacement(Enum):
 
 @dataclass(frozen=True)
 class StagePlacements:
-    """The placements of one ZeRO stage.
+    """Whether optimizer state, gradients and parameters are replicated or sharded at one ZeRO stage.
 
-    With Adam in fp32 and psi parameters, optimizer state, gradients and parameters take 8, 4 and 4 psi bytes per rank,
-    divided by N where they are sharded.
+    With Adam in fp32, a model of psi parameters needs 8 psi bytes of optimizer state, 4 psi of gradients and 4 psi of
+    parameters on each rank, divided by the world size N where they are sharded.
     """
 
     optimizer_state: ShardPlacement
@@ -49,10 +49,10 @@ STAGES: Mapping[int, StagePlacements] = MappingProxyType(
 class ShardLayout:
     """How the n elements of a parameter are sharded over N ranks: rank r owns flat elements r*k to (r+1)*k.
 
-    k = ceil(n/N), so the last shards are shorter, or empty, if N does not divide n. Collectives need equal lengths, so
-    shards are padded to k elements before they are sent; the padding never reaches an optimizer. ``stride`` is the
-    memory layout of the original parameter. Kernels sum in an order that depends on the layout, so unsharded tensors
-    have the same one.
+    Here k = ceil(n/N), so the last shards are shorter, or empty, if N does not divide n. Collectives need equal
+    lengths, so shards are padded to k elements before they are sent; the padding is never passed to an optimizer.
+    ``stride`` has the strides of the original parameter. Unsharded tensors get the same strides, because kernels sum in
+    an order that depends on them.
     """
 
     shape: torch.Size
@@ -61,30 +61,30 @@ class ShardLayout:
 
     @cached_property
     def numel(self) -> int:
-        """The number of elements of the full parameter: n."""
+        """The number of elements of the full parameter, n."""
         return math.prod(self.shape)
 
     @cached_property
     def shard_length(self) -> int:
-        """The number of elements of one padded shard: k."""
+        """The number of elements of one padded shard, k."""
         return -(-self.numel // self.world_size)
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
-        """Return start and stop of the flat elements that ``rank`` owns."""
+        """Return the start and the stop of the range of flat elements that ``rank`` owns."""
         return min(rank * self.shard_length, self.numel), min((rank + 1) * self.shard_length, self.numel)
 
     def owned_numel(self, rank: int) -> int:
-        """Return how many elements ``rank`` owns, without padding."""
+        """Return the number of elements that ``rank`` owns, without padding."""
         start, stop = self.shard_bounds(rank)
         return stop - start
 
 
 @dataclass(frozen=True)
 class ParamDtypes:
-    """The dtypes of one parameter.
+    """The dtypes in which one parameter, its gradient and its optimizer state are kept and sent.
 
-    ``param_dtype`` is the dtype of the parameter in the model and of its local gradient; ``reduce_dtype`` is the dtype
-    in which the gradient is reduced; ``master_dtype`` is the dtype of the master weight, the optimizer state and the
+    ``param_dtype`` is the dtype of the parameter in the model and of its local gradient. ``reduce_dtype`` is the dtype
+    in which the gradient is reduced. ``master_dtype`` is the dtype of the master weight, the optimizer state and the
     reduced gradient. ``unshard_dtype`` is the torch.autocast dtype in which stage 3 all-gathers the parameter; None
     means ``param_dtype``.
     """
@@ -97,7 +97,7 @@ class ParamDtypes:
 
 @dataclass(frozen=True)
 class ModelParam:
-    """One parameter of the user's model: its first name, the Parameter object, its layout and its dtypes."""
+    """One parameter of the user's model: its first name in the model, the Parameter, its layout and its dtypes."""
 
     name: str
     parameter: nn.Parameter
@@ -106,26 +106,27 @@ class ModelParam:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates a master weight, a copy of the parameter in another dtype."""
+        """True if the optimizer updates a master weight, a copy of the parameter in another dtype."""
         return self.dtypes.master_dtype != self.dtypes.param_dtype
 
     @property
     def predivide_factor(self) -> int:
-        """The divisor of a gradient before it is reduced: a power of two >= N if the reduce dtype is fp16, else 1.
+        """The number by which a gradient is divided before it is reduced: a power of two >= N for fp16, otherwise 1.
 
-        The sum over ranks then stays finite if the gradients are, so a step overflows only where plain PyTorch's does.
+        The division keeps the sum over ranks finite if the gradients are finite, so a step overflows only where plain
+        PyTorch's step does.
         """
         return 2 ** (self.layout.world_size - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
 
     def cast_for_reduce(self, grad: Tensor) -> Tensor:
-        """Divide a gradient by ``predivide_factor`` and cast it to the reduce dtype."""
+        """Return a gradient divided by ``predivide_factor`` and cast to the reduce dtype."""
         return (grad / self.predivide_factor if self.predivide_factor > 1 else grad).to(self.dtypes.reduce_dtype)
 
 
 def collect_model_params(
     module: nn.Module, world_size: int, dtypes: Mapping[nn.Parameter, ParamDtypes]
 ) -> dict[str, ModelParam]:
-    """Return every parameter once, by the first name that ``named_parameters()`` gives it."""
+    """Return every parameter of ``module`` once, by the first name that ``named_parameters()`` gives it."""
     return {name: ModelParam(name, p, _make_layout(p, world_size), dtypes[p]) for name, p in module.named_parameters()}
 
 
@@ -136,13 +137,16 @@ def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
 
 
 def pad_flat(values: Tensor, length: int) -> Tensor:
-    """Flatten ``values`` and pad it with zeros to ``length`` elements; copies only if needed."""
+    """Return ``values`` flattened and padded with zeros to ``length`` elements, without a copy if possible."""
     flat = values.reshape(-1)
     return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row`` (1-D, of the same length on all ranks) to shape (N, length). Collective."""
+    """All-gather every rank's ``row``, a 1-D tensor of equal length, into a tensor of shape (N, length).
+
+    This is a collective.
+    """
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)
@@ -150,7 +154,7 @@ def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
 
 
 def all_gather_full_tensor(shard: Tensor, layout: ShardLayout, comm: Comm) -> Tensor:
-    """All-gather the full tensor from every rank's shard (padded or not). Collective."""
+    """All-gather and return the full tensor from every rank's ``shard``, padded or not. This is a collective."""
     full = shard.new_empty(layout.shard_length * layout.world_size)
     if layout.numel:
         comm.all_gather(full, pad_flat(shard, layout.shard_length).contiguous())

@@ -1,4 +1,4 @@
-"""The model's parameters on this rank, replicated or sharded, and the leaf tensors that the optimizer updates."""
+"""Keep the model's parameters on this rank, replicated or sharded, and the tensors that the optimizer updates."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def refuse_owned_modules(module: nn.Module) -> None:
 
 
 class Parameters:
-    """The parameters of one engine on this rank, as ``placements`` distributes them.
+    """The parameters of one engine on this rank, replicated or sharded as ``placements`` says.
 
-    ``leaves`` are the tensors that the optimizer updates, by name: the full parameter, or this rank's elements of it.
-    A leaf is a view of the parameter's (or its shard's) memory, so an optimizer step needs no copy back, and shares its
-    version counter, so autograd notices the step. If the optimizer has another dtype than the model, the leaf is a
-    master weight instead, a copy of the original values, and ``publish`` casts it back into the parameter.
+    ``leaves`` maps each parameter's name to its leaf, the tensor that the optimizer updates: the full parameter, or
+    this rank's elements of it. A leaf is a view of the memory of the parameter (at stage 3, of its shard), so an
+    optimizer step needs no copy back. The leaf also shares the parameter's version counter, so autograd notices the
+    step. If the optimizer has another dtype than the model, the leaf is instead a master weight, a copy of the original
+    values, and ``publish`` casts it back into the parameter.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class Parameters:
         self._owned_modules = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
 
     def _materialise_params(self, module: nn.Module) -> Iterator[ModelParam]:
-        """Yield each full parameter once. Modules on the meta device are materialised first, one by one. Collective.
+        """Yield each full parameter once, after initializing modules that are on the meta device. This is a collective.
 
-        The caller shards each parameter before the next module is materialised, so only one module is ever complete.
+        The caller shards each parameter before the next module is initialized, so only one module is ever complete.
         """
         remaining: dict[Tensor, ModelParam] = {param.parameter: param for param in self._model_params.values()}
         device = infer_device(module, self._comm)
@@ -82,7 +83,7 @@ class Parameters:
         yield from remaining.values()
 
     def _cast_and_shard(self, param: ModelParam) -> None:
-        """Copy the parameter's master weight, then cast the parameter to its dtype and, at stage 3, shard it."""
+        """Copy the parameter into a master weight if it has one, cast it to its dtype and, at stage 3, shard it."""
         parameter, dtypes = param.parameter, param.dtypes
         if param.has_master:
             self.master_weights[param.name] = self._local_elements(param).to(dtypes.master_dtype, copy=True)
@@ -92,7 +93,7 @@ class Parameters:
             _shard_in_place(param, self._comm.rank)
 
     def _local_elements(self, param: ModelParam) -> Tensor:
-        """Return this rank's elements of a full parameter, in the shape of its leaf."""
+        """Return this rank's elements of a full parameter, in the shape of the parameter's leaf."""
         values = param.parameter.detach()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return values
@@ -100,16 +101,17 @@ class Parameters:
         return values.reshape(-1)[start:stop]
 
     def _make_leaf(self, param: ModelParam) -> Tensor:
-        """Return this rank's elements as a view of the parameter, which is a padded shard at stage 3."""
+        """Return this rank's elements of ``param`` as a view; at stage 3 the parameter is a padded shard already."""
         if self._placements.parameters is ShardPlacement.SHARDED:
             return param.parameter.detach()[: param.layout.owned_numel(self._comm.rank)]
         return self._local_elements(param)
 
     @torch.no_grad()
     def publish(self, names: Iterable[str]) -> None:
-        """Write the leaves ``names`` back after an optimizer step. Collective at stages 1 and 2.
+        """Write the leaves ``names`` back to the parameters after an optimizer step.
 
-        Stages 1 and 2 all-gather the updated shards into the parameters; the others cast the master weights.
+        This is a collective at stages 1 and 2. Stages 1 and 2 all-gather the updated shards into the parameters. Stages
+        0 and 3 only cast master weights.
         """
         updated = set(names)
         if (
@@ -127,14 +129,17 @@ class Parameters:
             self._record_version(self._model_params[name])
 
     def _record_version(self, param: ModelParam) -> None:
-        """Record that the engine itself has changed the parameter, so that it is not taken for a user's edit."""
+        """Record that the engine itself has changed the parameter, so that this is not taken for a user's edit."""
         if self._unsharder is not None:
             self._unsharder.record_version(param.parameter)
         elif param.name in self._known_versions:
             self._known_versions[param.name] = param.parameter._version
 
     def _all_gather_shards(self, names: Container[str]) -> None:
-        """All-gather the leaves ``names`` of all ranks into the replicated parameters, bucket by bucket. Collective."""
+        """All-gather the leaves ``names`` of all ranks into the replicated parameters, one bucket at a time.
+
+        This is a collective.
+        """
         for bucket in (bucket.select(names) for bucket in self._buckets):
             if bucket.members:
                 dtype = bucket.members[0].dtypes.param_dtype
@@ -143,11 +148,11 @@ class Parameters:
                 bucket.unpack_rows(rows, [param.parameter.detach() for param in bucket.members])
 
     def allow_uneven_ranks(self) -> AbstractContextManager[None]:
-        """Let ranks read different parameters inside the block, as ``Engine.uneven`` promises."""
+        """Let ranks read different parameters inside the block, on behalf of ``Engine.uneven``."""
         return self._collectives.allow_uneven_ranks()
 
     def check_ready_to_step(self) -> None:
-        """Raise UsageError inside ``gathered`` or ``uneven``, and for an in-place edit that the step would undo."""
+        """Raise UsageError inside ``gathered`` or ``uneven``, or if a step would undo a user's in-place edit."""
         self._collectives.require_even("a step")
         if self._unsharder is not None:
             self._unsharder.refuse_lost_edits()
@@ -163,7 +168,11 @@ class Parameters:
     def unshard_for_edit(
         self, selection: Iterable[str | nn.Parameter] | None, source: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Unshard parameters for ``Engine.gathered`` and write the edits back at the end. Collective at both ends."""
+        """Unshard parameters for ``Engine.gathered``, and write the edits back when the block ends.
+
+        The block begins and ends with a collective. ``selection`` has names or Parameters, or is None for all.
+        ``source`` is the rank whose edits are kept.
+        """
         selected = [self._find_param(entry) for entry in (self._model_params if selection is None else selection)]
         parameters = [param.parameter for param in selected]
         values = (
@@ -193,9 +202,9 @@ class Parameters:
 
     @torch.no_grad()
     def _broadcast_edit(self, param: ModelParam, value: Tensor, source: int) -> None:
-        """Broadcast rank ``source``'s ``value`` as the full parameter of every rank. Collective.
+        """Set the full parameter of every rank to rank ``source``'s ``value``. This is a collective.
 
-        A master weight keeps the elements that were not edited: they are more precise than the model's.
+        A master weight keeps the elements that were not edited, since they are more precise than the parameter's.
         """
         broadcast_tensors([value], self._comm, source)
         if self._placements.parameters is ShardPlacement.REPLICATED:
@@ -207,7 +216,7 @@ class Parameters:
         self.publish([param.name])
 
     def _find_param(self, selected: str | nn.Parameter) -> ModelParam:
-        """Find a parameter by name or identity. Raises UsageError for an unknown one."""
+        """Return the model's parameter that ``selected`` is or names. Raises UsageError for an unknown parameter."""
         for param in self._model_params.values():
             if param.name == selected or param.parameter is selected:
                 return param
@@ -216,18 +225,24 @@ class Parameters:
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        """Copy the full current weights to the CPU. Collective if parameters are sharded."""
+        """Return copies of the full current weights on the CPU. This is a collective if parameters are sharded."""
         return self._gather_full_tensors(
             {name: param.parameter for name, param in self._model_params.items()}, self._placements.parameters
         )
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
-        """Copy the full master weights to the CPU; empty if there are none. Collective if they are sharded."""
+        """Return copies of the full master weights on the CPU; empty if there are none.
+
+        This is a collective if they are sharded.
+        """
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
-        """Copy full tensors to the CPU from ``tensors``, which ``placement`` distributes. Collective if sharded."""
+        """Return full copies of ``tensors`` on the CPU.
+
+        This is a collective if ``placement`` says that the tensors are sharded.
+        """
         if placement is ShardPlacement.REPLICATED:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return all_gather_full_tensors(
@@ -235,19 +250,19 @@ class Parameters:
         )
 
     def close(self) -> None:
-        """Restore the modules' classes. Runs no collective: sharded parameters stay shards of this engine."""
+        """Restore the modules' classes without running a collective; sharded parameters stay sharded."""
         if self._class_swap is not None:
             self._class_swap.restore_classes()
         else:
             OWNED_MODULES.difference_update(self._owned_modules)
 
     def mark_modules_owned(self) -> None:
-        """Make other engines refuse these modules until ``close``, or for good if the parameters are shards."""
+        """Make other engines refuse these modules until ``close``, or forever if the parameters are sharded."""
         OWNED_MODULES.update(self._owned_modules)
 
 
 def _shard_in_place(param: ModelParam, rank: int) -> None:
-    """Replace the parameter's data by this rank's shard, padded to the common length."""
+    """Replace the parameter's data by this rank's shard, padded to the length that all ranks' shards have."""
     layout = param.layout
     start, stop = layout.shard_bounds(rank)
     shard = param.parameter.detach().new_zeros(layout.shard_length)

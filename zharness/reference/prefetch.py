@@ -1,13 +1,13 @@
 """Prefetch at stage 3: all-gather a parameter together with the ones that will be read next.
 
-A module reads its parameters one by one, and one collective for each would cost more than the model itself. A read
-copies its parameter out of the current ``PrefetchedBucket``; the next collective, the end of a forward and the end of a
-backward drop that bucket.
+A module reads its parameters one by one, and one collective for each of them would cost more time than the model
+itself. Each read copies its parameter from the current ``PrefetchedBucket``. That bucket is freed at the next
+collective and at the end of a forward or backward.
 
 The buckets are learned from the order of the reads: when the parameter that began an earlier sequence of reads is read
-again, that whole sequence is gathered. A parameter that has not begun a sequence is gathered with its bucket, its
-neighbours in the model. If half of that bucket or more was not used, its parameters are gathered alone from then on.
-The ranks read in the same order, so they gather the same buckets.
+again, that whole sequence is gathered. A parameter that has not begun a sequence is gathered with the bucket that
+``assign_buckets`` assigned it to, which has its neighbours in the model. If at most half of that bucket is used, its
+parameters are gathered alone from then on. The ranks read in the same order, so they gather the same buckets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from zharness.reference.torch_func import torch_fallback
 
 @dataclass(frozen=True)
 class PrefetchedBucket:
-    """An all-gathered bucket: each member's shards by name, shape (N, k), and the version of this rank's shard."""
+    """An all-gathered bucket with the shards of each parameter.
+
+    ``shards`` maps the parameter's name to the shards of all N ranks, with shape (N, shard length). ``shard_versions``
+    has the version counter that this rank's shard had when it was gathered.
+    """
 
     bucket: Bucket
     dtype: torch.dtype
@@ -36,7 +40,7 @@ class PrefetchedBucket:
     used_names: set[str] = field(default_factory=set)
 
     def contains(self, param: ModelParam, dtype: torch.dtype) -> bool:
-        """Return whether the current version of the parameter was gathered in ``dtype``."""
+        """Return whether the bucket has the parameter's current version in ``dtype``."""
         return dtype == self.dtype and self.shard_versions.get(param.name) == param.parameter._version
 
     def is_mostly_unused(self) -> bool:
@@ -48,7 +52,7 @@ class PrefetchedBucket:
 class ReadSequence:
     """Parameters that were read one after the other in one dtype.
 
-    ``first_read`` is the name of the first one, and whether it was read in a backward.
+    ``first_read`` has the name of the first parameter, and True if that parameter was read in a backward.
     """
 
     first_read: tuple[str, bool]
@@ -57,19 +61,22 @@ class ReadSequence:
     elements: int = 0
 
     def can_add(self, param: ModelParam, dtype: torch.dtype, max_elements: int) -> bool:
-        """Return whether the sequence stays in one dtype and within ``max_elements`` with this parameter."""
+        """Return whether ``param``, read in ``dtype``, fits into the sequence.
+
+        All parameters of a sequence have one dtype, and at most ``max_elements`` elements in all.
+        """
         more = 0 if param.name in self.members else param.layout.numel
         return dtype == self.dtype and self.elements + more <= max_elements
 
     def add(self, param: ModelParam) -> None:
-        """Append the parameter, unless the sequence has it already."""
+        """Append the parameter to the sequence, unless the sequence already contains it."""
         if param.name not in self.members:
             self.members[param.name] = param
             self.elements += param.layout.numel
 
 
 class Prefetcher:
-    """Keep one prefetched bucket of at most ``max_elements``; report its bytes to ``report_bytes`` at every change."""
+    """Keeps one prefetched bucket of at most ``max_elements``, and passes its size in bytes to ``report_bytes``."""
 
     def __init__(
         self,
@@ -87,9 +94,9 @@ class Prefetcher:
         self._learned_buckets: dict[tuple[str, bool], Bucket] = {}
 
     def fetch_into(self, param: ModelParam, full: Tensor) -> None:
-        """Fill ``full`` with the parameter, cast to the dtype of ``full`` before it is sent.
+        """Fill ``full`` with the parameter, which is cast to the dtype of ``full`` before it is sent.
 
-        Collective unless the parameter was prefetched.
+        This is a collective unless the parameter was prefetched.
         """
         read = (param.name, _is_in_backward())
         self._record_read(read, param, full.dtype)
@@ -101,20 +108,23 @@ class Prefetcher:
         copy_shards_to_full(current.shards[param.name], full, param.layout)
 
     def _record_read(self, read: tuple[str, bool], param: ModelParam, dtype: torch.dtype) -> None:
-        """Append the parameter to the current sequence, or begin another sequence with ``read``."""
+        """Append the parameter to the current sequence, or begin a new sequence that starts with ``read``.
+
+        ``read`` has the parameter's name, and True in a backward.
+        """
         if self._current_sequence is None or not self._current_sequence.can_add(param, dtype, self._max_elements):
             self._learn_sequence()
             self._current_sequence = ReadSequence(read, dtype)
         self._current_sequence.add(param)
 
     def _learn_sequence(self) -> None:
-        """Gather the current sequence as one bucket the next time that its first parameter is read."""
+        """End the current sequence, and gather it as one bucket the next time that its first parameter is read."""
         sequence, self._current_sequence = self._current_sequence, None
         if sequence is not None:
             self._learned_buckets[sequence.first_read] = Bucket(tuple(sequence.members.values()))
 
     def _all_gather_bucket(self, bucket: Bucket, dtype: torch.dtype) -> PrefetchedBucket:
-        """All-gather the bucket, and keep it as the current one if it has several members. Collective."""
+        """All-gather the bucket, and keep it as the current one if it has several members. This is a collective."""
         shards = [member.parameter.detach() for member in bucket.members]
         rows = self._collectives.all_gather_bucket(bucket, bucket.pack_shards(shard.to(dtype) for shard in shards))
         names = [member.name for member in bucket.members]
@@ -127,7 +137,7 @@ class Prefetcher:
         return prefetched
 
     def _drop_bucket(self) -> None:
-        """Free the current bucket; its parameters are gathered alone from now on if it was mostly unused."""
+        """Free the current bucket; if it was mostly unused, its parameters are gathered alone from now on."""
         if self._current_bucket is not None and self._current_bucket.is_mostly_unused():
             self._bucket_of.update({member.name: Bucket((member,)) for member in self._current_bucket.bucket.members})
         self._current_bucket = None
@@ -139,7 +149,7 @@ class Prefetcher:
         self._drop_bucket()
 
     def clear_after_forward(self) -> None:
-        """Call ``clear`` now, or at the end of the backward if that forward was a recomputation inside one."""
+        """Call ``clear`` now, or after the running backward if the forward was a recomputation in that backward."""
         if not (_is_in_backward() and torch_fallback.call_after_backward(self.clear)):
             self.clear()
 

@@ -1,4 +1,7 @@
-"""Reshard after a module's forward: replace what its graph saved of unsharded parameters by pack and unpack hooks."""
+"""Reshard parameters after a module's forward, by replacing the unsharded tensors that autograd saved.
+
+Each saved tensor is replaced by a pack and an unpack hook, which all-gathers the parameter again in backward.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ CAST_NODE_NAME = "ToCopyBackward0"
 
 
 def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], first_sequence_number: int) -> None:
-    """Replace the tensors of ``unsharded_params`` that the graph of ``output`` saved by hooks that unshard again.
+    """Replace the unsharded parameters that the graph of ``output`` saved by hooks that unshard them again.
 
-    A saved tensor that is not recognised keeps the full parameter alive until backward; the result is still correct.
+    Only nodes from ``first_sequence_number`` on are examined, since the running forward made them. A saved tensor that
+    is not recognised keeps the full parameter in memory until backward; the result is still correct.
     """
     by_address = {unsharded.storage_address(): unsharded for unsharded in unsharded_params}
     with private.suspend_transforms():
@@ -36,9 +40,9 @@ def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], f
 
 
 def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
-    """Find the unsharded parameter from which torch.autocast made ``tensor``, a cast or a view of a cast.
+    """Return the unsharded parameter of which ``tensor`` is torch.autocast's cast or a view of that cast.
 
-    Returns None for the cast of a part of a parameter: the graph does not record which part was cast.
+    Returns None if only a part of a parameter was cast, since the graph does not record which part.
     """
     node = tensor.grad_fn
     while node is not None and node.name() in VIEW_NODE_NAMES:
@@ -53,7 +57,7 @@ def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
 
 
 def _graph_nodes(output: Any, first_sequence_number: int) -> Iterator[Node]:
-    """Iterate over the autograd nodes behind ``output`` that the running forward made, each once."""
+    """Yield, each once, the autograd nodes behind ``output`` that the running forward made."""
     stack = [
         tensor.grad_fn
         for tensor in map(private.unwrap_functorch, _output_tensors(output))
@@ -74,7 +78,7 @@ def _graph_nodes(output: Any, first_sequence_number: int) -> Iterator[Node]:
 
 
 def _output_tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors in a module's output, which may nest tuples, lists, dicts and dataclasses."""
+    """Yield the tensors in a module's output, which may nest tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -1,10 +1,10 @@
-"""The modules of a stage 3 model: reading a parameter as an attribute unshards it.
+"""Unshard the parameters of a stage 3 model when a module reads them as attributes.
 
-The Parameter object stays where it was, so names, identity, tied weights and ``functional_call`` work as before; only
-its data is the shard. Each module's class is swapped for a subclass with two methods: ``__getattr__`` unshards a
-sharded Parameter that is read, and ``__call__`` runs ``pre_forward``, the forward and ``post_forward``. Three more
-methods keep the model usable: a submodule that is attached later gets a swapped class too, and a deep copy is a plain,
-full module.
+The Parameter object stays in the module, so names, identity, tied weights and ``functional_call`` work as before; only
+its data is replaced by the shard. Each module's class is swapped for a subclass with two methods: ``__getattr__``
+unshards a sharded Parameter that is read, and ``__call__`` runs ``pre_forward``, the forward and ``post_forward``.
+Three more methods keep the model usable: a submodule that is attached later gets a swapped class too, and a deep copy
+is a plain, full module.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from zharness.reference.unshard import (
 
 @dataclass
 class ModuleForward:
-    """One running forward of one module: where its graph begins, and the parameters that it unsharded.
+    """One running forward of one module, with the parameters that were unsharded for it.
 
-    ``tensors_by_read`` has the full tensors by parameter name, dtype and whether grad mode was on.
+    ``first_sequence_number`` is the number of the first autograd node that the forward may make. ``tensors_by_read``
+    maps parameter name, dtype and whether grad mode was on to the full tensor.
     """
 
     first_sequence_number: int
@@ -44,7 +45,7 @@ class ModuleForward:
 
 
 class ParamUnsharder:
-    """Unshard the parameters that modules read, and reshard them after the forward of the module that read them."""
+    """Unshards the parameters that modules read, and reshards them after the forward of the module that read them."""
 
     def __init__(self, model_params: Mapping[str, ModelParam], context: ShardingContext) -> None:
         self._sharded_params = {param.parameter: param for param in model_params.values()}
@@ -56,10 +57,10 @@ class ParamUnsharder:
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
-        """Return the full tensor if ``value`` is a sharded parameter, else ``value``. Collective if it is sharded.
+        """Return the full tensor if ``value`` is a sharded parameter (collective), otherwise ``value``.
 
-        Raises UsageError if the parameter was edited in place, which would be lost, and in a forward with gradients
-        inside ``gathered``, where the gradient would not reach the parameter.
+        Raises UsageError if the parameter was edited in place, because the edit would be lost. Inside ``gathered`` it
+        also raises UsageError in a forward with gradients, because the gradient would not reach the parameter.
         """
         param = self._sharded_params.get(value) if isinstance(value, nn.Parameter) else None
         if param is None:
@@ -86,7 +87,10 @@ class ParamUnsharder:
         return running.tensors_by_read[key]
 
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Unshard ``parameters`` for editing; attribute reads give these tensors until ``end_edit``. Collective."""
+        """Unshard ``parameters``; reading one as an attribute then returns this tensor until ``end_edit``.
+
+        This is a collective.
+        """
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
@@ -94,13 +98,16 @@ class ParamUnsharder:
         return list(self._editable_params.values())
 
     def end_edit(self) -> None:
-        """Reshard the parameters that ``unshard_for_edit`` returned; the caller writes their edits back."""
+        """End the edit that ``unshard_for_edit`` began, after the caller has written the edits back."""
         for parameter in self._editable_params:
             self.record_version(parameter)
         self._editable_params.clear()
 
     def unshard_for_deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Put full Parameters for ``module``'s own shards into the ``memo`` of a running deep copy. Collective."""
+        """Put full Parameters for ``module``'s own sharded ones into ``memo``, the memo of a deep copy.
+
+        This is a collective.
+        """
         for parameter in module._parameters.values():
             if parameter in self._sharded_params and id(parameter) not in memo:
                 full = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context).unshard().clone()
@@ -108,14 +115,15 @@ class ParamUnsharder:
         self._context.prefetcher.clear()
 
     def record_version(self, parameter: nn.Parameter) -> None:
-        """Record that the engine itself has changed the shard of ``parameter``."""
+        """Record that the engine itself has changed the shard, so that the change is not taken for a user's edit."""
         self._known_versions[parameter] = parameter._version
 
     def refuse_lost_edits(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Raise UsageError if any of ``parameters`` (all if empty) was changed, but not by the engine.
+        """Raise UsageError if any of ``parameters`` (all of the model if empty) was changed, but not by the engine.
 
-        An unsharded tensor shares its shard's version counter, so an in-place edit of it raises the counter, but does
-        not reach the shard. An edit through ``.data`` bypasses the counter, as it bypasses autograd, and is not seen.
+        An unsharded tensor shares its shard's version counter, so an in-place edit of the tensor raises the counter,
+        but does not change the shard. An edit through ``.data`` bypasses the counter, as it bypasses autograd, and is
+        not detected.
         """
         for parameter in parameters or self._sharded_params:
             if parameter in self._editable_params:
@@ -130,9 +138,9 @@ class ParamUnsharder:
     def _get_grad_placeholder(self, unsharded_param: UnshardedParam) -> Tensor:
         """Return the gradient placeholder of the parameter in the outermost running forward.
 
-        All reads of that forward share it, so their gradients are reduced once. It is made at the first read of each
-        forward: autograd runs the youngest nodes first, and would keep the full gradient of a node made long before
-        until the end of the backward.
+        All reads of that forward share the placeholder, so their gradients are reduced once. Each forward makes the
+        placeholder at its first read, because autograd runs the youngest nodes first: it would keep the full gradient
+        of a much older node until the end of the backward.
         """
         key = (unsharded_param.model_param.name, torch.is_grad_enabled())
         if key in self._grad_placeholders:
@@ -146,7 +154,7 @@ class ParamUnsharder:
         return self._grad_placeholders[key]
 
     def _params_reduced_with(self, unsharded_param: UnshardedParam) -> list[UnshardedParam]:
-        """List the parameters whose gradients are reduced together with that of ``unsharded_param``, itself included.
+        """Return the parameters, including ``unsharded_param``, whose gradients are reduced together with its gradient.
 
         They are the trained parameters of its bucket that belong to the outermost running module (which is a small part
         of the model in a recomputation) and have no placeholder yet.
@@ -169,7 +177,7 @@ class ParamUnsharder:
         ]
 
     def run_forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run ``forward``, the forward of ``module``, and reshard its parameters. Returns the module's output."""
+        """Run ``forward``, the forward of ``module``, reshard its parameters, and return the module's output."""
         running = self.pre_forward(module)
         try:
             output = forward()
@@ -179,13 +187,16 @@ class ParamUnsharder:
         return output
 
     def pre_forward(self, module: nn.Module) -> ModuleForward:
-        """Begin a forward of ``module``: parameters that are read from now on are unsharded for it."""
+        """Begin a forward of ``module``, and return the record to which parameters that are read from now on belong."""
         running = ModuleForward(private.next_sequence_number(), module)
         self._running_forwards.append(running)
         return running
 
     def _leave_forward(self, running: ModuleForward) -> None:
-        """End a forward, also one that raised: drop its tensors, and the prefetched bucket after the outermost one."""
+        """End a forward, also one that raised an error: free its tensors.
+
+        After the outermost forward the prefetched bucket is freed too.
+        """
         self._running_forwards.pop()
         running.tensors_by_read.clear()
         if not self._running_forwards:
@@ -194,10 +205,10 @@ class ParamUnsharder:
             self._context.prefetcher.clear_after_forward()
 
     def post_forward(self, running: ModuleForward, output: Any) -> None:
-        """Reshard the parameters that a finished forward unsharded.
+        """Reshard the parameters that were unsharded for a finished forward.
 
-        A parameter that is still alive is part of the output, or was saved on a branch that does not lead to it. It is
-        passed on to the caller's forward, whose graph may lead there.
+        A parameter that still exists is part of the output, or was saved on a branch of the graph that does not lead to
+        the output. Such a parameter is added to the caller's forward, whose output may depend on that branch.
         """
         self.reshard(running, output)
         if self._running_forwards:
@@ -205,16 +216,17 @@ class ParamUnsharder:
             self._running_forwards[-1].unsharded_params.extend(alive)
 
     def reshard(self, running: ModuleForward, output: Any) -> None:
-        """Replace the unsharded parameters that the graph of ``output`` saved, so that it does not keep them alive."""
+        """Replace the unsharded parameters that the graph of ``output`` saved, so that the graph does not keep them."""
         if running.unsharded_params:
             replace_saved_tensors(output, running.unsharded_params, running.first_sequence_number)
 
 
 def _choose_unshard_dtype(model_param: ModelParam, running_module: nn.Module | None) -> torch.dtype:
-    """Choose the autocast dtype where torch.autocast would cast the parameter anyway, else the parameter's dtype.
+    """Return the dtype in which to unshard a parameter: the autocast dtype if autocast will cast it, else its own.
 
-    The autocast dtype halves the bytes that are sent and that autograd saves. It applies only to reads in the forward
-    of the module that owns the parameter: other modules may inspect the parameter's dtype, as PEFT's adapters do.
+    The autocast dtype halves the bytes that are sent and that autograd saves. It is used only for reads in the forward
+    of the module that owns the parameter, because other modules may inspect the parameter's dtype, as PEFT's adapters
+    do.
     """
     parameter, autocast_dtype = model_param.parameter, model_param.dtypes.unshard_dtype
     device = parameter.device.type
@@ -226,7 +238,7 @@ def _choose_unshard_dtype(model_param: ModelParam, running_module: nn.Module | N
 
 
 class ModuleClassSwap:
-    """Swap the classes of one model's modules for ones that unshard, and restore them."""
+    """Swaps the classes of one model's modules for subclasses that unshard parameters, and restores them."""
 
     def __init__(self, module: nn.Module, unsharder: ParamUnsharder) -> None:
         self._unsharder = unsharder
@@ -239,9 +251,9 @@ class ModuleClassSwap:
             raise
 
     def swap_classes(self, module: nn.Module) -> None:
-        """Swap the class of ``module`` and of all its submodules, each once.
+        """Swap the classes of ``module`` and of all its submodules, each once.
 
-        Raises ConfigError for a module compiled by torch.jit, whose reads cannot be intercepted.
+        Raises ConfigError for a module compiled by torch.jit, whose reads of parameters cannot be intercepted.
         """
         for name, submodule in module.named_modules():
             base = type(submodule)
@@ -264,7 +276,7 @@ class ModuleClassSwap:
 def _make_sharded_class(
     base: type[nn.Module], unsharder: ParamUnsharder, swap_classes: Callable[[nn.Module], None]
 ) -> type[nn.Module]:
-    """Make the subclass of ``base`` whose parameters are unsharded when they are read; see the module's docstring."""
+    """Return a subclass of ``base`` whose parameters are unsharded when they are read."""
 
     def read_attribute(self: nn.Module, name: str) -> Any:
         return unsharder.unshard_if_sharded(base.__getattr__(self, name))
@@ -303,7 +315,7 @@ def _make_sharded_class(
 
 
 def _deepcopy_with_original_class(module: nn.Module, base: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy ``module`` as an instance of ``base``, its class before the swap, so that reading unshards nothing."""
+    """Return a deep copy of ``module`` as an instance of ``base``, its class before the swap."""
     if hasattr(base, "__deepcopy__"):
         copied: nn.Module = base.__deepcopy__(module, memo)
         copied.__class__ = base

@@ -33,10 +33,10 @@ from zharness.reference.torch_func import torch_fallback
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """The objects of one engine that unsharding and reducing need besides the parameter.
+    """The objects of one engine with which parameters are unsharded and gradients are reduced.
 
     ``divisor`` turns a sum over ranks and micro-batches into the mean. ``reduce_buckets`` maps each parameter's name to
-    the bucket in which its gradient is reduced.
+    the bucket in which the parameter's gradient is reduced.
     """
 
     comm: Comm
@@ -49,7 +49,7 @@ class ShardingContext:
 
 @dataclass(frozen=True)
 class SavedView:
-    """The place of a saved tensor in the storage of the unsharded parameter, kept in its stead until backward."""
+    """The size, stride and offset of a saved tensor in the unsharded parameter, kept in its place until backward."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,10 @@ class SavedView:
 
 @dataclass(frozen=True)
 class BackwardGather:
-    """A parameter that was unsharded for one backward (autograd graph task), and how many more nodes will unpack it."""
+    """A parameter that was unsharded for one backward, which is one graph task of autograd.
+
+    ``remaining_uses`` is the number of autograd nodes that have not read the parameter yet.
+    """
 
     graph_task_id: int
     unsharded: Tensor
@@ -66,7 +69,7 @@ class BackwardGather:
 
 
 class UnshardedParam:
-    """One read of a sharded parameter; it unshards the parameter for the forward, and again for backward."""
+    """One read of a sharded parameter, which unshards the parameter for the forward and again for backward."""
 
     def __init__(self, model_param: ModelParam, dtype: torch.dtype, context: ShardingContext) -> None:
         self.model_param = model_param
@@ -78,7 +81,7 @@ class UnshardedParam:
         self._backward_gather: BackwardGather | None = None
 
     def unshard(self) -> Tensor:
-        """All-gather the full parameter in ``self.dtype``. Collective.
+        """All-gather and return the full parameter in ``self.dtype``. This is a collective.
 
         The result shares its version counter with the shard: ``detach`` keeps the counter, and assigning ``data``
         replaces the values behind it. An optimizer step edits the shard, so autograd then refuses every graph that
@@ -98,24 +101,26 @@ class UnshardedParam:
         return full
 
     def with_dtype(self, dtype: torch.dtype) -> UnshardedParam:
-        """Return a read of the same parameter in ``dtype``; it is all-gathered only if backward unpacks it."""
+        """Return a read of the same parameter in ``dtype``, which is all-gathered only if backward needs it."""
         return UnshardedParam(self.model_param, dtype, self.context)
 
     def is_alive(self) -> bool:
-        """Return whether the unsharded storage has not been freed yet."""
+        """Return whether the unsharded parameter's storage still exists."""
         return self._storage is not None and self._storage.is_alive()
 
     def storage_address(self) -> int | None:
-        """Return the address of the unsharded storage; None if nothing was unsharded."""
+        """Return the address of the unsharded parameter's storage, or None if ``unshard`` was not called."""
         return None if self._storage is None else self._storage.address()
 
     def pack_hook(self, tensor: Tensor) -> SavedView:
-        """Replace a saved tensor by its place in the unsharded storage (autograd's pack hook)."""
+        """Return the size, stride and offset of a saved tensor in the unsharded storage, as autograd's pack hook."""
         self._packed_count += 1
         return SavedView(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack_hook(self, view: SavedView) -> Tensor:
-        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). Collective.
+        """Return the saved tensor at ``view`` for the autograd node that runs now, as autograd's unpack hook.
+
+        This is a collective.
 
         Raises StaleGraphError if the parameter was changed since its forward.
         """
@@ -124,7 +129,7 @@ class UnshardedParam:
             return self._unshard_for_backward().as_strided(view.size, view.stride, view.offset)
 
     def _unshard_for_backward(self) -> Tensor:
-        """Unshard once per backward, however many nodes saved the parameter: keep it until the last of them ran."""
+        """Return the full parameter, unsharded once per backward and kept until the last node that saved it has run."""
         task = private.current_graph_task_id()
         gather = self._backward_gather
         if gather is None or gather.graph_task_id != task:
@@ -139,7 +144,7 @@ class UnshardedParam:
         return gather.unsharded
 
     def post_backward(self) -> None:
-        """Reshard at the end of a backward: drop the unsharded parameter and the prefetched bucket."""
+        """Reshard at the end of a backward by freeing the unsharded parameter and the prefetched bucket."""
         self._backward_gather = None
         self.context.prefetcher.clear()
 
@@ -155,15 +160,15 @@ class UnshardedParam:
 
 
 def make_grad_placeholder(unsharded_param: UnshardedParam) -> Tensor:
-    """Make the tensor in which autograd adds up the gradients of all reads of one parameter.
+    """Return the tensor in which autograd adds up the gradients of all reads of one parameter.
 
-    The tensor has the full shape but no storage for it; its backward is ``ReduceGrad.backward``.
+    The tensor has the full shape but no storage of that size, and its backward is ``ReduceGrad.backward``.
     """
     return _apply_to_param(ReduceGrad, unsharded_param.model_param.parameter, unsharded_param)
 
 
 def make_grad_placeholders(unsharded_params: Sequence[UnshardedParam]) -> tuple[Tensor, ...]:
-    """Make the gradient placeholders of several parameters, whose gradients are reduced in one collective."""
+    """Return the gradient placeholders of several parameters, whose gradients are reduced in one collective."""
     result: tuple[Tensor, ...] = torch_fallback.apply_function(
         ReduceGradBucket, unsharded_params, *(unsharded.model_param.parameter for unsharded in unsharded_params)
     )
@@ -171,42 +176,43 @@ def make_grad_placeholders(unsharded_params: Sequence[UnshardedParam]) -> tuple[
 
 
 def unshard_param(unsharded_param: UnshardedParam, grad_placeholder: Tensor) -> Tensor:
-    """Unshard the parameter; its gradient flows into ``grad_placeholder``. Collective."""
+    """Return the full parameter, whose gradient autograd adds to ``grad_placeholder``. This is a collective."""
     return _apply_to_param(AllGatherParam, grad_placeholder, unsharded_param)
 
 
 def _apply_to_param(function: type[torch.autograd.Function], tensor: Tensor, unsharded_param: UnshardedParam) -> Tensor:
-    """Apply ``function`` to ``tensor``, and return its output for the parameter."""
+    """Apply ``function``, an autograd Function, to ``tensor`` and ``unsharded_param``, and return its output."""
     result: Tensor = torch_fallback.apply_function(function, tensor, unsharded_param)
     return result
 
 
 class ReduceGrad(torch.autograd.Function):
-    """Map a shard to a full-shaped gradient placeholder; backward reduce-scatters the gradient to the mean's shard.
+    """Maps a shard to a gradient placeholder of the full shape; backward reduce-scatters the gradient to the shard.
 
     Autograd adds up the gradients of all uses of the placeholder before it runs this backward. So however often a
     forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before it is
-    reduced once, and is rounded as in plain PyTorch. The division happens here, so no loss is scaled for it.
+    reduced once, and is rounded as in plain PyTorch. This backward divides by the number of ranks and micro-batches, so
+    the loss need not be scaled for the mean.
     """
 
     @staticmethod
     def forward(shard: Tensor, unsharded_param: UnshardedParam) -> Tensor:
-        """Expand one zero to the full shape."""
+        """Return a scalar zero expanded to the parameter's full shape, a placeholder that takes no memory."""
         return shard.new_zeros(()).expand(unsharded_param.model_param.layout.shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam], output: Tensor) -> None:
-        """Keep the parameter for backward."""
+        """Save the parameter in ``ctx`` for backward."""
         ctx.unsharded_param = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Reduce the full gradient to this rank's shard of the mean. Collective."""
+        """Return this rank's shard of the mean of all ranks' full gradients. This is a collective."""
         return _run_grad_collective(grad, ctx.unsharded_param), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shard: Tensor, unsharded_param: UnshardedParam) -> Any:
-        """Raise RuntimeError: a shard has no batch dimension."""
+        """Raise RuntimeError, because a shard has no dimension that vmap could batch."""
         raise RuntimeError(
             f"parameter {unsharded_param.model_param.name!r} is sharded and cannot be batched by vmap; "
             "pass full_params() through torch.func.functional_call instead"
@@ -214,7 +220,7 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """``ReduceGrad`` for several parameters: backward runs when all of their gradients are complete on this rank.
+    """Does the same as ``ReduceGrad`` for several parameters, once all of their gradients are complete on this rank.
 
     An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
     reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.
@@ -222,7 +228,7 @@ class ReduceGradBucket(torch.autograd.Function):
 
     @staticmethod
     def forward(unsharded_params: Sequence[UnshardedParam], *shards: Tensor) -> tuple[Tensor, ...]:
-        """Expand one zero for each parameter to its full shape."""
+        """Return, for each parameter, a scalar zero expanded to the full shape: a placeholder that takes no memory."""
         return tuple(
             shard.new_zeros(()).expand(unsharded.model_param.layout.shape)
             for unsharded, shard in zip(unsharded_params, shards, strict=True)
@@ -230,13 +236,13 @@ class ReduceGradBucket(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep the parameters for backward; the gradient of an unused one stays None."""
+        """Save the parameters in ``ctx`` for backward, where the gradient of an unused parameter stays None."""
         ctx.unsharded_params = inputs[0]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Reduce the full gradients to this rank's shards of the means. Collective."""
+        """Return this rank's shards of the means of all ranks' full gradients. This is a collective."""
         params_and_grads = zip(ctx.unsharded_params, grads, strict=True)
         pairs = [(unsharded, grad) for unsharded, grad in params_and_grads if grad is not None]
         if (
@@ -253,55 +259,58 @@ class ReduceGradBucket(torch.autograd.Function):
 
 
 class AllGatherParam(torch.autograd.Function):
-    """Map a gradient placeholder to the full parameter by an all-gather of its shards.
+    """Maps a gradient placeholder to the full parameter, which is all-gathered from its shards.
 
-    Backward passes the full gradient on to the placeholder, cast to the shard's dtype before it is reduced, as
+    Backward returns the full gradient for the placeholder, cast to the shard's dtype before it is reduced, as
     torch.autocast casts it. The Function has a forward without ctx and a setup_context, so torch.func can transform it.
     """
 
     @staticmethod
     def forward(grad_placeholder: Tensor, unsharded_param: UnshardedParam) -> Tensor:
-        """All-gather the full parameter. Collective."""
+        """All-gather and return the full parameter. This is a collective."""
         return unsharded_param.unshard()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam], output: Tensor) -> None:
-        """Keep the parameter for backward."""
+        """Save the parameter in ``ctx`` for backward."""
         ctx.unsharded_param = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Cast the full gradient to the shard's dtype; a sparse one (nn.Embedding with sparse=True) becomes dense."""
+        """Return the full gradient in the shard's dtype, and as a dense tensor if nn.Embedding made it sparse."""
         dense = grad if grad.layout is torch.strided else grad.to_dense()
         return dense.to(ctx.unsharded_param.model_param.parameter.dtype), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, grad_placeholder: Tensor, unsharded_param: UnshardedParam) -> Any:
-        """Raise RuntimeError: a shard has no batch dimension."""
+        """Raise RuntimeError, because a shard has no dimension that vmap could batch."""
         raise RuntimeError(f"parameter {unsharded_param.model_param.name!r} is sharded and cannot be batched by vmap")
 
 
 class GradCollective(Enum):
-    """The two collectives on gradients, each the adjoint of the other."""
+    """The two collectives on gradients, reduce-scatter and all-gather, each of which is the adjoint of the other."""
 
     REDUCE_SCATTER = "every rank's full gradient to this rank's shard of the mean"
     ALL_GATHER = "every rank's shard to the full tensor, divided"
 
     @property
     def adjoint(self) -> GradCollective:
-        """The collective that the gradient of this one takes."""
+        """The collective that computes the gradient of this collective."""
         return GradCollective.ALL_GATHER if self is GradCollective.REDUCE_SCATTER else GradCollective.REDUCE_SCATTER
 
 
 class GradCollectiveFunction(torch.autograd.Function):
-    """One of the two gradient collectives as a differentiable function; its backward is the other one.
+    """A gradient collective as a differentiable function, whose backward is the adjoint collective.
 
-    The backward of ``ReduceGrad`` applies it, so that ``create_graph`` can differentiate that backward.
+    The backward of ``ReduceGrad`` calls this Function, so that ``create_graph`` can differentiate that backward.
     """
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. Collective."""
+        """Return the result of ``collective``, run for each row if ``tensor`` is batched by ``is_grads_batched``.
+
+        This is a collective.
+        """
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
         run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad
@@ -310,12 +319,12 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam, GradCollective], output: Tensor) -> None:
-        """Keep the parameter and the collective for backward."""
+        """Save the parameter and the collective in ``ctx`` for backward."""
         _, ctx.unsharded_param, ctx.collective = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Run the adjoint collective. Collective."""
+        """Return the gradient, computed by the adjoint collective. This is a collective."""
         return _run_grad_collective(grad, ctx.unsharded_param, ctx.collective.adjoint), None, None
 
     @staticmethod
@@ -326,7 +335,7 @@ class GradCollectiveFunction(torch.autograd.Function):
         unsharded_param: UnshardedParam,
         collective: GradCollective,
     ) -> Any:
-        """Run the collective on each row of the batch."""
+        """Run the collective on each row of a batch by torch.func.vmap. This is a collective."""
         rows = tensor.movedim(in_dims[0] or 0, 0)
         return torch.stack([_run_grad_collective(row, unsharded_param, collective) for row in rows]), 0
 
@@ -334,6 +343,6 @@ class GradCollectiveFunction(torch.autograd.Function):
 def _run_grad_collective(
     tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective = GradCollective.REDUCE_SCATTER
 ) -> Tensor:
-    """Run a collective on a gradient or its shard as a differentiable function. Collective."""
+    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. This is a collective."""
     result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, tensor, unsharded_param, collective)
     return result

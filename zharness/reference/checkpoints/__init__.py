@@ -1,1 +1,1 @@
-"""Checkpoints of the reference engine: its own format, and the universal checkpoints of DeepSpeed."""
+"""Save and load the checkpoints of the reference engine, and load DeepSpeed's universal checkpoints."""

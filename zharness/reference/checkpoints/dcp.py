@@ -1,8 +1,8 @@
 """Write and read a checkpoint's tensors with torch.distributed.checkpoint, without running code from a file.
 
-Import it only when a checkpoint is saved or loaded: torch.distributed.checkpoint and DTensor take more than a second to
-import. torch reads ``.metadata`` with plain pickle, which calls the functions that the file names; this module allows
-only the names in ``ALLOWED_METADATA_NAMES``.
+Import this module only when a checkpoint is saved or loaded: torch.distributed.checkpoint and DTensor take more than a
+second to import. torch reads the file ``.metadata`` with plain pickle, which calls the functions that the file names,
+so this module allows only the names in ``ALLOWED_METADATA_NAMES``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ ALLOWED_METADATA_NAMES = frozenset(
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that allows ALLOWED_METADATA_NAMES and torch's dtypes only."""
+    """An unpickler that loads only the names in ALLOWED_METADATA_NAMES and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class. Raises CheckpointError for any other name, without importing its module."""
+        """Return the class ``module.name`` if it is allowed.
+
+        Raises CheckpointError for any other name, without importing its module.
+        """
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
             raise CheckpointError(
@@ -65,16 +68,16 @@ def _is_dtype(name: str) -> bool:
 
 
 class TensorReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader, restricted to tensors and to files in ``allowed_files``."""
+    """A torch.distributed.checkpoint reader that reads only tensors, and only from files in ``allowed_files``."""
 
     def __init__(self, path: Path, allowed_files: frozenset[str]) -> None:
         super().__init__(path)
         self._allowed_files = allowed_files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``.
+        """Read and check the file ``.metadata``.
 
-        Raises CheckpointError if it contains code, has an entry that is not a tensor, or refers to other files.
+        Raises CheckpointError if the file contains code, has an entry that is not a tensor, or refers to other files.
         """
         raw = (Path(self.path) / ".metadata").read_bytes()
         metadata = MetadataUnpickler(io.BytesIO(raw)).load()
@@ -92,7 +95,10 @@ class TensorReader(FileSystemReader):
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write this rank's tensors to its files in ``folder``. Collective; raises CheckpointError on every rank."""
+    """Write this rank's tensors to this rank's files in ``folder``. This is a collective.
+
+    Raises CheckpointError on every rank if the write fails on any.
+    """
     try:
         save(dict(tensors), storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:
@@ -100,9 +106,9 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: frozenset[str]) -> None:
-    """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``.
+    """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``. This is a collective.
 
-    Only ``allowed_files`` are read. Collective; raises CheckpointError on every rank.
+    Only the files in ``allowed_files`` are read. Raises CheckpointError on every rank if the read fails on any.
     """
     try:
         load(dict(tensors), storage_reader=TensorReader(folder, allowed_files))
@@ -111,6 +117,9 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: fro
 
 
 def _make_checkpoint_error(verb: str, path: Path, error: CheckpointException) -> CheckpointError:
-    """Return the CheckpointError for a checkpoint that could not be written or read (``verb``), with all causes."""
+    """Return a CheckpointError that lists why each rank could not write or read the checkpoint.
+
+    ``verb`` is "written" or "read".
+    """
     causes = "; ".join(f"{type(e).__name__}: {e} (rank {rank})" for rank, (e, _) in error.failures.items())
     return CheckpointError(f"{path} could not be {verb}: {causes}")

@@ -1,8 +1,9 @@
-"""Checkpoints on disk, in torch.distributed.checkpoint's format, written and read completely or not at all.
+"""Write and read checkpoints on disk, in torch.distributed.checkpoint's format.
 
-``folder/tag/`` contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
-common to all ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of
-every file. ``folder/latest`` has the newest tag. All ranks have to share the file system.
+A save or load either succeeds completely or leaves everything unchanged. A checkpoint is the folder ``folder/tag/``. It
+contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is common to all
+ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of every file.
+The file ``folder/latest`` contains the newest tag. All ranks have to share the file system.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def save_checkpoint(
 ) -> Path:
     """Write ``local_tensors``, rank 0's ``common_state`` and each rank's ``rank_state`` to ``folder/tag``.
 
-    Returns the path. Collective. Everything is written and synced in a draft folder first, and ``latest`` is replaced
-    last, so after an interruption the previous checkpoint is complete and is the one that loads. Raises CheckpointError
-    on every rank.
+    This is a collective. Returns the path of the checkpoint. Every file is first written and synced in a draft folder,
+    and ``latest`` is replaced last, so after an interruption the previous checkpoint is complete and is the one that is
+    loaded. Raises CheckpointError on every rank if the save fails on any.
     """
     from zharness.reference.checkpoints import dcp as tensors
 
@@ -77,7 +78,11 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete, undamaged checkpoint: its common state, and this rank's state (rank 0's if it has none)."""
+    """A checkpoint that was verified to be complete and undamaged.
+
+    ``common_state`` is the state that all ranks share. ``rank_state`` is the state that was saved by this rank, or rank
+    0's if the checkpoint has fewer ranks.
+    """
 
     path: Path
     files: frozenset[str]
@@ -85,14 +90,20 @@ class SavedCheckpoint:
     rank_state: StateValues
 
     def read_tensors(self, local_tensors: Mapping[str, Tensor]) -> None:
-        """Fill ``local_tensors`` in place by name. Collective; raises CheckpointError on every rank."""
+        """Fill ``local_tensors`` in place with the saved tensors of the same names. This is a collective.
+
+        Raises CheckpointError on every rank if the read fails on any.
+        """
         from zharness.reference.checkpoints import dcp as tensors
 
         tensors.read_tensors(local_tensors, self.path, self.files)
 
 
 def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoint:
-    """Open and verify ``folder/tag``, or the latest. Collective; raises CheckpointError on every rank."""
+    """Open and verify the checkpoint ``folder/tag``, or the latest one if ``tag`` is None. This is a collective.
+
+    Raises CheckpointError on every rank if the checkpoint is missing or damaged.
+    """
     with raise_on_all_ranks(comm):
         path = _find_checkpoint_folder(folder, _read_latest_tag(folder) if tag is None else tag)
         files = _read_manifest(path)
@@ -111,12 +122,12 @@ def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoin
 
 
 def _rank_state_file(rank: int) -> str:
-    """Return the name of the file with the state of ``rank``."""
+    """Return the name of the file that contains the state of ``rank``."""
     return f"rank_{rank}.pt"
 
 
 def _check_tag(tag: str) -> None:
-    """Raise CheckpointError unless ``tag`` can name a folder of ``folder/``."""
+    """Raise CheckpointError unless ``tag`` can be the name of a checkpoint's folder."""
     if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST_FILE:
         raise CheckpointError(
             f"tag {tag!r}: expected a folder name that does not start with a dot and is not {LATEST_FILE!r}"
@@ -124,7 +135,7 @@ def _check_tag(tag: str) -> None:
 
 
 def _encode_state(state: StateValues) -> bytes:
-    """Serialise ``state``. Raises CheckpointError if it could not be read back safely."""
+    """Serialise ``state``. Raises CheckpointError if the result could not be loaded without running code."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     buffer.seek(0)
@@ -133,7 +144,10 @@ def _encode_state(state: StateValues) -> bytes:
 
 
 def _write_manifest(draft: Path, comm: Comm) -> None:
-    """Write length and checksum of every file in ``draft``; each rank measures some of them. Collective."""
+    """Write the length and checksum of every file in ``draft`` to its manifest. This is a collective.
+
+    Each rank reads some of the files.
+    """
     with raise_on_all_ranks(comm):
         names = sorted(path.name for path in draft.iterdir())
         own_measures = {name: _measure(draft / name) for name in names[comm.rank :: comm.world_size]}
@@ -147,7 +161,7 @@ def _write_manifest(draft: Path, comm: Comm) -> None:
 
 
 def _measure(path: Path) -> list[int]:
-    """Return length and CRC-32 of a file, which detect damage but not tampering."""
+    """Return the length and CRC-32 checksum of a file, which detect damage but not tampering."""
     length = checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -156,7 +170,7 @@ def _measure(path: Path) -> list[int]:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write and fsync a file."""
+    """Write ``content`` to a file, and fsync the file."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -164,9 +178,10 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _publish(draft: Path, target: Path) -> None:
-    """Rename the complete draft to ``target`` and make it the latest.
+    """Rename the complete folder ``draft`` to ``target``, and write its tag to ``latest``.
 
-    An older checkpoint of that name is kept under another name until then, so one of the two always exists.
+    An older checkpoint of the same tag is renamed first and deleted last, so a complete checkpoint exists at every
+    moment.
     """
     previous = target.with_name(PREVIOUS_PREFIX + target.name)
     _fsync_folder(draft)
@@ -182,7 +197,7 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable, as fsync of a file makes its content."""
+    """Fsync ``folder``, so that created and renamed files in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -191,14 +206,18 @@ def _fsync_folder(folder: Path) -> None:
 
 
 def _read_latest_tag(folder: Path) -> str:
-    """Read the tag in ``latest``. Raises CheckpointError if there is none."""
+    """Return the tag that the file ``latest`` contains. Raises CheckpointError if that file does not exist."""
     if not (folder / LATEST_FILE).is_file():
         raise CheckpointError(f"no checkpoint in {folder}: it has no file {LATEST_FILE!r}; save one, or pass tag=")
     return (folder / LATEST_FILE).read_text(encoding="utf-8").strip()
 
 
 def _find_checkpoint_folder(folder: Path, tag: str) -> Path:
-    """Return the folder of a checkpoint; the kept older one if a save was interrupted between two renames."""
+    """Return the folder of the checkpoint ``tag``.
+
+    If a save was interrupted between its two renames, returns the older checkpoint under its temporary name. Raises
+    CheckpointError if neither folder exists.
+    """
     _check_tag(tag)
     for path in (folder / tag, folder / (PREVIOUS_PREFIX + tag)):
         if path.is_dir():
@@ -207,7 +226,10 @@ def _find_checkpoint_folder(folder: Path, tag: str) -> Path:
 
 
 def _read_manifest(path: Path) -> dict[str, list[int]]:
-    """Read length and checksum of each file. Raises CheckpointError for a folder that is not a complete checkpoint."""
+    """Return the length and checksum of each file of a checkpoint, as its manifest lists them.
+
+    Raises CheckpointError if the folder ``path`` is not a complete checkpoint.
+    """
     if not (path / MANIFEST_FILE).is_file():
         raise CheckpointError(
             f"{path} has no {MANIFEST_FILE}: it is not a checkpoint of this engine, or not a complete one"

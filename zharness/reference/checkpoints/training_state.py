@@ -1,8 +1,9 @@
-"""The training state of an engine under the model's names: collect it for a checkpoint, and load it from one.
+"""Collect an engine's training state by parameter name for a checkpoint, and load the state from a checkpoint.
 
-Each tensor is kept flat. If the optimizer state is sharded, a rank has its range of the elements, else all of them.
-They are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or world size needs. A
-state that is one number for a whole parameter, such as its step count, is not a tensor here but part of the contents.
+Each tensor is flattened. If the optimizer state is sharded, a rank keeps its range of the elements, otherwise all of
+them. The tensors are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or world
+size needs. An optimizer state that is one number for a whole parameter, such as its step count, is saved not as a
+tensor but in CheckpointContents.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ EXTRA_STATE_KEY = "_extra_state"  # torch's key for a module's get_extra_state()
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The contents of a checkpoint, enough to decide whether it fits an engine before any tensor is read.
+    """The description of a checkpoint, which shows whether it fits an engine before any tensor is read.
 
-    ``moments`` has the elementwise optimizer states of each parameter with their dtypes, ``counts`` the other states;
-    ``groups`` has the optimizer's groups, with parameter names under ``params``. ``stateful`` has the class name and
-    ``state_dict`` of the learning-rate schedule and the loss scale.
+    ``moments`` has the dtypes of each parameter's elementwise optimizer states, and ``counts`` has the other optimizer
+    states. ``groups`` has the optimizer's parameter groups, with parameter names under the key ``params``. ``stateful``
+    has the class name and the ``state_dict`` of the learning-rate schedule and of the loss scale.
     """
 
     world_size: int
@@ -52,22 +53,25 @@ class CheckpointContents:
 
 
 def weight_key(name: str) -> str:
-    """Return the checkpoint key of a parameter's leaf (its master weight, if it has one)."""
+    """Return the checkpoint key of the tensor that the optimizer updates for the parameter ``name``.
+
+    That tensor is the parameter's master weight if it has one, otherwise the parameter itself.
+    """
     return f"weights/{name}"
 
 
 def moment_key(name: str, key: str) -> str:
-    """Return the checkpoint key of one elementwise optimizer state of a parameter."""
+    """Return the checkpoint key of ``key``, one elementwise optimizer state of the parameter ``name``."""
     return f"optimizer/{name}/{key}"
 
 
 def buffer_key(name: str, rank: int) -> str:
-    """Return the checkpoint key of a rank's buffer; running statistics differ from rank to rank."""
+    """Return the checkpoint key of the buffer ``name`` of ``rank``, since running statistics differ between ranks."""
     return f"buffers/{rank}/{name}"
 
 
 class TrainingState:
-    """Collect and load the parameters, buffers and optimizer state of one engine."""
+    """Collects the parameters, buffers and optimizer state of one engine, and loads them into the engine."""
 
     def __init__(
         self,
@@ -89,20 +93,21 @@ class TrainingState:
         self._device_meshes: dict[str, DeviceMesh] = {}
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the extra state of this rank's modules (``get_extra_state``) by its name in ``state_dict``."""
+        """Return the extra state of this rank's modules (``get_extra_state``) by its key in ``state_dict``."""
         items = self._module.state_dict(keep_vars=True).items()
         return {name: value for name, value in items if name.rpartition(".")[2] == EXTRA_STATE_KEY}
 
     def load_extra_state(self, extra_state: Mapping[str, Any]) -> None:
-        """Load each module's saved extra state with its ``set_extra_state``."""
+        """Pass each module's saved extra state to its ``set_extra_state``."""
         for name, module in self._module.named_modules():
             if (key := f"{name}.{EXTRA_STATE_KEY}".lstrip(".")) in extra_state:
                 module.set_extra_state(extra_state[key])
 
     def collect_contents(self, steps: int, skipped_steps: int) -> CheckpointContents:
-        """Describe what this engine would save now.
+        """Return a description of the checkpoint that this engine would save now.
 
-        Raises CheckpointError for an optimizer state that cannot be sharded, and for a schedule without state_dict.
+        Raises CheckpointError for an optimizer state that cannot be sharded, and for a schedule without ``state_dict``
+        or ``load_state_dict``.
         """
         for key, stateful in self._stateful.items():
             if not all(callable(getattr(stateful, method, None)) for method in ("state_dict", "load_state_dict")):
@@ -138,7 +143,10 @@ class TrainingState:
     def check_compatible(
         self, contents: CheckpointContents, extra_state: Mapping[str, Any], module_only: bool = False
     ) -> None:
-        """Raise CheckpointError with the first difference unless the checkpoint fits this model and optimizer."""
+        """Raise CheckpointError with the first difference unless the checkpoint fits this model and optimizer.
+
+        ``module_only`` compares only parameters, buffers and extra state.
+        """
         shapes = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
         _check_same_shapes("parameter", contents.parameters, shapes)
         _check_same_shapes(
@@ -172,7 +180,10 @@ class TrainingState:
             )
 
     def local_tensors(self, contents: CheckpointContents) -> dict[str, Tensor]:
-        """Return this rank's part of all tensors in ``contents`` by key; they share memory with the engine."""
+        """Return this rank's part of all tensors that ``contents`` describes, by checkpoint key.
+
+        The returned tensors share memory with the engine.
+        """
         states, tensors = self._optimizer_states(), {}
         for name, leaf in self._parameters.leaves.items():
             tensors[weight_key(name)] = self.make_dtensor(name, leaf)
@@ -182,7 +193,11 @@ class TrainingState:
         return {key: tensor for key, tensor in (tensors | buffers).items() if tensor.numel()}
 
     def make_empty_tensors(self, contents: CheckpointContents, module_only: bool = False) -> dict[str, Tensor]:
-        """Allocate tensors for all of ``contents``; a rank that the checkpoint does not have reads rank 0's buffers."""
+        """Allocate tensors by checkpoint key, into which the checkpoint that ``contents`` describes can be read.
+
+        A rank that the checkpoint does not have gets the keys of rank 0's buffers. ``module_only`` leaves out optimizer
+        states.
+        """
         tensors: dict[str, Tensor] = {}
         for name, leaf in self._parameters.leaves.items():
             weight = torch.empty_like(leaf, memory_format=torch.contiguous_format)
@@ -197,20 +212,23 @@ class TrainingState:
         return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
 
     def is_trained(self, name: str) -> bool:
-        """Return whether the parameter requires gradients."""
+        """Return whether the parameter ``name`` requires gradients."""
         return self._model_params[name].parameter.requires_grad
 
     def state_dict_names(self) -> set[str]:
-        """Return every name in the module's ``state_dict``, all names of tied weights included."""
+        """Return every name in the module's ``state_dict``, including all names of tied parameters."""
         return set(self._module.state_dict(keep_vars=True))
 
     def shard_full_tensor(self, name: str, full: Tensor) -> DTensor:
-        """Return a copy of this rank's part of a full parameter, as a DTensor."""
+        """Return a copy of this rank's part of ``full``, the full parameter ``name``, as a DTensor."""
         start, stop = self._model_params[name].layout.shard_bounds(self._comm.rank)
         return self.make_dtensor(name, full.reshape(-1)[start:stop].clone() if self._is_sharded else full)
 
     def make_dtensor(self, name: str, values: Tensor) -> DTensor:
-        """Make a DTensor of the flat parameter ``name`` from ``values`` (any shape), this rank's part of it."""
+        """Return ``values``, this rank's part of the parameter ``name``, as a DTensor of the flattened parameter.
+
+        ``values`` may have any shape.
+        """
         from zharness.reference.checkpoints.dcp import DTensor, Replicate, Shard
 
         placement = Shard(0) if self._is_sharded else Replicate()
@@ -219,7 +237,7 @@ class TrainingState:
         return DTensor.from_local(local, mesh, [placement], run_check=False, shape=flat, stride=(1,))
 
     def _get_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the device mesh of all ranks. It is made at the first checkpoint, since making one is slow."""
+        """Return the device mesh of all ranks, which is made for the first checkpoint, since making one is slow."""
         if device_type not in self._device_meshes:
             group = self._comm.group or dist.group.WORLD
             assert group is not None
@@ -230,7 +248,10 @@ class TrainingState:
     def load_tensors(
         self, contents: CheckpointContents, local_tensors: Mapping[str, Tensor], module_only: bool = False
     ) -> None:
-        """Load ``local_tensors`` into the engine; ``check_compatible`` must have accepted ``contents``. Collective."""
+        """Load ``local_tensors`` and the states in ``contents`` into the engine. This is a collective.
+
+        ``check_compatible`` must have accepted ``contents``. ``module_only`` loads only parameters and buffers.
+        """
         leaves = self._parameters.leaves
         for name, leaf in leaves.items():
             leaf.copy_(_reshape_like_leaf(leaf, local_tensors.get(weight_key(name))))
@@ -258,12 +279,12 @@ class TrainingState:
             stateful.load_state_dict(contents.stateful[key][1])
 
     def _ordered_param_names(self) -> list[str]:
-        """List the optimizer's parameters by name in the order in which torch.optim numbers them."""
+        """Return the names of the optimizer's parameters, in the order in which torch.optim numbers them."""
         name_of = {id(leaf): name for name, leaf in self._parameters.leaves.items()}
         return [name_of[id(leaf)] for group in self._optimizer.param_groups for leaf in group["params"]]
 
     def _optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state by parameter name; a parameter that was never updated has none."""
+        """Return the optimizer state by parameter name, without parameters that were never updated."""
         leaves = self._parameters.leaves
         return {
             name: dict(state)
@@ -272,12 +293,12 @@ class TrainingState:
         }
 
     def _named_param_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with parameter names in place of tensors."""
+        """Return the optimizer's parameter groups, with names instead of the parameters."""
         names = iter(self._ordered_param_names())
         return [{**group, "params": [next(names) for _ in group["params"]]} for group in self._optimizer.param_groups]
 
     def _persistent_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are in ``state_dict``, each once."""
+        """Return the buffers that the model's ``state_dict`` contains, each once."""
         names = self._module.state_dict(keep_vars=True).keys()
         return {name: buffer for name, buffer in self._module.named_buffers() if name in names}
 
@@ -285,13 +306,16 @@ class TrainingState:
 def _is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     """Return whether an optimizer state has one element for each element of the parameter.
 
-    The shape alone cannot decide that for a parameter with one element, hence the known scalar keys.
+    For a parameter with one element the shape cannot decide that, so the keys of scalar states are excluded by name.
     """
     return key not in SCALAR_STATE_KEYS and isinstance(value, Tensor) and value.shape == shape
 
 
 def _reshape_like_leaf(leaf: Tensor, local_tensor: Tensor | None) -> Tensor:
-    """Copy a loaded tensor into the shape and strides of ``leaf``; it is None for an empty leaf."""
+    """Return a copy of ``local_tensor``, a loaded tensor, with the shape and strides of ``leaf``.
+
+    ``local_tensor`` is None if ``leaf`` has no elements on this rank.
+    """
     from zharness.reference.checkpoints.dcp import DTensor
 
     if local_tensor is None:
@@ -301,7 +325,10 @@ def _reshape_like_leaf(leaf: Tensor, local_tensor: Tensor | None) -> Tensor:
 
 
 def _check_same_shapes(kind: str, saved_shapes: Mapping[str, Any], expected_shapes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first parameter or buffer (``kind``) whose shapes differ or that one side lacks."""
+    """Raise CheckpointError for the first tensor whose shapes differ, or that only one of the two sides has.
+
+    ``kind`` is "parameter" or "buffer", for the message.
+    """
     for name in (*expected_shapes, *saved_shapes):
         saved, expected = saved_shapes.get(name), expected_shapes.get(name)
         if saved is None or expected is None or tuple(saved) != tuple(expected):

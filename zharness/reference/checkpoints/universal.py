@@ -1,10 +1,11 @@
-"""Read DeepSpeed's universal checkpoints, as its ``ds_to_universal`` writes them, into this engine.
+"""Read DeepSpeed's universal checkpoints, as its script ``ds_to_universal`` writes them, into this engine.
 
-``folder/zero/<parameter>/`` has ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full parameter. From stages 1
-and 2 they have the parameter's shape and tensor-parallel layout, and a ``step.pt`` beside them; from stage 3 they are
-flat.
-The optimizer's global state is ``folder/zero/optimizer_state.pt``. ``folder/*_model_states.pt`` have buffers, counters,
-the schedule, and the frozen weights of stage 3. Settings of the configuration, such as clipping, are not read.
+The folder ``folder/zero/<parameter>/`` contains ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full
+parameter. If the checkpoint was saved at stage 1 or 2, these tensors have the parameter's shape and tensor-parallel
+layout, and the folder also contains ``step.pt``; if it was saved at stage 3, they are flat. The file
+``folder/zero/optimizer_state.pt`` contains the optimizer state that is common to all parameters. The files
+``folder/*_model_states.pt`` contain buffers, counters, the schedule, and at stage 3 the frozen weights. Settings of the
+configuration, such as clipping, are not read.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ds_version checkpoint_parallel_dimensions universal_checkpoint_info ds_autoep_la
 
 @dataclass(frozen=True)
 class UniversalCheckpoint:
-    """A universal checkpoint that fits this engine, in the form of one of this engine's own checkpoints."""
+    """A universal checkpoint that fits this engine, converted to the form of one of this engine's own checkpoints."""
 
     contents: CheckpointContents
     local_tensors: Mapping[str, Tensor]
@@ -50,14 +51,18 @@ class UniversalCheckpoint:
 
 @dataclass(frozen=True)
 class TensorParallelSlice:
-    """The tensor-parallel rank and size, which determine the slice of each parameter that this rank's model has."""
+    """The tensor-parallel rank and size, which determine which slice of each parameter this rank's model has."""
 
     rank: int = 0
     size: int = 1
 
     @classmethod
     def from_mpu(cls, mpu: Any) -> TensorParallelSlice:
-        """Read rank and size from a model-parallel unit, under any of its method names; None warns and means size 1."""
+        """Read the tensor-parallel rank and size from ``mpu``, a model-parallel unit as DeepSpeed defines it.
+
+        The methods of ``mpu`` may have any of the names that DeepSpeed accepts. If ``mpu`` is None, issues a warning
+        and assumes size 1.
+        """
         if mpu is None:
             warnings.warn("no mpu is given: assuming tensor-parallel size 1", stacklevel=4)
             return cls()
@@ -66,10 +71,12 @@ class TensorParallelSlice:
         return cls(_call_first(mpu, rank), _call_first(mpu, size))
 
     def slice_param(self, name: str, full: Tensor, metadata: Mapping[str, Any], shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's slice, of ``shape``, of the full parameter, as DeepSpeed's load_hp_checkpoint_state does.
+        """Return this rank's slice of the full parameter, cut as in DeepSpeed's load_hp_checkpoint_state.
 
-        A parameter that has that shape already is replicated over the tensor-parallel ranks. A vocabulary is padded
-        with zeros to a multiple of the size; a parameter of several sub-parameters is sliced in each of them.
+        ``shape`` is the shape of the slice. A parameter that already has this shape is replicated over the
+        tensor-parallel ranks. An embedding over the vocabulary is first padded with zeros to a multiple of the size. A
+        parameter that is made of several sub-parameters is sliced in each of them. Raises CheckpointError if the slice
+        has another shape.
         """
         if tuple(full.shape) == shape:
             return full
@@ -89,7 +96,7 @@ class TensorParallelSlice:
 
 
 def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> UniversalCheckpoint:
-    """Read the checkpoint in ``path``, or in the folder that its ``latest_universal`` names.
+    """Read the universal checkpoint in ``path``, or in the folder that the file ``path/latest_universal`` names.
 
     Every rank reads the whole checkpoint. Raises CheckpointError for a checkpoint that is missing, incomplete or
     damaged, contains code, or belongs to another model.
@@ -129,9 +136,9 @@ def read_universal_checkpoint(path: Path, state: TrainingState, mpu: Any) -> Uni
 
 @dataclass(frozen=True)
 class _OptimizerGlobalState:
-    """The optimizer state that is common to all parameters.
+    """The optimizer state that is common to all parameters, from ``optimizer_state.pt``.
 
-    ``step`` is None if each parameter has its own step count, as at stages 1 and 2.
+    ``step`` is the step count of all parameters, or None if each parameter has its own, as at stages 1 and 2.
     """
 
     groups: list[dict[str, Any]]
@@ -141,7 +148,10 @@ class _OptimizerGlobalState:
 
     @classmethod
     def load(cls, file: Path) -> _OptimizerGlobalState:
-        """Read the file. Raises CheckpointError if it is missing, is of another kind, or has different steps."""
+        """Read the optimizer state from ``file``.
+
+        Raises CheckpointError if the file is missing, has no parameter groups, or has different step counts.
+        """
         if not file.is_file():
             raise CheckpointError(
                 f"{file}, the optimizer's global state, is missing: convert the checkpoint again with ds_to_universal"
@@ -157,7 +167,10 @@ class _OptimizerGlobalState:
         return cls(saved["param_groups"], int(saved.get("zero_stage", 1)), steps[0] if steps else None, float(scale))
 
     def merge_param_groups(self, engine_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return this engine's groups with the checkpoint's settings. Raises CheckpointError if they do not match."""
+        """Return this engine's parameter groups with the checkpoint's settings.
+
+        Raises CheckpointError if the number of groups differs, or if the optimizer is not Adam without amsgrad.
+        """
         if len(engine_groups) != len(self.groups):
             raise CheckpointError(
                 f"the checkpoint has {len(self.groups)} parameter groups, this engine {len(engine_groups)}"
@@ -173,7 +186,10 @@ class _OptimizerGlobalState:
 
 
 def _resolve_universal_folder(path: Path) -> Path:
-    """Return the folder with ``zero/``, through ``latest_universal`` if there is one. Raises CheckpointError."""
+    """Return the folder that contains ``zero/``: ``path``, or the folder that ``path/latest_universal`` names.
+
+    Raises CheckpointError if there is no such folder.
+    """
     latest = path / "latest_universal"
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
     if not (folder / "zero").is_dir():
@@ -184,7 +200,11 @@ def _resolve_universal_folder(path: Path) -> Path:
 
 
 def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mapping[str, Any]]:
-    """Load the model files of this tensor-parallel rank: one file, or at stage 3 the files of all ranks in order."""
+    """Load the model files of this tensor-parallel rank.
+
+    At stage 3 these are the files of all data-parallel ranks in order, at other stages one file. Raises CheckpointError
+    if a file or one of its keys is missing.
+    """
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
     rank_files = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
     models = [unpickling.load_deepspeed_file(file) for _, file in rank_files]
@@ -208,7 +228,10 @@ def _check_param_names(zero: Path, state: TrainingState) -> None:
 
 
 def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this model's buffers from a model file. Raises CheckpointError for a missing one or another shape."""
+    """Return this model's buffers from a model file.
+
+    Raises CheckpointError if a buffer is missing or has another shape.
+    """
     buffers = {}
     for name, shape in engine_contents.buffers.items():
         saved = model["module"].get(name)
@@ -219,7 +242,7 @@ def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any])
 
 
 def _read_extra_state(state: TrainingState, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the modules' extra state from a model file. Raises CheckpointError for a missing one."""
+    """Return the extra state of this engine's modules from a model file. Raises CheckpointError if one is missing."""
     missing = state.extra_state().keys() - model["module"].keys()
     if missing:
         raise CheckpointError(f"checkpoint of another model: it has no extra state {sorted(missing)}")
@@ -234,7 +257,10 @@ def _read_parameter(
     models: list[Mapping[str, Any]],
     is_trained: bool,
 ) -> dict[str, tuple[Tensor, Mapping[str, Any]]]:
-    """Read the weight and moments of one parameter, each with the metadata that was saved with it."""
+    """Read the weight and the moments of one parameter, each with the metadata that was saved with it.
+
+    Raises CheckpointError if a file is missing.
+    """
     keys = {file.stem for file in folder.glob("*.pt")} - {STEP} if folder.is_dir() else set()
     if not keys and not is_trained:
         return {FP32: (_read_frozen_weight(name, shape, models), {})}
@@ -247,7 +273,7 @@ def _read_parameter(
 
 
 def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Read a tensor with its metadata; a tensor of stage 3 is flat and has no metadata."""
+    """Read a tensor with its metadata. A checkpoint from stage 3 has a flat tensor without metadata."""
     saved = unpickling.load_safely(file, str(file))
     metadata = saved if isinstance(saved, dict) else {"param": saved}
     tensor = metadata.get("param")
@@ -258,7 +284,7 @@ def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[st
 
 
 def _read_frozen_weight(name: str, shape: tuple[int, ...], models: list[Mapping[str, Any]]) -> Tensor:
-    """Read a frozen weight, whose padded shards stage 3 keeps in the model files of its ranks."""
+    """Return a frozen weight, joined from the padded shards in ``models``, the model files of all ranks at stage 3."""
     parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
     if any(part is None for part in parts):
         raise CheckpointError(f"checkpoint of another model: it does not have parameter {name!r}")
@@ -269,7 +295,7 @@ def _read_frozen_weight(name: str, shape: tuple[int, ...], models: list[Mapping[
 
 
 def _read_step(folder: Path) -> Any:
-    """Read a parameter's step count; None if it has none."""
+    """Return the step count of the parameter in ``folder``, or None if the folder does not contain one."""
     file = folder / f"{STEP}.pt"
     return unpickling.load_safely(file, str(file)) if file.is_file() else None
 
@@ -277,9 +303,9 @@ def _read_step(folder: Path) -> Any:
 def _collect_step_counts(
     groups: list[dict[str, Any]], steps: Mapping[str, Any], engine_contents: CheckpointContents
 ) -> dict[str, dict[str, Any]]:
-    """Return the step count of each parameter from the checkpoint, or from this engine if the checkpoint has none.
+    """Return each parameter's step count from the checkpoint, or this engine's count if the checkpoint has none.
 
-    Raises CheckpointError if the counts of one group differ, and if neither has a count for a parameter.
+    Raises CheckpointError if the counts of one group differ, or if neither side has a count for a parameter.
     """
     counts: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -299,7 +325,10 @@ def _collect_step_counts(
 def _merge_stateful(
     engine_contents: CheckpointContents, loss_scale: float, schedule: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return this engine's stateful states with the saved loss scale, and the saved schedule if its keys match."""
+    """Return the states of this engine's loss scale and schedule, replaced by the saved ones.
+
+    The saved schedule is used only if its keys match; otherwise a warning is issued and the schedule is not changed.
+    """
     merged = dict(engine_contents.stateful)
     for key, (kind, state) in engine_contents.stateful.items():
         if key == "loss_scale":
@@ -313,7 +342,10 @@ def _merge_stateful(
 
 
 def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
-    """Call the first of these methods that ``mpu`` has. Raises CheckpointError if it has none."""
+    """Call the first method of ``mpu`` that has one of ``names``.
+
+    Raises CheckpointError if ``mpu`` has none of them.
+    """
     for name in names:
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())

@@ -1,8 +1,8 @@
 """Load files from untrusted sources without running code that they contain.
 
-A pickle names functions and calls them, so ``pickle.load`` runs whatever its author put there.
-``torch.load(weights_only=True)`` calls only what tensors and plain containers need. ``dcp`` does the same for the file
-that torch.distributed.checkpoint reads with plain pickle.
+``pickle.load`` calls the functions that a file names, so it runs whatever code the author of the file put there.
+``torch.load(weights_only=True)`` calls only what tensors and plain containers need. The module ``dcp`` restricts in the
+same way the file that torch.distributed.checkpoint reads with plain pickle.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from zharness.torch_private import safe_globals
 
 
 class LossScaler:
-    """The replacement for deepspeed.runtime.fp16.loss_scaler.LossScaler in loaded files: its attributes only."""
+    """A class with attributes only, loaded in place of deepspeed.runtime.fp16.loss_scaler.LossScaler."""
 
     __module__ = "deepspeed.runtime.fp16.loss_scaler"  # files and torch's list of safe globals name the class by it
     cur_scale: float
 
 
 class ZeroStageEnum(IntEnum):
-    """The replacement for deepspeed.runtime.zero.config.ZeroStageEnum in loaded files."""
+    """A class that is loaded in place of deepspeed.runtime.zero.config.ZeroStageEnum."""
 
     __module__ = "deepspeed.runtime.zero.config"
 
@@ -39,9 +39,9 @@ class ZeroStageEnum(IntEnum):
 
 
 def load_safely(file: Path | io.BytesIO, description: str) -> Any:
-    """Load tensors and plain containers to the CPU.
+    """Load a file of tensors and plain containers to the CPU.
 
-    Raises CheckpointError, which begins with ``description``, for any other content and for a damaged file.
+    Raises CheckpointError for any other content and for a damaged file; its message begins with ``description``.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -56,6 +56,6 @@ def load_safely(file: Path | io.BytesIO, description: str) -> Any:
 
 
 def load_deepspeed_file(file: Path) -> Any:
-    """Load a file that DeepSpeed wrote; two of its classes are replaced by the ones above."""
+    """Load a file that DeepSpeed wrote, replacing two of its classes by LossScaler and ZeroStageEnum of this module."""
     with safe_globals((LossScaler, ZeroStageEnum)):
         return load_safely(file, str(file))

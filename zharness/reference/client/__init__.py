@@ -1,1 +1,1 @@
-"""Handle the caller's arguments of ``initialize``: optimizer, schedule, data set, and models on the meta device."""
+"""Prepare the arguments of ``initialize``: optimizer, schedule, data set, and models on the meta device."""

@@ -1,4 +1,4 @@
-"""A loader that yields this rank's micro-batches of the client's data set."""
+"""Load this rank's micro-batches from the data set that is passed to ``initialize``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zharness.errors import ConfigError
 
 
 class MicroBatchLoader(DataLoader[Any]):
-    """A torch DataLoader over this rank's samples of ``dataset``; each iteration is one epoch, in a new order.
+    """A torch DataLoader over this rank's samples of ``dataset``, in a new order at each iteration (epoch).
 
-    Epochs count from 0, or from ``set_epoch``. The samples are those of torch's DistributedSampler with seed 0, one
-    micro-batch per item. If the world size does not divide the length of the data set, the sampler repeats its first
-    samples, or drops the last ones with ``drop_last``.
+    Epochs count from 0, or from the number that was passed to ``set_epoch``. The samples are those of torch's
+    DistributedSampler with seed 0, and each item is one micro-batch. If the world size does not divide the length of
+    the data set, the sampler repeats its first samples, or drops the last ones if ``drop_last`` is True.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MicroBatchLoader(DataLoader[Any]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, to continue after ``load_checkpoint``."""
+        """Set the number of the next epoch, for example when training continues after ``load_checkpoint``."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

@@ -1,7 +1,8 @@
-"""Meta-device initialization: modules are materialised one by one, as they are sharded.
+"""Materialise modules that were built on the meta device one by one, while the model is sharded.
 
-``with torch.device("meta"): model = Net()`` builds a model without memory, which ``initialize(model=model, ...)``
-materialises. At stage 3 a rank then never holds more than 1/N of the model and one full module.
+``with torch.device("meta"): model = Net()`` builds a model without memory, and ``initialize(model=model, ...)``
+materialises it: allocates and initializes its tensors. At stage 3 a rank then never holds more than 1/N of the model
+and one full module.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from zharness.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeferredModule:
-    """A module with tensors of its own on the meta device, the method that initializes them, and their full shapes."""
+    """A module that has tensors of its own on the meta device.
+
+    ``reset_parameters`` is the module's method that initializes these tensors, and ``shapes`` has the full shape of
+    each.
+    """
 
     module: nn.Module
     reset_parameters: Callable[[], None]
@@ -27,10 +32,11 @@ class DeferredModule:
 
     @torch.no_grad()
     def materialise(self, device: torch.device) -> list[Tensor]:
-        """Allocate and initialize the module's own meta tensors on ``device``. Returns them. Local to this rank.
+        """Allocate the module's own meta tensors on ``device``, initialize them and return them.
 
-        Parameters stay the same objects, so tied ones stay tied. A parameter that another module has materialised keeps
-        its values, as if it was tied after construction: this module's ``reset_parameters`` writes to a scratch tensor.
+        This method runs no collective. Parameters stay the same objects, so tied ones stay tied. A parameter that
+        another module has materialised already keeps its values, as if it had been tied after construction: this
+        module's ``reset_parameters`` writes to a temporary tensor instead.
         """
         parameters, buffers = self.module._parameters, self.module._buffers
         existing = {name: p for name, p in parameters.items() if p is not None and not p.is_meta}
@@ -52,10 +58,10 @@ class DeferredModule:
 
 
 def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
-    """List the modules with tensors on the meta device, children before parents.
+    """Return the modules with tensors on the meta device, children before parents.
 
-    That is the order in which constructors draw their random numbers. Raises ConfigError, before anything is allocated,
-    for a module without ``reset_parameters``.
+    Constructors draw their random numbers in the same order. Raises ConfigError, before anything is allocated, for a
+    module without ``reset_parameters``.
     """
     return [
         _make_deferred_module(module)
@@ -65,7 +71,7 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def infer_device(model: nn.Module, comm: Comm) -> torch.device:
-    """Return the device of the model's parameters; if all are on meta, the device of the group's backend."""
+    """Return the device of the model's parameters, or if all are on meta, the device that the process group uses."""
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     if real is not None:
         return real
@@ -74,7 +80,10 @@ def infer_device(model: nn.Module, comm: Comm) -> torch.device:
 
 
 def _make_deferred_module(module: nn.Module) -> DeferredModule:
-    """Describe a module with meta tensors. Raises ConfigError if it has no method that initializes them."""
+    """Return the DeferredModule for a module with meta tensors.
+
+    Raises ConfigError if the module has no method that initializes them.
+    """
     tensors = _direct_tensors(module)
     # nn.MultiheadAttention calls it _reset_parameters.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -87,12 +96,15 @@ def _make_deferred_module(module: nn.Module) -> DeferredModule:
 
 
 def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of ``module`` itself, without its submodules, by name."""
+    """Return the parameters and buffers by name that ``module`` registers itself, without those of submodules."""
     return {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
 
 
 def _children_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
-    """Iterate over the modules of a model, each once, children before parents."""
+    """Yield the modules of a model, each once, children before parents.
+
+    ``visited`` collects the modules that were already yielded.
+    """
     if module not in visited:
         visited.add(module)
         for child in module.children():

@@ -1,4 +1,7 @@
-"""Build the client's optimizer and schedule over the leaves of this rank instead of the client's parameters."""
+"""Build an optimizer and schedule that update this rank's leaves instead of the model's parameters.
+
+A leaf is the tensor that the optimizer updates on this rank for one parameter.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ ParameterGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class LeafSubstitution:
-    """Replace the model's Parameters by their leaves."""
+    """Replaces the model's Parameters by their leaves, the tensors that the optimizer updates on this rank."""
 
     def __init__(self, model_params: Mapping[str, ModelParam], leaves: Leaves) -> None:
         self._leaf_of = {param.parameter: leaves[name] for name, param in model_params.items()}
 
     def replace_groups(self, param_groups: ParameterGroups) -> list[dict[str, Any]]:
-        """Convert parameters, or torch.optim's groups of them, to groups of leaves."""
+        """Return parameter groups of torch.optim in which each parameter is replaced by its leaf.
+
+        ``param_groups`` has either parameters or groups of them.
+        """
         entries = list(param_groups)
         groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
         for group in groups:
@@ -33,7 +39,7 @@ class LeafSubstitution:
         return groups
 
     def _find_leaf(self, parameter: Any) -> Tensor:
-        """Return the leaf of ``parameter``. Raises ConfigError if it is not one of the model's."""
+        """Return the leaf of ``parameter``. Raises ConfigError if ``parameter`` is not a parameter of the model."""
         if not isinstance(parameter, nn.Parameter) or parameter not in self._leaf_of:
             kind = type(parameter).__name__
             shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
@@ -45,7 +51,7 @@ class LeafSubstitution:
 
 
 def _as_list(params: Any) -> list[Any]:
-    """Return the parameters of a group as a list; torch.optim allows a single tensor too."""
+    """Return the parameters of a group as a list, since torch.optim also allows a single tensor."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -56,11 +62,13 @@ def build_optimizer(
     model_params: Mapping[str, ModelParam],
     leaves: Leaves,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over ``leaves``: the client's own, one from its builder, or the configured one.
+    """Return an optimizer that updates ``leaves``.
 
-    The groups of the client's own optimizer are changed to the leaves, so that a schedule built over it still works. It
-    must not have stepped, since its state would belong to other tensors. Raises ConfigError for an optimizer that
-    cannot be used.
+    ``optimizer`` is an optimizer over the model's parameters, whose groups are changed to the leaves so that a schedule
+    over it still works; or a function that builds an optimizer from the leaves; or None for the configured one. An
+    optimizer that has already stepped is refused, since its state would belong to other tensors. ``parameters`` are
+    those that the configured optimizer updates, or None for all. Raises ConfigError for an optimizer that cannot be
+    used.
     """
     substitution = LeafSubstitution(model_params, leaves)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -95,12 +103,16 @@ def build_optimizer(
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer state was made before the first step, as Adagrad's is."""
+    """Return whether an optimizer state was never updated, like the state that Adagrad creates when it is built."""
     return "step" in state and not state["step"]
 
 
 def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
-    """Raise ConfigError for an optimizer that cannot update shards, and for one outside torch.optim unless allowed."""
+    """Raise ConfigError for an optimizer that cannot update shards.
+
+    Also raises ConfigError for a class outside torch.optim, unless at stage 0 or if the configuration allows such
+    classes.
+    """
     for base_class in optimizer_class.__mro__:
         refuse_non_elementwise(base_class.__name__)
     if (
@@ -116,8 +128,9 @@ def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
 
 
 def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Build the learning-rate schedule: the client's own, one from its builder, the configured one, or None.
+    """Return the learning-rate schedule of ``optimizer``, or None if there is neither ``schedule`` nor ``choice``.
 
+    ``schedule`` is a schedule or a function that builds one from the optimizer; ``choice`` is the configured class.
     Raises ConfigError for a schedule that cannot be used.
     """
     built = schedule(optimizer) if callable(schedule) else schedule
@@ -144,9 +157,9 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
 
 
 def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> dict[str, str]:
-    """Describe the optimizer's class, and the members and settings of its groups, to compare them between ranks.
+    """Describe the optimizer's class and the parameters and settings of its groups, to compare them between ranks.
 
-    Leaves without elements on this rank count too, since a checkpoint has the same groups on every rank.
+    The description includes leaves without elements on this rank, since a checkpoint has the same groups on every rank.
     """
     names = {id(leaf): name for name, leaf in leaves.items()}
     facts = {"optimizer": type(optimizer).__name__}
@@ -158,9 +171,9 @@ def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> d
 
 
 def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
-    """Let ``optimizer.step()`` raise UsageError if no leaf has a gradient: only the engine's ``step`` assigns them.
+    """Make ``optimizer.step()`` raise UsageError if no leaf has a gradient, that is, if the user called it directly.
 
-    Returns the handle that removes the check.
+    Only the engine's ``step`` assigns gradients to leaves. Returns the handle that removes this check.
     """
 
     def check_has_grads(*_: Any) -> None:

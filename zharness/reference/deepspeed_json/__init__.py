@@ -1,1 +1,1 @@
-"""The settings that the reference engine reads from a DeepSpeed JSON configuration."""
+"""Read the settings of the reference engine from a DeepSpeed JSON configuration."""

@@ -1,4 +1,4 @@
-"""A schema for DeepSpeed's JSON: each key is supported, ignored, fixed at one value, or refused by name."""
+"""Check DeepSpeed's JSON against a schema: each key is supported, ignored, allowed with one value, or refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Key:
-    """A supported key. ``parse(path, value)`` checks and converts its value; ``default`` is used if it is absent.
+    """A supported key of the JSON.
 
-    The default is parsed too. ``null`` in the JSON means absent, as in DeepSpeed.
+    ``parse(path, value)`` checks and converts the key's value. ``default`` is passed to ``parse`` if the key is absent
+    or ``null``, which DeepSpeed treats alike.
     """
 
     parse: ValueParser
@@ -33,7 +34,10 @@ class Key:
 
 @dataclass(frozen=True)
 class FixedKey:
-    """A key with one allowed value, which is what this engine does; any other is refused with ``reason``."""
+    """A key with only one allowed value, which describes what this engine does.
+
+    Any other value is refused with ``reason``.
+    """
 
     value: Any
     reason: str
@@ -41,9 +45,10 @@ class FixedKey:
 
 @dataclass(frozen=True)
 class Section:
-    """One object of the JSON. ``ignored_keys`` are accepted because they cannot change a result.
+    """The keys that are allowed in one object of the JSON; any other key is refused.
 
-    ``disabled_sections`` are accepted only if they are empty or ``{"enabled": false}``. Any other key is refused.
+    Keys in ``ignored_keys`` are accepted because they cannot change a result. Sections in ``disabled_sections`` are
+    accepted only if they are empty or ``{"enabled": false}``.
     """
 
     supported_keys: Mapping[str, Key]
@@ -52,7 +57,10 @@ class Section:
     disabled_sections: frozenset[str] = frozenset()
 
     def __call__(self, path: str, values: Any) -> dict[str, Any]:
-        """Parse every supported key, or its default. Raises ConfigError for a key or value that is not supported."""
+        """Return the parsed value, or the parsed default, of every supported key.
+
+        Raises ConfigError for a key or a value that is not supported.
+        """
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path or 'the configuration'} is {values!r}; expected an object of keys and values")
         prefix = f"{path}." if path else ""
@@ -64,7 +72,7 @@ class Section:
         return {key: v if v is None else self.supported_keys[key].parse(prefix + key, v) for key, v in chosen.items()}
 
     def _check_key(self, path: str, key: str, value: Any) -> None:
-        """Raise ConfigError for a key, or a value of a fixed key or disabled section, that is not supported."""
+        """Raise ConfigError if ``key`` is not supported, or if it is fixed or disabled and ``value`` is not allowed."""
         if key in self.supported_keys or key in self.ignored_keys:
             return
         if key in self.fixed_keys:
@@ -84,7 +92,7 @@ class Section:
         raise ConfigError(f"the reference engine does not support {path!r}; {hint}")
 
     def iter_ignored_keys(self, path: str = "") -> Iterator[str]:
-        """Iterate over the ignored keys of this section and of those inside it, with their paths."""
+        """Yield the paths of the ignored keys of this section and of the sections inside it."""
         yield from (path + key for key in sorted(self.ignored_keys))
         for key, rule in self.supported_keys.items():
             if isinstance(rule.parse, Section):
@@ -92,7 +100,7 @@ class Section:
 
 
 def integer_parser(minimum: int) -> ValueParser:
-    """Return a parser of whole numbers from ``minimum`` on."""
+    """Return a parser that accepts integers that are at least ``minimum``."""
 
     def parse(path: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -103,21 +111,21 @@ def integer_parser(minimum: int) -> ValueParser:
 
 
 def parse_number(path: str, value: Any) -> float:
-    """Parse a finite number from 0 on."""
+    """Return ``value`` if it is a finite number that is not negative. Raises ConfigError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise ConfigError(f"{path} is {value!r}; expected a finite number from 0 on")
     return float(value)
 
 
 def parse_flag(path: str, value: Any) -> bool:
-    """Parse true or false."""
+    """Return ``value`` if it is true or false. Raises ConfigError otherwise."""
     if not isinstance(value, bool):
         raise ConfigError(f"{path} is {value!r}; expected true or false")
     return value
 
 
 def choice_parser(*allowed: Any) -> ValueParser:
-    """Return a parser of one of the ``allowed`` values."""
+    """Return a parser that accepts only the ``allowed`` values."""
 
     def parse(path: str, value: Any) -> Any:
         if value not in allowed or isinstance(value, bool):
@@ -128,7 +136,7 @@ def choice_parser(*allowed: Any) -> ValueParser:
 
 
 def parse_dtype(path: str, value: Any) -> torch.dtype:
-    """Parse one of DeepSpeed's names for float32, bfloat16 or float16."""
+    """Return the dtype for one of DeepSpeed's names of float32, bfloat16 and float16. Raises ConfigError otherwise."""
     for dtype, names in _DTYPES.items():
         if str(value).removeprefix("torch.").lower() in names:
             return dtype
@@ -136,14 +144,14 @@ def parse_dtype(path: str, value: Any) -> torch.dtype:
 
 
 def parse_names(path: str, value: Any) -> tuple[str, ...]:
-    """Parse a list of strings."""
+    """Return ``value`` if it is a list of strings. Raises ConfigError otherwise."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{path} is {value!r}; expected a list of names")
     return tuple(value)
 
 
 def parse_arguments(path: str, value: Any) -> dict[str, Any]:
-    """Parse keyword arguments for a torch class; the class checks them itself."""
+    """Return ``value`` if it is an object with keyword arguments; the torch class that gets them checks them."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path} is {value!r}; expected an object of arguments")
     return dict(value)

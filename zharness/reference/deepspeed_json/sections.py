@@ -1,4 +1,4 @@
-"""The sections of DeepSpeed's JSON that this engine supports; names and defaults as in DeepSpeed 0.19.8."""
+"""List the sections of DeepSpeed's JSON that this engine supports, with names and defaults of DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.reference.layout import STAGES
 
 
 def parse_elements(path: str, value: object) -> int:
-    """Parse a number of elements, which DeepSpeed's files often write as 5e8."""
+    """Return a number of elements as an integer, since DeepSpeed's files often write it as 5e8."""
     return int(parse_number(path, value))
 
 

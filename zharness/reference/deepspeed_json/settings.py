@@ -47,7 +47,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True)
 class ClassChoice:
-    """An optimizer or scheduler class that the JSON names, and its keyword arguments."""
+    """An optimizer or scheduler class that the JSON names, and the keyword arguments to build it with."""
 
     target_class: Any = torch.optim.AdamW
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -57,8 +57,9 @@ class ClassChoice:
 class Settings:
     """The configuration, with defaults filled in and checked for consistency.
 
-    ``max_grad_norm`` is None without clipping. ``average_over_ranks`` selects the mean over ranks instead of the sum;
-    the mean over micro-batches is taken in any case.
+    ``max_grad_norm`` is the limit of gradient clipping, or None if gradients are not clipped. ``average_over_ranks``
+    selects the mean of the gradients over ranks instead of their sum. Over micro-batches the engine always takes the
+    mean.
     """
 
     stage: int
@@ -77,7 +78,10 @@ class Settings:
 
 
 def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return ``config``, or the JSON object in the file of that name. Raises ConfigError if it cannot be read."""
+    """Return ``config`` if it is a mapping, otherwise the JSON object in the file of that name.
+
+    Raises ConfigError if the file cannot be read.
+    """
     if isinstance(config, Mapping):
         return config
     try:
@@ -92,7 +96,10 @@ def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = "cpu") -> Settings:
-    """Parse the settings for a model on ``device_type``. Raises ConfigError that names an unsupported key or value."""
+    """Parse the settings for a model on ``device_type``.
+
+    Raises ConfigError that names the first unsupported key or value.
+    """
     values = TOP_LEVEL("", config)
     zero = values["zero_optimization"]
     for key in ("offload_optimizer", "offload_param"):
@@ -125,7 +132,7 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
 
 
 def _parse_batch_sizes(values: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Compute micro-batch size and accumulation steps from those of DeepSpeed's three sizes that are given.
+    """Return the micro-batch size and the accumulation steps from those of the three batch sizes that are given.
 
     If only one size is given, the accumulation steps are 1. Raises ConfigError if the sizes do not fit together.
     """
@@ -147,7 +154,10 @@ def _parse_batch_sizes(values: Mapping[str, Any], world_size: int) -> tuple[int,
 
 
 def _parse_precision(values: Mapping[str, Any]) -> Precision:
-    """Parse fp16, bf16, torch_autocast and communication_data_type. Raises ConfigError if two are enabled."""
+    """Return the precision that fp16, bf16, torch_autocast and communication_data_type configure.
+
+    Raises ConfigError if two of the sections are enabled.
+    """
     enabled = [key for key in ("fp16", "bf16", "torch_autocast") if values[key]["enabled"]]
     if len(enabled) > 1:
         raise ConfigError(f"the sections {' and '.join(enabled)} exclude each other; enable one of them")
@@ -161,7 +171,7 @@ def _parse_precision(values: Mapping[str, Any]) -> Precision:
 
 
 def _parse_bf16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
-    """Return the precision of an enabled section bf16."""
+    """Return the precision of an enabled ``bf16`` section."""
     return Precision(
         param_dtype=torch.bfloat16,
         master_dtype=torch.bfloat16 if section["bf16_master_weights_and_grads"] else torch.float32,
@@ -171,7 +181,7 @@ def _parse_bf16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) ->
 
 
 def _parse_fp16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
-    """Return the precision of an enabled section fp16."""
+    """Return the precision of an enabled ``fp16`` section."""
     static_scale = section["loss_scale"]
     scaling = LossScaleConfig(
         initial_scale=static_scale or 2.0 ** section["initial_scale_power"],
@@ -191,7 +201,7 @@ def _parse_fp16(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) ->
 
 
 def _parse_autocast(section: Mapping[str, Any], reduce_dtype: torch.dtype | None) -> Precision:
-    """Return the precision of an enabled section torch_autocast. Raises ConfigError for fp32."""
+    """Return the precision of an enabled ``torch_autocast`` section. Raises ConfigError for the dtype fp32."""
     dtype = section["dtype"]
     if dtype == torch.float32:
         raise ConfigError("torch_autocast.dtype is fp32, not a lower precision; use bf16 or fp16, or disable it")
@@ -208,7 +218,7 @@ def _parse_autocast(section: Mapping[str, Any], reduce_dtype: torch.dtype | None
 
 
 def _import_module_class(path: str) -> type[nn.Module]:
-    """Import a class of modules by its full name. Raises ConfigError if that fails."""
+    """Import a module class by its full name. Raises ConfigError if the import fails."""
     package, _, name = path.rpartition(".")
     try:
         imported = getattr(importlib.import_module(package), name)
@@ -245,10 +255,10 @@ def _check_master_weights(values: Mapping[str, Any]) -> None:
 
 
 def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Precision, stage: int) -> None:
-    """Raise ConfigError unless the dtype is the one in which micro-batches add up at this stage.
+    """Raise ConfigError unless ``grad_accum_dtype`` is the dtype in which this stage adds up micro-batches.
 
-    It is the parameters' dtype at stages 0 and 1, where unreduced gradients add up, and the master weights' dtype at
-    stages 2 and 3.
+    Stages 0 and 1 add up unreduced gradients in the parameters' dtype, stages 2 and 3 add up reduced gradients in the
+    master weights' dtype.
     """
     accum_dtype = (precision.param_dtype if stage < 2 else precision.master_dtype) or torch.float32
     if grad_accum_dtype not in (None, accum_dtype):
@@ -260,10 +270,10 @@ def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Pre
 
 
 def _parse_optimizer(section: Mapping[str, Any] | None) -> ClassChoice | None:
-    """Find torch's optimizer for DeepSpeed's name of it. Raises ConfigError for an unknown name.
+    """Return torch's optimizer class for DeepSpeed's name of the optimizer. Raises ConfigError for an unknown name.
 
-    "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false, as in DeepSpeed. ``torch_adam``, which selects
-    torch's implementation in DeepSpeed, is ignored, since this engine has no other implementation.
+    As in DeepSpeed, "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false. The key ``torch_adam``, which
+    selects torch's implementation in DeepSpeed, is ignored, since this engine has no other implementation.
     """
     if section is None:
         return None
@@ -281,7 +291,7 @@ def _parse_optimizer(section: Mapping[str, Any] | None) -> ClassChoice | None:
 
 
 def refuse_non_elementwise(name: str) -> None:
-    """Raise ConfigError for a torch optimizer whose update of a shard is not the shard of the full update."""
+    """Raise ConfigError for a torch optimizer that cannot update each shard of a parameter separately."""
     for known, reason in NOT_ELEMENTWISE.items():
         if name.lower() == known.lower():
             raise ConfigError(
@@ -290,7 +300,7 @@ def refuse_non_elementwise(name: str) -> None:
 
 
 def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
-    """Find torch's scheduler of the name in the section. Raises ConfigError for an unknown name."""
+    """Return torch's scheduler class of the name in the section. Raises ConfigError for an unknown name."""
     if section is None:
         return None
     name = section["type"]
@@ -300,5 +310,5 @@ def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
 
 
 def iter_ignored_keys() -> Iterator[str]:
-    """Iterate over all keys, with their sections, that are accepted because they cannot change a result."""
+    """Yield the paths of all keys that are accepted although they are ignored, because they cannot change a result."""
     return TOP_LEVEL.iter_ignored_keys()

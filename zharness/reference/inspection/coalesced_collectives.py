@@ -1,6 +1,7 @@
-"""Collectives on many tensors at once: a collective on one element costs as much as one on many.
+"""Run one collective for many tensors, because many small collectives are slow.
 
-They copy full tensors to the CPU for callers, and broadcast one rank's values. Training itself uses ``buckets``.
+The functions copy full tensors to the CPU for the user, and broadcast one rank's values. Training itself uses the
+module ``buckets``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ K = TypeVar("K")
 
 @torch.no_grad()
 def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm: Comm) -> dict[K, Tensor]:
-    """All-gather many full tensors to the CPU, in the order of ``shards``, from every rank's shard (padded or not).
+    """Return full tensors on the CPU, all-gathered from every rank's shards. This is a collective.
 
-    Collective: ``shards`` has the same keys in the same order on every rank.
+    ``shards`` maps each key to this rank's shard, padded or not, and its layout; it must have the same keys in the same
+    order on every rank.
     """
     full: dict[K, Tensor] = {}
     # The padded lengths are the same on all ranks; the last ranks own fewer elements.
@@ -41,7 +43,7 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
-    """Copy each tensor of rank ``source`` to all ranks, in place. Collective."""
+    """Copy each tensor of rank ``source`` to all ranks, in place. This is a collective."""
     by_index = dict(enumerate(tensors))
     lengths = {key: tensor.numel() for key, tensor in by_index.items()}
     for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
@@ -55,10 +57,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
 
 
 def _coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
-    """Yield groups of keys for one collective each: tensors of one dtype and device, at most ``max_elements`` in all.
+    """Yield groups of keys whose tensors are sent in one collective.
 
-    A tensor with more elements is a group by itself. ``lengths`` must be the same on all ranks, as the groups follow
-    from them.
+    The tensors of a group have one dtype and device, and at most ``max_elements`` elements in all; a tensor with more
+    elements is a group by itself. ``lengths`` must be the same on all ranks, since it determines the groups.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[K]] = {}
     for key, tensor in tensors.items():

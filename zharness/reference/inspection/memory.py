@@ -1,4 +1,4 @@
-"""Count the bytes of tensors on a rank, and at stage 3 those of unsharded parameters, with their peak."""
+"""Count the bytes of tensors on a rank, and of unsharded parameters at stage 3, with their peak."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from zharness import torch_private as private
 
 
 def storage_bytes(values: Iterable[Any]) -> int:
-    """Sum the storage bytes of the tensors among ``values``; a storage that several tensors share counts once."""
+    """Return the storage bytes of the tensors among ``values``, counting a storage that several tensors share once."""
     storages = (value.untyped_storage() for value in values if isinstance(value, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def storage_bytes_by_dtype(values: Iterable[Any]) -> dict[str, int]:
-    """Sum the storage bytes of the tensors among ``values`` for each dtype, by name: ``{"bfloat16": 1024}``."""
+    """Return the storage bytes of the tensors among ``values`` by name of the dtype: ``{"bfloat16": 1024}``."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     names = sorted({str(tensor.dtype) for tensor in tensors})
     return {n.removeprefix("torch."): storage_bytes(t for t in tensors if str(t.dtype) == n) for n in names}
 
 
 class UnshardedMemoryTracker:
-    """Count the bytes of all unsharded storages that are alive, and record their peak.
+    """Counts the bytes of all unsharded storages that exist on this rank, and records their peak.
 
-    It keeps weak references only, so tracking a tensor does not keep it alive.
+    The tracker has only weak references, so tracking a tensor does not keep its memory allocated.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class UnshardedMemoryTracker:
         self.peak = 0
 
     def add(self, tensor: Tensor) -> private.WeakStorage:
-        """Track the storage of ``tensor`` until it is freed. Returns a weak reference to it."""
+        """Track the storage of ``tensor`` until it is freed, and return a weak reference to that storage."""
         storage = private.WeakStorage(tensor)
         if storage.address() not in self._live_storages:
             self._live_storages[storage.address()] = storage
@@ -45,17 +45,17 @@ class UnshardedMemoryTracker:
         return storage
 
     def set_prefetched_bytes(self, nbytes: int) -> None:
-        """Set the number of bytes that the prefetcher holds now."""
+        """Set the number of bytes that the prefetched bucket takes now."""
         self._prefetched_bytes = nbytes
         self._update_peak()
 
     def _update_peak(self) -> None:
-        """Raise the peak if needed; the storages are only examined when their upper bound exceeds it."""
+        """Raise the peak if needed; storages are only examined when their total could exceed the recorded peak."""
         if self._prefetched_bytes + self._upper_bound_bytes > self.peak:
             self.peak = max(self.peak, self.live_bytes())
 
     def live_bytes(self) -> int:
-        """Count the bytes of the storages that are alive, prefetched ones included."""
+        """Return the bytes of the tracked storages that exist now, including those of the prefetched bucket."""
         expired = private.are_storages_expired(self._live_storages)
         if any(expired):
             known = zip(self._live_storages.items(), expired, strict=True)

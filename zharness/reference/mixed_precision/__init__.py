@@ -1,1 +1,1 @@
-"""Mixed precision: the dtypes of a run, and the loss scale of fp16."""
+"""Define the dtypes of a training run, and the loss scale of fp16."""

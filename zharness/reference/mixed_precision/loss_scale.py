@@ -1,4 +1,4 @@
-"""The loss scale of fp16: a factor on the loss that keeps small gradients above underflow, and its schedule."""
+"""Scale the loss in fp16 by a factor that keeps small gradients above underflow, and adapt that factor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ GROWTH_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """How the loss scale changes: as in ``torch.amp.GradScaler``, with growth_factor 2 and backoff_factor 0.5.
+    """The rules by which the loss scale changes.
 
-    ``growth_interval`` steps without overflow double it; None means a static scale. DeepSpeed adds ``min_scale``: an
-    overflow at that scale is an error. It also adds ``hysteresis``: of that many overflows only the last one halves the
-    scale. Their count restarts when the scale grows, or at every step without overflow with ``consecutive_hysteresis``.
+    The rules are those of ``torch.amp.GradScaler`` with growth_factor 2 and backoff_factor 0.5: ``growth_interval``
+    steps without overflow double the scale, and None means a static scale. DeepSpeed adds two settings. An overflow at
+    the scale ``min_scale`` is an error. Of ``hysteresis`` overflows only the last one halves the scale; their count
+    restarts when the scale grows, or with ``consecutive_hysteresis`` at every step without overflow.
     """
 
     initial_scale: float
@@ -35,9 +36,9 @@ class LossScaleConfig:
 
 
 class LossScale:
-    """The current loss scale. Hooks on the parameters raise if a backward of an unscaled loss reaches them.
+    """The loss scale of one engine, with hooks on the parameters that refuse the backward of an unscaled loss.
 
-    An external scale (``override``) has precedence over the configured one; only the caller changes it.
+    A scale that was set by ``override`` has precedence over the configured one, and only the caller changes it.
     """
 
     def __init__(self, config: LossScaleConfig | None, parameters: Iterable[nn.Parameter]) -> None:
@@ -53,21 +54,24 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The divisor of the gradients of a scaled loss; 1.0 if no scale is needed."""
+        """The number by which the gradients of a scaled loss must be divided, or 1.0 if no scale is needed."""
         return self._scale if self._external_scale is None else self._external_scale
 
     def is_needed(self) -> bool:
-        """Return whether losses have to be scaled."""
+        """Return whether a loss must be scaled before its backward."""
         return self._config is not None or self._external_scale is not None
 
     def override(self, scale: float | None) -> None:
-        """Set an external scale; None removes it. Raises UsageError unless it is positive and finite."""
+        """Set the loss scale to ``scale``; None restores the configured one.
+
+        Raises UsageError unless ``scale`` is positive and finite.
+        """
         if scale is not None and not 0 < scale < math.inf:
             raise UsageError(f"the external loss scale is {scale!r}; expected a positive, finite number, or None")
         self._external_scale = scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply ``loss`` by the scale; a half-precision loss becomes float32, as with GradScaler.scale."""
+        """Return ``loss`` times the scale; a half-precision loss becomes float32, as with GradScaler.scale."""
         if not self.is_needed():
             return loss
         scaled = loss * torch.tensor(self.value, dtype=torch.float32, device=loss.device)
@@ -76,7 +80,7 @@ class LossScale:
         return scaled
 
     def _mark_scaled_backward(self, grad: Tensor) -> None:
-        """Mark the running backward, and those that it starts (reentrant checkpoints), as one of a scaled loss."""
+        """Record that the running backward, and those that it starts in checkpoints, belong to a scaled loss."""
         task = private.current_graph_task_id()
         if task != -1 and task == self._scaled_graph_task_id:
             return
@@ -88,9 +92,10 @@ class LossScale:
         torch_fallback.call_after_backward(restore_outer_task)
 
     def _register_hook(self, parameter: nn.Parameter) -> RemovableHandle:
-        """Register the check on ``parameter``, also if it is frozen, since it may be trained later.
+        """Register on ``parameter`` the hook that refuses an unscaled loss, and return the hook's handle.
 
-        torch accepts the hook only while ``requires_grad`` is True.
+        A frozen parameter gets the hook too, since it may be trained later. torch accepts the hook only while
+        ``requires_grad`` is True.
         """
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
@@ -99,7 +104,7 @@ class LossScale:
         return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
-        """Raise UsageError in a backward of an unscaled loss; every parameter calls this hook."""
+        """Raise UsageError if the running backward belongs to an unscaled loss. Every parameter calls this hook."""
         if self._external_scale is None and self._scaled_graph_task_id is None:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "
@@ -108,13 +113,13 @@ class LossScale:
             )
 
     def forget_scaled_backward(self) -> None:
-        """Forget that a scaled backward is running: one that raised never reports its end."""
+        """Discard the record that a scaled backward is running, which remains if that backward raised an error."""
         self._scaled_graph_task_id = None
 
     def update(self, overflow: bool) -> None:
-        """Update the loss scale after a step; ``overflow`` says whether a gradient of any rank was not finite.
+        """Update the loss scale after a step; ``overflow`` is True if a gradient of any rank was not finite.
 
-        Raises NonFiniteError on every rank for an overflow at the smallest scale that is configured.
+        Raises NonFiniteError on every rank for an overflow at the smallest configured scale.
         """
         config = self._config
         if config is None or config.growth_interval is None or self._external_scale is not None:
@@ -132,7 +137,7 @@ class LossScale:
                 self._scale *= GROWTH_FACTOR
 
     def _back_off(self, config: LossScaleConfig) -> None:
-        """Halve the scale after an overflow, unless the hysteresis tolerates it."""
+        """Halve the scale after an overflow, unless ``hysteresis`` allows more overflows."""
         if self._remaining_hysteresis > 1:
             self._remaining_hysteresis -= 1
             return
@@ -144,11 +149,11 @@ class LossScale:
         self._scale = max(self._scale / GROWTH_FACTOR, config.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed training needs to continue with the same scales."""
+        """Return the state from which a resumed training continues with the same loss scales."""
         return {"scale": self._scale, "good_steps": self._good_steps, "patience": self._remaining_hysteresis}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved ``state_dict()``."""
+        """Continue from ``state``, which an earlier ``state_dict()`` returned."""
         self._scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
         self._remaining_hysteresis = int(state["patience"])
 

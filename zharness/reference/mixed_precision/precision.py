@@ -1,4 +1,4 @@
-"""The dtypes of a training run: of parameters, master weights, reduced gradients and the forward."""
+"""Define the dtypes of a run: those of parameters, master weights, reduced gradients and the forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
-    """The action of a step if a gradient is not finite on some rank."""
+    """What a step does if a gradient is not finite on some rank: skip the update, or raise an error."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"
@@ -24,7 +24,10 @@ class OnOverflow(Enum):
 
 @dataclass(frozen=True)
 class AutocastConfig:
-    """``torch.autocast`` around the forward; parameters and gradients of ``safe_modules`` are sent in ``dtype``."""
+    """The settings of ``torch.autocast`` around the forward.
+
+    Parameters and gradients of modules whose class is in ``safe_modules`` are sent in ``dtype``.
+    """
 
     dtype: torch.dtype
     safe_modules: tuple[type[nn.Module], ...]
@@ -32,15 +35,16 @@ class AutocastConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes that follow from the sections fp16, bf16 and torch_autocast and the key communication_data_type.
+    """The dtypes that the sections fp16, bf16 and torch_autocast and the key communication_data_type configure.
 
-    ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch;
+    ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch.
     ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is the dtype to
     which fp16.auto_cast casts the inputs. Only trained parameters are converted; buffers and frozen parameters keep
-    their dtype (a model that mixes them in one operation has to convert them itself beforehand).
+    their dtype, so a model that mixes them in one operation has to convert them beforehand.
 
-    A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the torch_autocast
-    section is enabled: then that section applies in the forward. Inside the forward the innermost block always applies.
+    A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the section
+    torch_autocast is enabled, which then applies in the forward. Inside the forward the innermost ``torch.autocast``
+    block always applies.
     """
 
     param_dtype: torch.dtype | None = None
@@ -52,12 +56,15 @@ class Precision:
     on_overflow: OnOverflow = OnOverflow.RAISE
 
     def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
-        """Return the dtypes of every parameter. The autocast dtype of a safe module precedes ``reduce_dtype``."""
+        """Return the dtypes of every parameter of ``module``.
+
+        For parameters of autocast's safe modules the autocast dtype has precedence over ``reduce_dtype``.
+        """
         low_precision = self._low_precision_params(module)
         return {p: self._assign_param_dtypes(p, p in low_precision) for p in module.parameters()}
 
     def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
-        """Return the dtypes of one parameter; a low-precision one is unsharded and reduced in the autocast dtype."""
+        """Return the dtypes of ``parameter``; if ``is_low_precision``, it is sent and reduced in the autocast dtype."""
         original_dtype = parameter.dtype
         is_converted = parameter.requires_grad and original_dtype.is_floating_point
         param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else original_dtype
@@ -69,9 +76,10 @@ class Precision:
         return ParamDtypes(param_dtype, reduce_dtype, master_dtype, unshard_dtype)
 
     def _low_precision_params(self, module: nn.Module) -> set[nn.Parameter]:
-        """Return the float32 parameters that only safe modules own; a tied one that another module owns is left out.
+        """Return the float32 parameters that belong only to modules whose class is one of autocast's safe classes.
 
-        Subclasses of the safe classes do not count, as in DeepSpeed: they may compute something else.
+        A tied parameter that also belongs to another module is left out. As in DeepSpeed, subclasses of the safe
+        classes do not count, since they may compute something else.
         """
         if self.autocast is None:
             return set()
@@ -82,13 +90,13 @@ class Precision:
         return {p for p in params_by_safety[True] - params_by_safety[False] if p.dtype == torch.float32}
 
     def autocast_context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context in which the model's forward runs."""
+        """Return the context manager for the model's forward: torch.autocast if configured, else a null context."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.autocast.dtype)
 
     def cast_inputs(self, value: Any) -> Any:
-        """Cast floating-point tensors in the forward's arguments (tuples, lists, dicts) if fp16.auto_cast is set."""
+        """Return the forward's arguments with floating-point tensors cast to ``input_dtype``, if it is set."""
         if self.input_dtype is None:
             return value
         if isinstance(value, Tensor):

@@ -1,1 +1,1 @@
-"""ZeRO-3's linear layer as an autograd Function for torch.func, and fallbacks for torch releases that lack an API."""
+"""Compute ZeRO-3's linear layer as an autograd Function, and replace APIs that a release of torch may lack."""

@@ -23,10 +23,10 @@ from zharness.reference.torch_func import torch_fallback
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-    """Compute ``input @ weight.T + bias`` as ``torch.nn.functional.linear`` does, through ``Zero3Linear``.
+    """Compute ``input @ weight.T + bias`` with ``Zero3Linear``, as ``torch.nn.functional.linear`` does.
 
-    Shapes: input (*, in), weight (out, in), bias (out) or None; returns (*, out), with any number of leading
-    dimensions.
+    ``input`` has shape (*, in), ``weight`` (out, in), and ``bias`` (out) or is None. The result has shape (*, out),
+    where * is any number of leading dimensions.
     """
     result: Tensor = torch_fallback.apply_function(
         Zero3Linear, *((input, weight) if bias is None else (input, weight, bias))
@@ -35,11 +35,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Zero3Linear(torch.autograd.Function):
-    """The Function: call ``apply(input, weight)`` or ``apply(input, weight, bias)``; shapes as for ``linear``."""
+    """The linear layer as a Function: call ``apply(input, weight)`` or ``apply(input, weight, bias)``."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
-        """Compute the output; torch.func calls this without ctx."""
+        """Compute the output. torch.func calls this method without ctx."""
         if bias is None:
             return input.matmul(weight.t())
         # addmm rounds once, as F.linear does. Under autocast a separate addition would return fp32.
@@ -48,7 +48,7 @@ class Zero3Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-        """Save the inputs, for backward and for jvp, and the state of autocast."""
+        """Save the inputs and the state of torch.autocast for ``backward`` and ``jvp``."""
         features, weight = inputs[:2]
         bias = inputs[2] if len(inputs) > 2 else None
         ctx.arguments = len(inputs)
@@ -60,7 +60,7 @@ class Zero3Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight and bias that are needed, in the forward's state of autocast."""
+        """Return the needed gradients of input, weight and bias, under the forward's state of torch.autocast."""
         features, weight, bias = ctx.saved_tensors
         needed = (*ctx.needs_input_grad, False)
         grad_rows, rows = grad.reshape(-1, grad.shape[-1]), features.reshape(-1, features.shape[-1])
@@ -72,7 +72,7 @@ class Zero3Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, d_input: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None = None) -> Tensor:
-        """Return the tangent of the output (forward mode); an input tangent that is None counts as zero."""
+        """Return the tangent of the output in forward mode, where a tangent that is None counts as zero."""
         features, weight, _ = ctx.saved_tensors
         parts = [
             d_input.matmul(weight.t()) if d_input is not None else None,

@@ -27,7 +27,7 @@ from zharness import torch_private as private
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:
-    """Call ``callback`` when the running backward has ended. Returns False if this torch cannot."""
+    """Call ``callback`` when the running backward has ended. Returns False if this release of torch cannot do that."""
     if not private.can_queue_callback():
         return False
     private.queue_backward_callback(callback)
@@ -35,21 +35,22 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 
 
 class GraphTaskPhase(Enum):
-    """The state of a graph task, which is one run of autograd's engine."""
+    """Whether a graph task, which is one run of autograd's engine, is running."""
 
     RUNNING = "a parameter has its gradient, and the graph task has not ended"
     NOT_RUNNING = "not begun, or ended"
 
 
 class EndOfBackward:
-    """Call ``callback`` once at the end of every graph task in which a parameter's hook called ``on_grad_ready``.
+    """Calls ``callback`` at the end of every graph task in which a parameter's hook called ``on_grad_ready``.
 
-    A backward is a graph task. A reentrant checkpoint's backward, and a backward that a Function calls in its forward,
-    are graph tasks of their own, which run inside or before the outer one. So ``callback`` must be correct at the end
-    of each of them: it processes the new gradients, and may not assume that it is the last call.
+    A graph task is one run of autograd's engine, such as a backward. The backward of a reentrant checkpoint, and a
+    backward that a Function calls in its forward, are graph tasks of their own, which run inside or before the outer
+    one. So ``callback`` must be correct at the end of each of them: it processes the new gradients, and must not assume
+    that no other call follows.
 
     A graph task that ended with an exception never calls ``callback``. If torch has graph task ids, later graph tasks
-    are not affected; ``reset`` forgets the failed one.
+    are not affected; otherwise ``reset`` discards the record of the failed one.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], callback: Callable[[], None]) -> None:
@@ -59,7 +60,10 @@ class EndOfBackward:
         self._expected_params: set[nn.Parameter] = set()
 
     def on_grad_ready(self, parameter: nn.Parameter) -> None:
-        """Record one gradient of the running graph task; the parameter's own hook calls it."""
+        """Record that the running graph task computed the gradient of ``parameter``.
+
+        The parameter's hook calls this method.
+        """
         if not private.can_queue_callback():
             self._count_grad(parameter)
             return
@@ -69,16 +73,17 @@ class EndOfBackward:
             private.queue_backward_callback(partial(self._end, task))
 
     def _end(self, task: int) -> None:
-        """Call ``callback`` at the end of the graph task with the id ``task``, and forget that graph task."""
+        """Call ``callback`` at the end of the graph task with the id ``task``, and discard that task's record."""
         try:
             self._callback()
         finally:
             self._phases.pop(task, None)
 
     def _count_grad(self, parameter: nn.Parameter) -> None:
-        """Record one gradient without ``queue_callback``; call ``callback`` when the graph task has made all of them.
+        """Record one gradient, and call ``callback`` when the graph task has computed all of them.
 
-        All parameters are examined once per graph task: at its first gradient, which was not expected.
+        This method is used if torch has no ``queue_callback``. At the first gradient of a graph task, it examines all
+        parameters to find those that will get a gradient.
         """
         if parameter not in self._expected_params:
             self._expected_params.update(p for p in self._parameters if private.will_get_gradient(p))
@@ -87,14 +92,20 @@ class EndOfBackward:
             self._callback()
 
     def reset(self) -> None:
-        """Forget all running graph tasks. Call it at the end of a step, when none is running."""
+        """Discard the records of all graph tasks.
+
+        Call this method at the end of a step, when no graph task is running.
+        """
         self._phases.clear()
         self._expected_params.clear()
 
 
 @cache
 def make_legacy_function(function: type) -> type:
-    """Rewrite ``function`` (forward without ctx plus setup_context) as ``forward(ctx, ...)``, torch's older form."""
+    """Return ``function``, which has ``forward`` without ctx and ``setup_context``, in torch's older form.
+
+    In that form the method is ``forward(ctx, ...)``.
+    """
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = function.forward(*inputs)  # type: ignore[attr-defined]
@@ -109,8 +120,8 @@ def make_legacy_function(function: type) -> type:
 def apply_function(function: type, *inputs: Any) -> Any:
     """Call ``function.apply(*inputs)``, in the legacy form unless a torch.func transform is running.
 
-    The legacy form is faster: for the other one torch inspects the signature of ``forward`` at every call, which takes
-    a third of the time of a read at stage 3.
+    The legacy form is faster, because for the newer one torch inspects the signature of ``forward`` at every call,
+    which takes a third of the time of a read at stage 3.
     """
     is_legacy = not (private.has_setup_context() and private.is_transforming())
     form = make_legacy_function(function) if is_legacy else function

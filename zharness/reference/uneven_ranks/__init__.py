@@ -1,7 +1,7 @@
-"""Ranks that differ: branches on data that use other parameters, errors on one rank, and inputs that do not match.
+"""Handle ranks that use different parameters, raise an error alone, or have different inputs.
 
-The ordinary path in ``zharness/reference/`` assumes that all ranks run the same collectives in the same order.
+The other modules in ``zharness/reference/`` assume that all ranks run the same collectives in the same order.
 ``negotiation`` runs collectives for ranks that use different parameters, inside ``engine.uneven()``.
 ``collective_order`` detects such ranks outside that block. ``rank_errors`` raises one rank's error on all ranks, so
-that none hangs.
+that no rank hangs.
 """

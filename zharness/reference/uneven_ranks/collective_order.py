@@ -1,4 +1,4 @@
-"""Detect ranks whose collectives at stage 3 were not the same, by comparing one checksum at each step."""
+"""Detect at each step, by one checksum, that ranks ran different collectives at stage 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zharness.errors import UsageError
 
 
 class CollectiveOrder:
-    """A checksum of this rank's collectives since the last check: their kinds, parameters and dtypes, in order."""
+    """A checksum of the kinds, parameters and dtypes of this rank's collectives since the last check, in order."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -23,10 +23,10 @@ class CollectiveOrder:
         self._checksum = zlib.crc32(repr((kind, list(param_indices), str(dtype))).encode(), self._checksum)
 
     def check_same_on_all_ranks(self, device: torch.device) -> None:
-        """Compare the checksums of all ranks and start new ones. Collective on ``device``.
+        """Compare the checksums of all ranks, and start new checksums. This is a collective.
 
-        Raises UsageError on every rank if they differ: collectives on different parameters of equal shapes succeed
-        silently and mix their values.
+        ``device`` is the device of the compared tensors. Raises UsageError on every rank if the checksums differ,
+        because collectives on different parameters of equal shapes succeed silently and mix their values.
         """
         local = torch.tensor([self._checksum], device=device)
         self._checksum = 0

@@ -1,10 +1,10 @@
-"""Collectives in rounds, for ranks that use different parameters inside ``engine.uneven()`` (stage 3).
+"""Run collectives in rounds, for ranks that use different parameters inside ``engine.uneven()`` (stage 3).
 
 At stage 3 reading a parameter is a collective, so a branch that one rank takes and another does not would hang. Inside
-``engine.uneven()`` the collectives run in rounds: every rank announces the one it needs, and all ranks take part in
-every collective that any rank announced. A rank that needs no result contributes zeros (or its shard of the parameter).
-If a gradient was reduced that this rank did not make, its share of the mean is added to the parameter's gradient. A
-rank that has left the block keeps taking part until all ranks have left it.
+``engine.uneven()`` the collectives run in rounds: every rank announces the collective that it needs, and all ranks take
+part in every collective that any rank announced. A rank that needs no result contributes zeros (or its shard of the
+parameter). If only other ranks computed a gradient that was reduced, this rank adds its share of the mean to the
+parameter's gradient. A rank that has left the block keeps taking part until all ranks have left the block.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zharness.reference.layout import ModelParam
 
 
 class CollectiveMode(Enum):
-    """How this rank's collectives run."""
+    """Whether this rank's collectives run immediately or in negotiated rounds."""
 
     DIRECT = "immediately: all ranks run the same collectives in the same order"
     NEGOTIATED = "in rounds: every rank announces a collective, then all ranks run every announced one"
 
 
 class RequestKind(IntEnum):
-    """The collective that a rank announces for one round; NOTHING and FAILED are sent by ranks that left the block."""
+    """What a rank announces for one round: a collective, or that it left the block normally (NOTHING) or failed."""
 
     NOTHING = 0
     ALL_GATHER_PARAM = 1
@@ -45,7 +45,11 @@ ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value
 
 @dataclass(frozen=True, order=True)
 class CollectiveRequest:
-    """One collective: its kind, the index of the parameter in the model, and the index of the dtype in ALL_DTYPES."""
+    """One collective that a rank announces for a round.
+
+    ``param_index`` is the index of the parameter in the model, and ``dtype_index`` the index of the dtype in
+    ALL_DTYPES.
+    """
 
     kind: RequestKind
     param_index: int = 0
@@ -58,10 +62,10 @@ class CollectiveRequest:
 
 
 class CollectiveNegotiation:
-    """Run the collectives of one engine in rounds while ``allow_uneven_ranks`` is open.
+    """Runs the collectives of one engine in rounds inside ``allow_uneven_ranks``, otherwise immediately.
 
-    ``run_collective(request, local_tensor)`` runs one collective. ``remote_grad_callbacks`` are called with this rank's
-    share of the mean gradient of a parameter whose gradient only other ranks made.
+    ``run_collective(request, local_tensor)`` runs one collective. If only other ranks computed a parameter's gradient,
+    each of ``remote_grad_callbacks`` is called with this rank's share of the mean gradient.
     """
 
     def __init__(
@@ -78,9 +82,9 @@ class CollectiveNegotiation:
 
     @contextmanager
     def allow_uneven_ranks(self) -> Iterator[None]:
-        """Let ranks request different collectives inside the block. Collective at its end.
+        """Let ranks request different collectives inside the block. The end of the block is a collective.
 
-        Raises UsageError inside another such block, and if another rank raised in this block.
+        Raises UsageError inside another such block, and if another rank raised inside this block.
         """
         self.require_even("another uneven()")
         self.mode = CollectiveMode.NEGOTIATED
@@ -96,15 +100,15 @@ class CollectiveNegotiation:
                 self.mode = CollectiveMode.DIRECT
 
     def require_even(self, operation: str) -> None:
-        """Raise UsageError inside ``uneven``, where ``operation`` is not available."""
+        """Raise UsageError inside ``engine.uneven()``, where ``operation`` is not available."""
         if self.mode is CollectiveMode.NEGOTIATED:
             raise UsageError(f"{operation} was requested inside uneven(); leave that block before it")
 
     def run_round(self, request: CollectiveRequest, local_tensor: Tensor | None) -> dict[CollectiveRequest, Tensor]:
-        """Run every collective that any rank requests in this round. Collective.
+        """Run every collective that any rank requests in this round, and return the results by request.
 
-        Returns the results by request; empty if no rank requests any. Raises UsageError if another rank has failed;
-        all ranks see the failure in the same round, so none starts another one.
+        This is a collective. The returned dictionary is empty if no rank requests a collective. Raises UsageError if
+        another rank has failed; all ranks see that failure in the same round, so no rank starts another one.
         """
         device = self._model_params[0].parameter.device
         row = torch.tensor([request.kind, request.param_index, request.dtype_index], device=device)
@@ -120,7 +124,7 @@ class CollectiveNegotiation:
         return {other: self._take_part(other, local_tensor if other == request else None) for other in announced}
 
     def _take_part(self, request: CollectiveRequest, local_tensor: Tensor | None) -> Tensor:
-        """Run one collective; ``local_tensor`` is None on a rank that did not request it."""
+        """Run one collective and return its result; ``local_tensor`` is None on a rank that did not request it."""
         if local_tensor is not None:
             return self._run_collective(request, local_tensor)
         param = self._model_params[request.param_index]
@@ -132,7 +136,7 @@ class CollectiveNegotiation:
 
 
 def _make_contribution(request: CollectiveRequest, param: ModelParam) -> Tensor:
-    """Make the tensor that a rank sends in a collective that it did not request: its parameter shard, else zeros."""
+    """Return what a rank sends in a collective that it did not request: its shard of the parameter, or zeros."""
     if request.kind is RequestKind.ALL_GATHER_PARAM:
         return param.parameter.detach().to(request.dtype)
     shape = (param.layout.shard_length,) if request.kind is RequestKind.ALL_GATHER_GRAD else param.layout.shape

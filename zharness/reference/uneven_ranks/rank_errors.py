@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(value: T, comm: Comm) -> list[T]:
-    """Gather every rank's ``value``, in rank order. Collective."""
+    """Return a list with every rank's ``value``, in rank order. This is a collective."""
     values: list[Any] = [None] * comm.world_size
     dist.all_gather_object(values, value, group=comm.group)
     return values
@@ -25,9 +25,10 @@ def all_gather_objects(value: T, comm: Comm) -> list[T]:
 
 @contextmanager
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
-    """Raise CheckpointError on every rank if the block fails on any, with the messages of all ranks. Collective.
+    """Raise CheckpointError on every rank, with the messages of all ranks, if the block fails on any.
 
-    The block itself must not run a collective: a rank that failed in it would not take part.
+    This is a collective. The block itself must not run a collective, because a rank that has failed would not take part
+    in it.
     """
     try:
         yield
@@ -39,7 +40,7 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
 
 
 def _raise_if_any_failed(message: str, comm: Comm) -> None:
-    """Raise CheckpointError if any rank passes a ``message`` that is not empty. Collective."""
+    """Raise CheckpointError if any rank passes a ``message`` that is not empty. This is a collective."""
     ranks_by_message: dict[str, list[int]] = {}
     for rank, text in enumerate(all_gather_objects(message, comm)):
         if text:
@@ -53,10 +54,11 @@ def _raise_if_any_failed(message: str, comm: Comm) -> None:
 def require_same_on_all_ranks(
     comm: Comm, device: torch.device, attempt: Callable[[], T], collect_facts: Callable[[T], Mapping[str, str]]
 ) -> T:
-    """Run ``attempt`` and return its result if it succeeded on every rank with the same facts. Collective.
+    """Run ``attempt``, and return its result if it succeeded on every rank with the same facts. This is a collective.
 
-    ``collect_facts`` describes the result; the facts are exchanged from ``device``. If ``attempt`` raised the same
-    error on all ranks, raises that; else ConfigError on all ranks, which names the first difference.
+    ``collect_facts`` returns facts about the result, which the ranks exchange from ``device``. If ``attempt`` raised
+    the same error on all ranks, raises that error; otherwise raises ConfigError on all ranks, which names the first
+    difference.
     """
     raised: Exception | None = None
     try:
@@ -72,9 +74,9 @@ def require_same_on_all_ranks(
 
 
 def _is_same_on_all_ranks(facts: Mapping[str, str], comm: Comm, device: torch.device) -> bool:
-    """Return whether all ranks have the same ``facts``. Collective.
+    """Return whether all ranks have the same ``facts``. This is a collective.
 
-    Compares digests in one collective, as gathering objects would take several.
+    The ranks compare digests in one collective, because gathering the facts as objects would take several.
     """
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).digest()
     local = torch.tensor([*digest], dtype=torch.uint8, device=device)
@@ -83,7 +85,10 @@ def _is_same_on_all_ranks(facts: Mapping[str, str], comm: Comm, device: torch.de
 
 
 def _describe_difference(facts_by_rank: list[dict[str, str]]) -> str:
-    """Describe the first fact in which ranks differ, with its value on each rank; an error comes first."""
+    """Return a message about the first fact in which ranks differ, with its value on each rank.
+
+    An error of ``attempt`` is reported before any other fact.
+    """
     keys = sorted({key for facts in facts_by_rank for key in facts}, key=lambda key: (key != "outcome", key))
     key = next(key for key in keys if len({facts.get(key) for facts in facts_by_rank}) > 1)
     ranks_by_text: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The facts about configuration, model and data that ``initialize`` compares between ranks."""
+"""Collect the facts about configuration, model and data that ``initialize`` compares between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.reference.deepspeed_json.settings import Settings
 
 
 def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Dataset[Any] | None) -> dict[str, str]:
-    """Describe by name all facts that must be the same on all ranks, before the model is changed.
+    """Return descriptions, by name, of all facts that must be the same on all ranks before the model is changed.
 
     Raises ConfigError for a parameter that cannot be trained, and for a ``grad_accum_dtype`` that is not the dtype in
     which micro-batches add up.
@@ -35,7 +35,7 @@ def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Data
 
 
 def _describe_data(training_data: Dataset[Any] | None) -> str:
-    """Describe a data set by its number of samples."""
+    """Return a description of a data set: its number of samples."""
     if training_data is None:
         return "none"
     return f"{len(training_data)} samples" if hasattr(training_data, "__len__") else "?"
