@@ -14,7 +14,7 @@ BUILD_LIMIT_SECONDS = 600.0  # time that builds and first imports may take on to
 class Deadline:
     """The time by which a task has to end.
 
-    The deadline is made earlier when a rank fails, made later during builds, and suspended while a rank is in a debugger.
+    A failure of a rank makes the deadline earlier, a build makes it later, and a debugger suspends it.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -68,8 +68,8 @@ class Deadline:
     def extend(self, is_building: bool) -> bool:
         """Extend the deadline while a rank builds an operator or imports a module; return whether it was extended.
 
-        ``is_building`` says whether a rank is building or importing now. After the build, the deadline is extended once more, by the
-        whole time-out. Builds are allowed at most ``BUILD_LIMIT_SECONDS`` on top of the time-out.
+        ``is_building`` says whether a rank is building or importing now. After the build, the deadline is extended once
+        more, by the whole time-out. Builds may take at most ``BUILD_LIMIT_SECONDS`` on top of the time-out.
         """
         if is_building and time.monotonic() < self._started_at + self._seconds + BUILD_LIMIT_SECONDS:
             self._was_building = True

@@ -29,7 +29,7 @@ def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGK
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants, so that it can wait for their end. Works on Linux only."""
+    """Make this process the parent of its orphaned descendants, so that it can wait for their end; Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

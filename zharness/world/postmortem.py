@@ -79,7 +79,7 @@ def explain_kill(signal_number: int, oom_kills_before: int) -> str:
 
 
 def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
-    """Explain why a rank did not finish within ``seconds``: name the collective that it waits in, or its innermost frame.
+    """Explain why a rank did not end within ``seconds``: name the collective that it waits in, or its innermost frame.
 
     ``stack`` is the stack that the rank dumped. ``has_returned`` says whether the rank's function had returned already.
     """

@@ -18,7 +18,7 @@ from zharness.world.messages import (
 class MismatchedCollective:
     """A pair of ranks that called different collectives at the same point.
 
-    ``at_ns`` is the time of the earlier of the two announcements, which precedes every error that the mismatch causes in
+    ``at_ns`` is the time of the earlier of the two announcements. It precedes every error that the mismatch causes in
     another rank.
     """
 
@@ -28,7 +28,7 @@ class MismatchedCollective:
 
 
 class RankCoordinator:
-    """Keeps the ranks' requests of the current exchange, and the collectives that some but not all ranks have announced."""
+    """Keeps the requests of the current exchange, and the collectives that some but not all ranks have announced."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -58,7 +58,7 @@ class RankCoordinator:
         return {rank: ExchangeResult(request.ordinal, values) for rank, request in waiting.items()}
 
     def abandon_exchange(self, reason: str) -> dict[int, ExchangeAnswer]:
-        """End the current exchange without a result; return an ExchangeFailure for each rank that waits for its answer."""
+        """End the current exchange without a result; return an ExchangeFailure for each rank that waits in it."""
         waiting, self._requests = self._requests, {}
         return {rank: ExchangeFailure(request.ordinal, reason) for rank, request in waiting.items()}
 
@@ -91,5 +91,5 @@ def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, s
 
 
 def describe_calls(*calls: tuple[int, str, str]) -> str:
-    """Describe calls, each given as (rank, function, call site), as ``rank 0 calls exchange (test_x.py, line 7), ...``."""
+    """Describe calls, given as (rank, function, call site): ``rank 0 calls exchange (test_x.py, line 7), ...``."""
     return ", ".join(f"rank {rank} calls {operation} ({call_site})" for rank, operation, call_site in calls)

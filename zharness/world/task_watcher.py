@@ -106,7 +106,7 @@ class TaskWatcher:
                 self._check_ranks()
 
     def _handle_event(self, event: SelectorEvent) -> None:
-        """Handle one ready descriptor, which belongs to the client or to a rank's output stream, control pipe or process."""
+        """Handle one ready descriptor: the client's, or that of a rank's output stream, control pipe or process."""
         member, source = event.member, event.source
         if member is None:
             self._handle_client()
@@ -207,7 +207,7 @@ class TaskWatcher:
         )
 
     def _check_ranks(self) -> None:
-        """Check the running ranks when the deadline or a check is due: kill them, extend the deadline, or check again later.
+        """Check the running ranks; kill them, extend the deadline, or schedule another check.
 
         The running ranks are killed in three cases. First, the deadline has passed and no build makes progress. Second,
         a rank has failed and all others wait in collectives or have used up their grace period. Third, a rank has
@@ -236,7 +236,7 @@ class TaskWatcher:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the running ranks, except failed ranks outside of collectives, which get the full time-out to tear down."""
+        """Kill the running ranks, except failed ranks outside of collectives: they get the full time-out for teardown."""
         tearing_down = [
             member
             for member in running
@@ -276,7 +276,7 @@ class TaskWatcher:
         return stacks
 
     def _drain_streams(self, seconds: float) -> None:
-        """Read the ranks' output and sleep for ``seconds``, because a rank that blocks on a full pipe cannot dump its stacks."""
+        """Read the ranks' output, so that no rank blocks on a full pipe and can dump its stacks; then sleep ``seconds``."""
         for member in self._team.members:
             for stream in member.streams:
                 stream.drain()
@@ -305,8 +305,8 @@ class TaskWatcher:
     ) -> RankOutcome:
         """Return the outcome of a rank that is about to be killed.
 
-        ``outcome`` is the outcome that the rank reported if its function returned and only the exit of its process hangs;
-        else None. ``has_failure`` says whether another rank failed.
+        ``outcome`` is the outcome that the rank reported if its function has returned and its process does not exit;
+        else it is None. ``has_failure`` says whether another rank failed.
         """
         end = RankEnd.STOPPED if has_failure else RankEnd.HUNG
         site = find_waiting_collective(parse_main_thread(stack))
@@ -321,13 +321,13 @@ class TaskWatcher:
         return RankOutcome(member.rank, end, time.monotonic_ns(), cause=cause, stack=stack, site=site, phase=phase)
 
     def _shut_down_ranks(self) -> None:
-        """Send the shutdown message and wait until every process has ended. A crash at exit becomes the rank's outcome."""
+        """Send the shutdown message and wait until every process has ended. A crash at exit counts as a failure."""
         self._team.send_shutdown()
         self._deadline = Deadline(GRACE_SECONDS if self._has_failure() else SHUTDOWN_SECONDS)
         self._process_events_until(lambda: len(self._ended_ranks) == self._task.world_size)
 
     def _make_final_outcome(self, member: TeamMember) -> RankOutcome:
-        """Return a rank's outcome, completed by the rank's notes, its output, its test phase and, if known, the cause."""
+        """Return a rank's outcome, with the rank's notes, output and test phase, and the cause if it is known."""
         for stream in member.streams:
             stream.drain()
         output = tuple(strip_fatal_dump(part) for stream in member.streams for part in stream.take_output())
