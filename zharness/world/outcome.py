@@ -124,17 +124,17 @@ class GroupOutcome:
 
     @property
     def cause(self) -> RankOutcome | None:
-        """Return the outcome of the rank that caused the other ranks to fail; None if every rank's function returned."""
+        """Return the outcome of the rank that made the other ranks fail; None if every rank's function returned."""
         return self.failures[0] if self.failures else None
 
     def values(self) -> list[Any]:
-        """Return the return values of all ranks, in rank order. Raises RanksFailed if a rank's function did not return."""
+        """Return the return values of all ranks, in rank order. Raises RanksFailed if a function did not return."""
         if self.failures:
             raise RanksFailed(self)
         return [outcome.value for outcome in self.ranks]
 
     def describe(self) -> str:
-        """Describe every failed rank with its traceback, stack and output; the rank that caused the failure comes first."""
+        """Describe every failed rank, with traceback, stack and output; the rank that caused the failure is first."""
         blocks: dict[str, list[RankOutcome]] = {}
         for outcome in self.failures:
             details = [outcome.traceback, outcome.stack, outcome.output and f"output:\n{outcome.output}"]
@@ -153,7 +153,7 @@ class RanksFailed(ZHarnessError):
 
 
 def signal_name(signal_number: int) -> str:
-    """Return the name of a signal, such as ``SIGSEGV`` for 11; for a number without a name, such as 99, ``signal 99``."""
+    """Return the name of a signal, such as ``SIGSEGV`` for 11; if it has no name, return text such as ``signal 99``."""
     try:
         return signal.Signals(signal_number).name
     except ValueError:

@@ -109,7 +109,7 @@ class ServerChannel:
         self.send(RankNote(self._slot.rank, at_ns, status, pickle.dumps(payload)))
 
     def hold(self, reason: str) -> None:
-        """Suspend the task's deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
+        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
         self.send(DeadlineHold(self._slot.rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
@@ -149,7 +149,7 @@ class ServerChannel:
         self._announcement_count = 0
 
     def label(self, phase: str) -> None:
-        """Write a marker into both output streams, so that the output from now on is assigned to the test phase ``phase``."""
+        """Write a marker into both output streams; the server assigns the output that follows to ``phase``."""
         flush_streams()
         for stream in (self._pipes.out, self._pipes.err):
             try:

@@ -236,7 +236,7 @@ class TaskWatcher:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the running ranks, except failed ranks outside of collectives: they get the full time-out for teardown."""
+        """Kill the running ranks, but give failed ranks outside of collectives the full time-out for teardown."""
         tearing_down = [
             member
             for member in running
@@ -276,7 +276,7 @@ class TaskWatcher:
         return stacks
 
     def _drain_streams(self, seconds: float) -> None:
-        """Read the ranks' output, so that no rank blocks on a full pipe and can dump its stacks; then sleep ``seconds``."""
+        """Read the ranks' output, then sleep. A rank that blocks on a full pipe could not dump its stacks."""
         for member in self._team.members:
             for stream in member.streams:
                 stream.drain()
