@@ -194,7 +194,7 @@ class RankTeam:
 
 
 def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Open two pipes and return their ends. If the second one cannot be opened, close the first one and raise OSError."""
+    """Open two pipes and return their ends. If the second one cannot be opened, close the first one."""
     first = os.pipe()
     try:
         return first, os.pipe()

@@ -199,7 +199,7 @@ class Witness:
         self._current_task = None
 
     def _check_deadline(self, task: TaskStarted) -> None:
-        """Extend the time-out while any rank builds operators or is in a debugger; after the time-out, end this rank."""
+        """Extend the time-out while any rank is building or in a debugger; after the time-out, end this rank."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
         if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
