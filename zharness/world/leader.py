@@ -157,7 +157,7 @@ class Leader(LaunchedRank, RankServer):
         return outcome
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """Do nothing and return None, because a torchrun launch has no rank pools: its ranks run until the launch ends."""
+        """Do nothing and return None, because a torchrun launch has no rank pools: its ranks run until it ends."""
         return None
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Leader(LaunchedRank, RankServer):
         self._guard_thread.start()
 
     def _run_guard(self) -> None:
-        """Wait until the launch is over, and then end it. The guard thread runs this method beside the main thread's tasks."""
+        """Wait until the launch is over, then report and exit. Runs in the guard thread, while the main thread runs tasks."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
         store = LaunchStore(self.launch)
         self._signal_reader.settimeout(POLL_SECONDS)
@@ -298,7 +298,7 @@ class Leader(LaunchedRank, RankServer):
 
 
 def reset_signal_handling() -> None:
-    """Restore the default signal handling in a forked child of rank 0, so that rank 0 does not get the child's signals."""
+    """Restore the default signal handling in a forked child, so that rank 0 does not receive the child's signals."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -321,7 +321,7 @@ def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
 
 
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Decide whether the ranks that torchrun ended are the cause of the failure; return the outcomes, changed accordingly.
+    """Decide whether the ranks that torchrun ended are the cause of the failure; return the corrected outcomes.
 
     If another rank is known to have failed, it is the cause, and ranks whose process has ended for an unknown reason
     become STOPPED. Otherwise the ranks that torchrun terminated are the cause and become SIGNALLED.
@@ -344,7 +344,7 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 @contextmanager
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
-    """Context manager that serves a new store for a task that calls ``init_process_group`` itself; yield the store's port.
+    """Context manager that serves a new store for a task that calls ``init_process_group`` itself, and yields its port.
 
     The task cannot use the launch's own store, because that store still contains the keys of earlier process groups. If
     the task needs no store, or if the launch's address belongs to another machine, no store is served and 0 is yielded.

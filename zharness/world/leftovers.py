@@ -102,7 +102,7 @@ class ProcessFingerprint:
     daemon_threads: tuple[str, ...]
 
     def list_changes(self, other: ProcessFingerprint) -> list[str]:
-        """Return the names of the fields that differ between this fingerprint and ``other``, with spaces for underscores."""
+        """Return the names of the fields in which ``self`` and ``other`` differ, with spaces for underscores."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         return [name.replace("_", " ") for name in names]
 

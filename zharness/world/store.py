@@ -47,7 +47,7 @@ class LaunchStore:
     """
 
     def __init__(self, launch: Launch, *, serve: bool = False) -> None:
-        """Connect to the store. With ``serve``, also run its server in this process, unless torchrun's agent runs it."""
+        """Connect to the store. With ``serve``, also run its server here, unless torchrun's agent runs it."""
         self.torch_store: Store = PrefixStore(f"zharness/{launch.restart_count}", connect_to_store(launch, serve=serve))
 
     def post(self, key: str, value: object) -> None:
@@ -173,7 +173,7 @@ class StoreChannel:
         return tuple(value for _, _, _, value in requests)
 
     def announce(self, operation: str, call_site: str) -> None:
-        """Post the collective that this rank enters next. Raises CollectiveMismatch if a peer posted a different one."""
+        """Post the collective that this rank enters next. Raises CollectiveMismatch if a peer posted another one."""
         self._announcement_count += 1
         key = f"{self._prefix}/collective/{self._announcement_count}"
         own_call = (self._rank, operation, call_site)
@@ -185,7 +185,7 @@ class StoreChannel:
             self._store.delete_keys(key, f"{key}/seen")
 
     def delete_last_exchange(self) -> None:
-        """Delete this rank's last exchanged value from the store; call this method once every peer has ended the task."""
+        """Delete this rank's last exchanged value from the store. Call this once every peer has ended the task."""
         self._store.delete_keys(f"{self._prefix}/exchange/{self._exchange_count}/{self._rank}")
 
 
