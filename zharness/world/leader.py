@@ -249,7 +249,7 @@ class Leader(LaunchedRank, RankServer):
         self._guard_thread.start()
 
     def _run_guard(self) -> None:
-        """Wait until the launch is over, then report and exit. Runs in the guard thread, while the main thread runs tasks."""
+        """Wait, in the guard thread, until the launch is over; then write the report and end the process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
         store = LaunchStore(self.launch)
         self._signal_reader.settimeout(POLL_SECONDS)

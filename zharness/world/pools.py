@@ -79,7 +79,7 @@ class RankPools:
                 self._close_team(team)
 
     def import_rank_modules(self) -> None:
-        """Import the modules of torch that the ranks imported in the last task, so that new ranks inherit them by the fork.
+        """Import the modules of torch that the last task's ranks imported, so that new ranks inherit them.
 
         torch imports about 800 modules when the first optimizer, DTensor or transform is used, which takes a second.
         Without this method, every new rank would need that second.

@@ -111,11 +111,11 @@ class RankServer:
         return self.submit(RankTask(function, args, world_size, timeout, group))
 
     def call(self, *args: Any, **task_fields: Any) -> GroupOutcome:
-        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are further fields of the RankTask."""
+        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are fields of RankTask."""
         return self.submit(RankTask(inherited_function_placeholder, args, **task_fields))
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """Run a task and return its outcome. If an exception (Ctrl-C) interrupts this method, the task's ranks are ended.
+        """Run a task and return its outcome. If Ctrl-C interrupts this method, the task's ranks are ended.
 
         Raises WorldError if the ranks cannot be started or the server has died.
         """
@@ -125,7 +125,7 @@ class RankServer:
         raise WorldError(str(answer))
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """End the ranks of the pool with this name and world size, and return how they ended; None if no such pool exists."""
+        """End the ranks of one pool with this world size, and return how they ended; None if no pool matches."""
         answer = self._request(ClosePoolRequest(pool, world_size))
         return answer if isinstance(answer, GroupOutcome) else None
 
