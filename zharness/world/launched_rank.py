@@ -149,7 +149,10 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that a task requires, or keep or destroy the previous task's group."""
+        """Form the default process group that a task requires, or keep or destroy the previous task's group.
+
+        The user's environment variables select the network interface.
+        """
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():
@@ -177,7 +180,7 @@ class LaunchedRank:
                 dist.destroy_process_group()
 
     def break_group(self, serial: int) -> None:
-        """Close this rank's connections, so that ranks that wait for it in a collective raise "Connection closed by peer".
+        """Close this rank's connections, so that ranks that wait in a collective raise "Connection closed by peer".
 
         ``serial`` is the number of the task. Destroying the process group is not enough: torch keeps a group alive
         while anything refers to it, such as a local variable of the frame that raised. Therefore every socket that was
@@ -193,7 +196,7 @@ class LaunchedRank:
 
     @contextmanager
     def _launcher_variables(self, assignment: Assignment) -> Iterator[None]:
-        """Context manager that sets torchrun's environment variables for this task's world size, and restores them on exit."""
+        """Context manager that sets torchrun's variables for this task's world size, and restores them on exit."""
         size = assignment.task.world_size
         variables = {
             "WORLD_SIZE": str(size),
