@@ -66,7 +66,7 @@ __all__ = [
 
 
 def parse_timeout(environment: Mapping[str, str]) -> float:
-    """Return ``DS_UNITTEST_TIMEOUT`` or DeepSpeed's default, 600 s. Raises UsageError unless it is a number above 0."""
+    """Return the seconds in ``DS_UNITTEST_TIMEOUT``; 600 if unset. Raises UsageError if not a number above 0."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
         seconds = float(text)

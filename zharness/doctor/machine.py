@@ -65,7 +65,7 @@ def inspect_memory() -> Finding:
 
 
 def inspect_largest_world_size() -> Finding:
-    """Inspect the largest world size that this machine can start: the inspection fails below 2 ranks."""
+    """Inspect the largest world size that this machine can start; a size below 2 is a problem."""
     largest, reason = largest_world_size()
     remedy = f"increase {reason}"
     return make_finding("largest world size", f"{largest} ({reason})", Severity.PROBLEM, largest < 2, remedy)

@@ -111,7 +111,7 @@ class RankServer:
         return self.submit(RankTask(function, args, world_size, timeout, group))
 
     def call(self, *args: Any, **task_fields: Any) -> GroupOutcome:
-        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are fields of RankTask."""
+        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are the other fields of the task."""
         return self.submit(RankTask(inherited_function_placeholder, args, **task_fields))
 
     def submit(self, task: RankTask) -> GroupOutcome:

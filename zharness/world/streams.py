@@ -27,7 +27,7 @@ def phase_marker(phase: str) -> bytes:
 
 @dataclass
 class TruncatedOutput:
-    """The beginning and the end of a long output, and the number of bytes dropped between them."""
+    """An output of which only the beginning and the end are kept, with the number of bytes dropped in between."""
 
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)

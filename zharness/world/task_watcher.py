@@ -177,7 +177,7 @@ class TaskWatcher:
         self._send_answers(self._coordinator.add_exchange_request(request))
 
     def _send_answers(self, answers: Mapping[int, ExchangeAnswer]) -> None:
-        """Send each rank its answer to an exchange."""
+        """Send every rank in ``answers`` its answer to an exchange."""
         for rank, answer in answers.items():
             self._team.members[rank].send(answer)
 
@@ -191,7 +191,7 @@ class TaskWatcher:
             self._deadline.shorten(GRACE_SECONDS)
 
     def _handle_process_end(self, member: TeamMember) -> None:
-        """Handle the end of a rank's process: read its remaining messages and output, and judge its exit status."""
+        """Handle the end of a rank's process: read the rank's last messages and output, and judge the exit status."""
         self._team.unregister(member.end_descriptor)
         self._ended_ranks.add(member.rank)
         self._deadline.hold(member.rank, "")
