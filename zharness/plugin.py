@@ -1,4 +1,7 @@
-"""Pytest plugin: run tests on ranks (marker ``world_size``) and cells (marker ``cells``); its options and fixtures."""
+"""Pytest plugin that runs tests on several ranks (marker ``world_size``) and runs cells as tests (marker ``cells``).
+
+The plugin also defines the command-line options and the fixtures of both.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that select cells, and the options of tests on ranks."""
+    """Add the command-line options that select cells, and the options for tests that run on several ranks."""
     group = parser.getgroup("zharness", "cells: laws on engines, judged against plain PyTorch")
     group.addoption(
         "--engine",
@@ -69,7 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def seconds(text: str) -> float:
-    """Parse a time-out; argparse prints the function's name. Raises ArgumentTypeError unless it is above 0."""
+    """Parse a time-out in seconds. Raises ArgumentTypeError unless the number is above 0.
+
+    argparse prints the name of this function when the text is not a number.
+    """
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
@@ -92,7 +98,7 @@ MARKERS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers and, in a process that torchrun started, the torchrun plugin."""
+    """Register the markers. In a process that torchrun started, also register the torchrun plugin."""
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -102,7 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world size of a test on ranks, and one for each planned cell, with the cell's id."""
+    """Parametrize a test on ranks with its world sizes, and a test of cells with the planned cells and their ids."""
     if metafunc.definition.get_closest_marker("world_size") is not None:
         from zharness.pytest_ranks.rank_requirements import parametrize_world_sizes
 
@@ -127,7 +133,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Record which file initialized CUDA when it was collected: no rank can be forked from this process afterwards."""
+    """Record the first file whose collection initialized CUDA, after which no rank can be forked from this process."""
     report = yield
     torch = sys.modules.get("torch")
     if torch is not None and CUDA_INIT_SOURCE not in collector.config.stash and torch.cuda.is_initialized():
@@ -137,14 +143,14 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the tests by ``--shuffle``; every xdist worker gets the same order, as xdist requires."""
+    """Shuffle the tests with the seed of ``--shuffle``. Every xdist worker gets the same order, as xdist requires."""
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)  # noqa: S311 - not used for security
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fork the rank servers after collection, before any fixture or test starts torch's threads in this process."""
+    """Fork the rank servers after collection, before a fixture or a test can start torch's threads in this process."""
     if getattr(session.config.pluginmanager.getplugin("zharness-torchrun"), "engaged", False):
         from zharness.releases.rank_environment import get_release_environment
         from zharness.run.torchrun_runner import start_torchrun_runner
@@ -171,13 +177,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def is_test_process(config: pytest.Config) -> bool:
-    """Return whether tests run in this process; not with ``--collect-only``, and not in xdist's controller process."""
+    """Return whether this process runs tests: False with ``--collect-only``, and in the controller process of xdist."""
     is_xdist_controller = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     return not (config.option.collectonly or is_xdist_controller)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the rank servers of cells, if any were started."""
+    """Stop the rank servers that were started to run cells."""
     pytest_cells = sys.modules.get("zharness.run.pytest_cells")
     if pytest_cells is not None:
         pytest_cells.stop_servers(config)
@@ -185,7 +191,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def record(cell: PlannedCell, pytestconfig: pytest.Config) -> Record:
-    """Run the cell and return its Record; skip the test or mark it xfail when the verdict is unsupported or excused."""
+    """Run the cell and return its Record. Skip the test if the verdict is unsupported; xfail it if excused."""
     from zharness.run.pytest_cells import run_cell
 
     return run_cell(cell, pytestconfig)
@@ -193,13 +199,13 @@ def record(cell: PlannedCell, pytestconfig: pytest.Config) -> Record:
 
 @pytest.fixture
 def _world(request: pytest.FixtureRequest) -> int:
-    """The world size as a test parameter, so that it is part of the test's id."""
+    """Return the world size with which the test is parametrized, so that pytest shows it in the test's id."""
     return int(request.param)
 
 
 @pytest.fixture(scope="session")
 def rank() -> int:
-    """The rank of this process; 0 in a test that runs in pytest's own process."""
+    """Return the rank of this process; 0 if the test runs in pytest's own process."""
     from zharness.world.current_rank import current_rank, is_rank
 
     return current_rank().rank if is_rank() else 0
@@ -207,7 +213,7 @@ def rank() -> int:
 
 @pytest.fixture(scope="session")
 def world_size() -> int:
-    """The number of ranks of the test; 1 in a test that runs in pytest's own process."""
+    """Return the number of ranks of the test; 1 if the test runs in pytest's own process."""
     from zharness.world.current_rank import current_rank, is_rank
 
     return current_rank().world_size if is_rank() else 1
@@ -215,7 +221,7 @@ def world_size() -> int:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The device of this rank: the CPU, or one GPU for each rank when ``ZHARNESS_DEVICE=cuda`` is set."""
+    """Return the device of this rank: the CPU, or one GPU for each rank if ``ZHARNESS_DEVICE=cuda`` is set."""
     from zharness.pytest_ranks.fixtures import make_device
 
     return make_device()
@@ -223,7 +229,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def comm() -> Comm:
-    """The collectives of the test's default group: counted, and compared across the ranks at every world size."""
+    """Return an object that runs collectives on the default group, counts them and compares them across ranks."""
     from zharness.pytest_ranks.fixtures import make_comm
 
     return make_comm()
@@ -231,7 +237,7 @@ def comm() -> Comm:
 
 @pytest.fixture
 def shared_tmp_path(request: pytest.FixtureRequest) -> Path:
-    """A temporary directory that all ranks of the test share; ``tmp_path`` is private to each rank."""
+    """Return a temporary directory that all ranks of the test share; ``tmp_path`` is private to each rank."""
     from zharness.pytest_ranks.fixtures import make_shared_tmp_path
 
     return make_shared_tmp_path(request)

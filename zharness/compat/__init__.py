@@ -1,1 +1,1 @@
-"""Drop-in replacements for the test classes of other projects, which run their tests on this package's ranks."""
+"""Provide drop-in replacements for the test classes of other projects, which run tests on this package's ranks."""

@@ -2,18 +2,18 @@
 
     from zharness.compat.deepspeed import DistributedFixture, DistributedTest, get_test_path, preferred_dtype
 
-A DistributedTest is a class of tests on ranks. Its attributes become this package's markers when the class is created;
-markers on a class or a method override them. A DistributedFixture is a fixture that runs on ranks of its own before the
-ranks of the test start; a test requests it by the name of the class.
+A DistributedTest is a class whose tests run on several ranks. When the class is created, its attributes are translated
+into this package's pytest markers; a marker on a class or a method overrides the attribute. A DistributedFixture is a
+fixture that runs on ranks of its own before the ranks of the test start; a test requests it by the name of the class.
 
-Differences from DeepSpeed's classes: fixtures are set up in every rank; a list of world sizes makes one test for each;
-a world size above the CPU accelerator's device count is run instead of skipped; a hang ends the test, not the session;
-``non_daemonic_procs`` has no effect, because ranks may always start processes; a DistributedFixture can be requested by
-name only, not called.
+The classes differ from DeepSpeed's in six ways. Fixtures are set up in every rank. A list of world sizes produces one
+test for each world size. A test whose world size exceeds the CPU accelerator's device count runs instead of being
+skipped. A hang ends the test, not the session. ``non_daemonic_procs`` has no effect, because ranks may always start
+processes. A DistributedFixture can only be requested by name; calling it raises UsageError.
 
-Two environment variables are read when this module is imported: ``DS_UNITTEST_TIMEOUT``, seconds for one test (600),
-and ``DS_DISABLE_REUSE_DIST_ENV``; 1 disables ``reuse_dist_env``. Only the ranks and the helpers that need it import
-DeepSpeed. If it is not installed, tests run with torch.distributed alone.
+This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
+in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. DeepSpeed is imported only in
+the ranks, and by helper functions that use it. If it is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def parse_timeout(environment: Mapping[str, str]) -> float:
-    """Return ``DS_UNITTEST_TIMEOUT`` or DeepSpeed's default, 600 s. Raises UsageError unless it is a number above 0."""
+    """Return the seconds in ``DS_UNITTEST_TIMEOUT``; 600 if unset. Raises UsageError if not a number above 0."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -83,9 +83,9 @@ DEEPSPEED_INSTALLED = importlib.util.find_spec("deepspeed") is not None
 
 
 class DistributedExec:
-    """The attributes that DistributedTest and DistributedFixture share, with DeepSpeed's defaults.
+    """Base class of DistributedTest and DistributedFixture: the attributes that both have, with DeepSpeed's defaults.
 
-    An empty ``backend`` selects the backend of the ranks' device. ``exec_timeout`` is in seconds.
+    An empty ``backend`` selects the backend that suits the device of the ranks. ``exec_timeout`` is in seconds.
     """
 
     world_size: ClassVar[Any] = 2
@@ -101,22 +101,22 @@ class DistributedExec:
 
     @classmethod
     def _rank_settings(cls) -> DistributedSettings:
-        """Return the attributes that matter inside the ranks."""
+        """Return those attributes of the class that the ranks need."""
         return DistributedSettings(cls.backend, cls.init_distributed, cls.set_dist_env, cls.requires_cuda_env)
 
 
 class DistributedTest(DistributedExec):
     """Base class of tests that run, with their fixtures, on ``world_size`` ranks.
 
-    ``world_size`` is a number or a list; ``@pytest.mark.world_size(N)`` on a method overrides it, as does a parameter
-    of that name. All ranks of a test and its DistributedFixtures share ``tmpdir`` and ``tmp_path``; all tests of the
-    class share ``class_tmpdir``.
+    ``world_size`` is a number or a list of numbers. ``@pytest.mark.world_size(N)`` on a method overrides the attribute,
+    and so does a test parameter named ``world_size``. All ranks of a test and of its DistributedFixtures share the
+    directories ``tmpdir`` and ``tmp_path``; all tests of the class share the directory ``class_tmpdir``.
     """
 
     pytestmark: ClassVar[list[pytest.MarkDecorator | pytest.Mark]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Turn the attributes that differ from the base class's into markers."""
+        """Add a pytest marker to the class for each attribute that differs from the base class's attribute."""
         super().__init_subclass__(**kwargs)
         base = next(ancestor for ancestor in cls.__mro__[1:] if issubclass(ancestor, DistributedTest))
         own_marks = cls.__dict__.get("pytestmark", [])
@@ -130,7 +130,7 @@ class DistributedTest(DistributedExec):
     @pytest.fixture(autouse=True)
     @staticmethod
     def _prepared_rank(request: pytest.FixtureRequest) -> Iterator[None]:
-        """Prepare the rank according to the attributes of the class."""
+        """Prepare the rank as the attributes of the test class require, for the duration of the test."""
         # On the ranks of a DistributedFixture, the fixture itself prepares the rank with its own settings.
         if request.node.stash.get(remote_fixtures.RUNNING_FIXTURE, ""):
             yield
@@ -142,7 +142,7 @@ class DistributedTest(DistributedExec):
     @pytest.fixture(scope="class")
     @staticmethod
     def class_tmpdir(request: pytest.FixtureRequest, tmpdir_factory: Any) -> Any:
-        """Return a directory that all ranks of all tests of the class share with their DistributedFixtures."""
+        """Return a directory that is shared by all tests of the class and their DistributedFixtures, on all ranks."""
         return to_py_path(class_directory(request), tmpdir_factory)
 
     @pytest.fixture
@@ -159,12 +159,12 @@ class DistributedTest(DistributedExec):
 
 
 def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
-    """Convert ``path`` to the ``py.path.local`` type of ``tmpdir_factory``, which pytest does not export."""
+    """Convert ``path`` to ``py.path.local``. pytest does not export the type; ``tmpdir_factory`` has it."""
     return type(tmpdir_factory.getbasetemp())(path)
 
 
 def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
-    """Return the markers that the attributes of a DistributedTest are translated to, by marker name."""
+    """Translate the attributes of a DistributedTest into pytest markers; return the markers by name."""
     size = cls.world_size
     marks = {"rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout)}
     if size is not None:
@@ -181,13 +181,14 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
 class DistributedFixture(DistributedExec):
     """Base class of fixtures that call ``run`` on ``world_size`` ranks of their own before the test.
 
-    A test requests it by the name of the class. The parameters of ``run`` are fixtures, and its return value is
-    ignored: ``run`` passes data to the test as files in ``tmpdir`` or ``class_tmpdir``. It runs once for each test. A
-    class whose ``world_size`` is None defines no fixture and serves as a base class.
+    A test requests the fixture by the name of the class, and ``run`` is called once for each such test. The parameters
+    of ``run`` are the names of other fixtures. The return value of ``run`` is ignored: ``run`` passes data to the test
+    as files in ``tmpdir`` or ``class_tmpdir``. A class whose ``world_size`` is None defines no fixture; it serves as a
+    base class.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Define the pytest fixture in the class's module. Raises UsageError unless ``world_size`` is one integer."""
+        """Define a pytest fixture in the class's module. Raises UsageError unless ``world_size`` is one integer."""
         super().__init_subclass__(**kwargs)
         if cls.world_size is None:
             return
@@ -203,7 +204,7 @@ class DistributedFixture(DistributedExec):
 
     @classmethod
     def _rank_function(cls) -> Any:
-        """Return the function that the ranks call: it prepares the rank and calls ``run`` with the same parameters."""
+        """Return the function that each rank calls: it prepares the rank and passes its parameters on to ``run``."""
         run = cls.run.__get__(cls())
 
         def run_in_ranks(**fixtures: Any) -> None:
@@ -216,11 +217,11 @@ class DistributedFixture(DistributedExec):
         return run_in_ranks
 
     def run(self, **fixtures: Any) -> None:
-        """Do the work of the fixture on each of its ranks; subclasses override it."""
+        """Do the work of the fixture; called on each of its ranks. Subclasses override this method."""
         raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
-        """Raise UsageError: ranks cannot start ranks, so the test has to request the fixture by name."""
+        """Raise UsageError, because a rank cannot start ranks. The test has to request the fixture by name instead."""
         raise UsageError(
             f"got a call of the DistributedFixture {type(self).__name__}; a test that needs it takes a parameter named "
             f"{type(self).__name__}, and the fixture runs before the test's own ranks start"

@@ -1,4 +1,4 @@
-"""Helper functions that DeepSpeed's test files import from ``unit.common``, with the same names and meanings."""
+"""Implement the helper functions that DeepSpeed's test files import from ``unit.common``, under the same names."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _assert_close = torch.testing.assert_close  # the test that calls it chooses the
 
 
 def get_test_path(filename: str) -> str:
-    """Return the path of a file beside the calling test file, or in the nearest directory above that contains it.
+    """Return the path of ``filename`` in the folder of the calling test file, or in the nearest parent that has it.
 
-    If no directory contains it, return the path beside the caller.
+    If no parent folder has the file either, return its path in the folder of the calling test file.
     """
     folder = Path(inspect.stack()[1].filename).parent
     existing = (path / filename for path in (folder, *folder.parents) if (path / filename).exists())
@@ -34,15 +34,15 @@ def get_test_path(filename: str) -> str:
 
 
 def get_xdist_worker_id() -> int | None:
-    """Return the number of this pytest-xdist worker; None in other processes."""
+    """Return the number of this pytest-xdist worker; None if this process is not a worker."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     return None if worker is None else int(worker.removeprefix("gw"))
 
 
 def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
-    """Return the first free port of this process's range; each pytest-xdist worker has a range of its own.
+    """Return the first free port of this process's range of ports; each pytest-xdist worker has its own range.
 
-    Raises OSError if no port is free. Ranks that call it at the same time get the same port.
+    Ranks that call this function at the same time get the same port. Raises OSError if no port in the range is free.
     """
     first = base_port + port_range_size * (get_xdist_worker_id() or 0)
     for port in range(first, first + port_range_size):
@@ -89,9 +89,10 @@ def preferred_dtype() -> torch.dtype:
 
 
 class EnableDeterminism:
-    """Context manager that seeds all generators with ``seed`` plus the local rank and uses deterministic algorithms.
+    """Context manager that seeds all random generators and makes torch use deterministic algorithms.
 
-    At the end it restores the generators, the setting and the environment variables.
+    The seed of the generators is ``seed`` plus the local rank. On exit, the context manager restores the states of the
+    generators, torch's setting and the environment variables.
     """
 
     def __init__(self, seed: int) -> None:
@@ -121,14 +122,14 @@ class EnableDeterminism:
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set an environment variable; None removes it."""
+    """Set an environment variable to ``value``, or remove the variable if ``value`` is None."""
     os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
 
 
 def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that runs a function within ``EnableDeterminism(seed)``."""
+    """Return a decorator that makes every call of a function run inside ``EnableDeterminism(seed)``."""
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -142,14 +143,14 @@ def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
-    """Return ``op`` applied to the flags of all ranks; without a process group return ``flag``."""
+    """Apply ``op`` to the list of the flags of all ranks; without a process group, return ``flag`` unchanged."""
     return op(exchange(bool(flag))) if dist.is_initialized() else flag
 
 
 def allclose_on_all_ranks(actual: Any, expected: Any, assert_message: str | None = None, **kwargs: Any) -> None:
-    """Call ``torch.testing.assert_close`` on every rank and fail on all ranks if it fails on one.
+    """Call ``torch.testing.assert_close`` on every rank, and raise AssertionError on all ranks if it fails on one.
 
-    Raises AssertionError that names the ranks on which it failed.
+    The error names the ranks on which ``assert_close`` failed.
     """
     message = ""
     try:

@@ -1,4 +1,4 @@
-"""Prepare a rank for a DeepSpeed test: environment variables, DeepSpeed's communication, shared directories."""
+"""Prepare a rank for a DeepSpeed test: set environment variables, initialize deepspeed.comm, create directories."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAUNCHER_VARIABLES = (
 
 @dataclass(frozen=True)
 class DistributedSettings:
-    """The attributes of a DistributedTest or DistributedFixture that matter inside its ranks."""
+    """Those attributes of a DistributedTest or DistributedFixture that its ranks need."""
 
     backend: str
     init_distributed: bool
@@ -48,9 +48,10 @@ class DistributedSettings:
 
 @contextmanager
 def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> Iterator[None]:
-    """Prepare this rank for a DeepSpeed test within the block.
+    """Context manager that prepares this rank for a DeepSpeed test and restores the environment variables on exit.
 
-    A pooled rank that keeps its process group gets no new ``MASTER_PORT``: a changed environment would end its pool.
+    A rank of a pool that keeps its process group gets no new ``MASTER_PORT``, because a changed environment would end
+    the pool.
     """
     device = rank_device(current_rank().rank, current_rank().world_size)
     with pytest.MonkeyPatch.context() as patch:
@@ -68,14 +69,14 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
 
 
 def find_common_port() -> str:
-    """Return a free port of rank 0's machine, the same on all ranks, for tests that call ``init_process_group``."""
+    """Return a port that is free on rank 0, the same port on all ranks, for tests that call ``init_process_group``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(exchange(probe.getsockname()[1])[0])
 
 
 def import_deepspeed_if_installed(device_type: str) -> Any:
-    """Import deepspeed with the log level that its test files expect; return None if it is not installed."""
+    """Import deepspeed, set the log level that its test files expect, and return it; return None if not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     deepspeed = import_deepspeed(device_type)
@@ -97,7 +98,7 @@ def skip_without_devices(deepspeed: Any, device: torch.device, settings: Distrib
 
 
 def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
-    """Make deepspeed.comm use the ranks' process group. Raises UsageError if the group has another backend."""
+    """Make deepspeed.comm use this rank's process group. Raises UsageError if the test requires another backend."""
     backend = dist.get_backend()
     if settings.backend not in ("", backend):
         raise UsageError(f"got backend {settings.backend!r}; the process group of these ranks uses {backend!r}")
@@ -106,12 +107,12 @@ def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
 
 
 def test_directory(request: pytest.FixtureRequest) -> Path:
-    """Return the directory that the ranks of one test share."""
+    """Return the directory that all ranks of one test share."""
     return make_shared_tmp_path(request)
 
 
 def class_directory(request: pytest.FixtureRequest) -> Path:
-    """Return the directory that the ranks of all tests of one class share. Raises UsageError outside of a rank."""
+    """Return the directory that all tests of one class share, on all ranks. Raises UsageError outside of a rank."""
     node = request.node
     base = node.config.stash.get(RANKS_BASE_DIR, None)
     if base is None:

@@ -1,1 +1,1 @@
-"""``zharness doctor``: inspect whether this machine can run the harness, and print a remedy for each problem."""
+"""Implement ``zharness doctor``: inspect whether this machine can run zharness, and print a remedy for each problem."""

@@ -20,7 +20,7 @@ MAX_COLUMN_WIDTH = 60  # characters of a column
 def run_doctor(cache: Path, as_json: bool) -> int:
     """Run every inspection, print the findings as a table or as JSON, and return the exit code.
 
-    ``cache`` is the folder of engine releases.
+    ``cache`` is the folder in which engine releases are cached.
     """
     ranks = inspect_two_ranks()  # first: no rank can be forked once this process has run a tensor operation
     findings = [*inspect_versions(), *inspect_machine(cache), *inspect_fork_support(), ranks, *inspect_torch_settings()]
@@ -31,12 +31,12 @@ def run_doctor(cache: Path, as_json: bool) -> int:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 1 if any finding is a problem, else 0; warnings do not count."""
+    """Return 1 if any finding has severity PROBLEM, else 0; warnings do not change the exit code."""
     return int(any(finding.severity is Severity.PROBLEM for finding in findings))
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """Return the findings as a table, each warning and problem with its remedy, and a line of counts."""
+    """Return a table of the findings, with a remedy for each warning and problem, and the number of both."""
     rows = [
         (
             finding.severity.value,

@@ -1,4 +1,4 @@
-"""Inspect the machine: cores, memory, limits, devices, the loopback interface, disk space."""
+"""Inspect the machine: its cores, memory, resource limits, devices, loopback interface and disk space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOW_SHARED_MEMORY_BYTES = 64 * 2**20  # the default size in a container
 
 
 def inspect_machine(cache_dir: Path) -> Iterator[Finding]:
-    """Yield every finding about the machine; ``cache_dir`` is the folder of engine releases."""
+    """Yield every finding about the machine; ``cache_dir`` is the folder in which engine releases are cached."""
     yield inspect_cores()
     yield inspect_memory()
     yield inspect_largest_world_size()
@@ -49,13 +49,13 @@ def inspect_cores() -> Finding:
 
 
 def parse_cpu_quota(text: str) -> float | None:
-    """Return the cores that a cgroup's ``cpu.max`` allows (``QUOTA PERIOD`` in microseconds); None for no limit."""
+    """Parse a cgroup's ``cpu.max`` ("QUOTA PERIOD" in microseconds): return the number of cores; None if unlimited."""
     quota, *period = text.split()
     return None if quota == "max" or not period else int(quota) / int(period[0])
 
 
 def inspect_memory() -> Finding:
-    """Inspect the memory that new processes can use: the machine's free memory and the rest of the cgroup's limit."""
+    """Inspect the memory that new processes can use: the machine's free memory, or less if the cgroup allows less."""
     free, limit = free_memory(), cgroup_memory_left()
     text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} allowed by the cgroup")
     available = free if limit is None else min(free, limit)
@@ -65,14 +65,14 @@ def inspect_memory() -> Finding:
 
 
 def inspect_largest_world_size() -> Finding:
-    """Inspect the largest world size that this machine can start."""
+    """Inspect the largest world size that this machine can start; a size below 2 is a problem."""
     largest, reason = largest_world_size()
     remedy = f"increase {reason}"
     return make_finding("largest world size", f"{largest} ({reason})", Severity.PROBLEM, largest < 2, remedy)
 
 
 def inspect_open_files() -> Finding:
-    """Inspect the hard limit on open files: a rank server raises its soft limit to it."""
+    """Inspect the hard limit on open files, to which every rank server raises its soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_low = hard != resource.RLIM_INFINITY and hard < LOW_RESOURCE_LIMIT
     return make_finding(
@@ -85,19 +85,19 @@ def inspect_open_files() -> Finding:
 
 
 def inspect_processes() -> Finding:
-    """Inspect the limit on this user's processes."""
+    """Inspect how many processes this user may run at the same time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_low = soft != resource.RLIM_INFINITY and soft < LOW_RESOURCE_LIMIT
     return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise it: ulimit -u 4096")
 
 
 def format_limit(value: int) -> str:
-    """Return a resource limit as text: a number or ``unlimited``."""
+    """Format a resource limit as text: a number or ``unlimited``."""
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
 def inspect_temporary_folder(path: Path) -> Finding:
-    """Inspect the free space of the temporary folder, where ranks write evidence for the judge."""
+    """Inspect the free disk space of the temporary folder, to which ranks write their tensors for the judge."""
     free = shutil.disk_usage(path).free
     remedy = "free disk space, or set TMPDIR to a folder with more: ranks write copies of weights and gradients there"
     severity = Severity.PROBLEM if free < LOW_SHARED_MEMORY_BYTES else Severity.WARNING
@@ -107,7 +107,7 @@ def inspect_temporary_folder(path: Path) -> Finding:
 
 
 def inspect_shared_memory(path: Path) -> Finding:
-    """Inspect the free shared memory, which NCCL and data loaders with workers need; gloo does not."""
+    """Inspect the free shared memory. NCCL and data loaders with workers need shared memory; gloo does not."""
     if not path.is_dir():
         return Finding(
             "shared memory", Severity.WARNING, f"no {path}", "mount a tmpfs there: NCCL needs it, gloo does not"
@@ -119,7 +119,7 @@ def inspect_shared_memory(path: Path) -> Finding:
 
 
 def inspect_loopback() -> Finding:
-    """Inspect the loopback interface, over which ranks connect, by opening a connection to 127.0.0.1."""
+    """Check that a connection to 127.0.0.1 can be opened, because ranks connect over the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -130,7 +130,7 @@ def inspect_loopback() -> Finding:
 
 
 def inspect_backends() -> Iterator[Finding]:
-    """Inspect whether torch has torch.distributed, gloo and NCCL."""
+    """Inspect whether this build of torch includes torch.distributed, gloo and NCCL."""
     if not dist.is_available():
         yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch with it")
         return
@@ -141,7 +141,7 @@ def inspect_backends() -> Iterator[Finding]:
 
 
 def inspect_devices() -> Finding:
-    """Inspect the GPUs and ``ZHARNESS_DEVICE`` without initialising CUDA, after which no rank could be forked."""
+    """Compare ``ZHARNESS_DEVICE`` with the number of GPUs. Does not initialize CUDA, so ranks can still be forked."""
     count, device = torch.cuda.device_count(), os.environ.get("ZHARNESS_DEVICE", "cpu")
     text = f"cpu, {count} GPUs; ranks use {device} (ZHARNESS_DEVICE)"
     remedy = "unset ZHARNESS_DEVICE, or make GPUs visible to this process (CUDA_VISIBLE_DEVICES)"
@@ -149,7 +149,7 @@ def inspect_devices() -> Finding:
 
 
 def inspect_release_cache(folder: Path) -> Finding:
-    """Inspect the cache of engine releases: its size, the free space, and whether it can be written."""
+    """Inspect the cache of engine releases: its size, the free disk space, and whether this user can write to it."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
     text = f"{folder}, {format_bytes(used)}, {format_bytes(shutil.disk_usage(existing).free)} free"

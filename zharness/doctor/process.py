@@ -1,4 +1,4 @@
-"""Inspect this process: versions, engines, torch's settings and functions, and whether ranks can be forked from it."""
+"""Inspect this process: installed versions, torch's settings and functions, and whether ranks can be forked from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def inspect_versions() -> Iterator[Finding]:
 
 
 def inspect_fork_support() -> Iterator[Finding]:
-    """Inspect whether a rank server can be forked from this process: fork, pidfd_open, CUDA, torchrun."""
+    """Inspect whether a rank server can be forked from this process.
+
+    The system has to support fork and pidfd_open, CUDA must not be initialized, and torchrun must not have started this
+    process.
+    """
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     text = "available" if can_fork else "not available"
     remedy = "ranks are forked: run on Linux, or in WSL on Windows"
@@ -61,9 +65,9 @@ def inspect_fork_support() -> Iterator[Finding]:
 
 
 def inspect_torch_settings() -> Iterator[Finding]:
-    """Inspect torch's global settings that change numbers, and whether its functions were replaced.
+    """Inspect torch's global settings that change numerical results, and whether torch's functions were replaced.
 
-    Runs tensor operations, so no rank can be forked afterwards.
+    This function runs tensor operations, so no rank can be forked from this process afterwards.
     """
     conditions = read_process_conditions()
     for name, value in conditions.settings.items():
@@ -74,7 +78,7 @@ def inspect_torch_settings() -> Iterator[Finding]:
 
 
 def inspect_replaced_functions(current_conditions: ProcessConditions) -> Finding:
-    """Inspect whether functions of torch were replaced by another package."""
+    """Inspect whether another package has replaced functions of torch."""
     if not current_conditions.replacements:
         return ok_finding("functions of torch", "none was replaced")
     remedy = "no baseline can run with replaced functions: find the import that replaces them, and run without it"

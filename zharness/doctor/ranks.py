@@ -1,4 +1,4 @@
-"""Inspect whether two ranks start on this machine, connect and complete a collective."""
+"""Inspect whether two ranks can start on this machine, connect to each other and complete a collective."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ TIMEOUT_SECONDS = 30.0  # a loaded machine needs about half of it to start two r
 
 
 def sum_over_ranks() -> float:
-    """Return the all-reduced sum over ranks of rank + 1; runs on each rank."""
+    """Return the sum of rank + 1 over all ranks, computed by an all-reduce. Every rank calls this function."""
     tensor = torch.tensor(dist.get_rank() + 1.0)
     dist.all_reduce(tensor)
     return float(tensor)
 
 
 def inspect_two_ranks(timeout: float = TIMEOUT_SECONDS) -> Finding:
-    """Run one all-reduce on two ranks; call it before any tensor operation of this process."""
+    """Run one all-reduce on two new ranks and return the finding.
+
+    Call this function before the first tensor operation of this process, because ranks cannot be forked after one.
+    """
     title, started_at = f"{WORLD_SIZE} ranks", time.monotonic()
     try:
         with RankServer() as server:

@@ -1,4 +1,4 @@
-"""Run a function on N ranks of this machine: fork them, watch them, report how each ended, and clean up after them."""
+"""Run a function on N ranks of this machine: fork the ranks, watch them, report how each ended, and clean up."""
 
 from zharness.world.current_rank import assert_together, current_rank, exchange, is_rank
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome, RanksFailed

@@ -1,4 +1,4 @@
-"""CPU affinity and scheduling policy of ranks."""
+"""Set the CPU affinity and the scheduling policy of ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 
 
 def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
-    """Return the one core that lane number ``lane`` is pinned to; the empty set if there are fewer lanes than cores.
+    """Return the core to which lane number ``lane`` is pinned, as a set; the empty set with fewer lanes than cores.
 
-    Ranks of small models spend most of their time waking each other up. Across cores a wake-up is an interrupt (0.1 ms
-    if the other core sleeps); on the same core it is a context switch. So a lane is as fast on one core as on two, and
-    two lanes on two cores need half the time.
+    A lane is one of several cells that run at the same time. The ranks of a small model spend most of their time waking
+    each other up. Waking a process on another core needs an interrupt (0.1 ms if that core sleeps); on the same core it
+    needs a context switch. So a lane is as fast on one core as on two, and two lanes on two cores take half the time.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
@@ -21,9 +21,9 @@ def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
 
 
 def pin_to_cores(cores: Collection[int], pid: int = 0) -> None:
-    """Pin process ``pid`` (0: this process) and the children that it forks from now on to ``cores``.
+    """Pin process ``pid`` and the children that it forks from now on to ``cores``. A ``pid`` of 0 is this process.
 
-    An empty collection changes nothing: an earlier pinning stays in force.
+    If ``cores`` is empty, the function does nothing, so the process stays pinned to the cores of an earlier call.
     """
     if cores:
         with suppress(OSError):  # a container may forbid it, or may have lost one of the cores
@@ -31,12 +31,13 @@ def pin_to_cores(cores: Collection[int], pid: int = 0) -> None:
 
 
 def use_batch_scheduling() -> None:
-    """Give this process and its future children the scheduling policy SCHED_BATCH: a wake-up preempts no other thread.
+    """Set the scheduling policy SCHED_BATCH for this process and its future children.
 
-    Under the default policy a woken gloo thread preempts the sender, which still holds the lock of the connection, and
-    polls for that lock until its time slice ends (94 of 100 calls of epoll_wait). A collective of two ranks then takes
-    0.9 ms on one core and 1.5 ms on two; with SCHED_BATCH it takes 0.4 ms. A policy other than the default is left
-    unchanged. See sched(7).
+    With this policy, a thread that wakes up does not preempt the running thread. With the default policy, a woken gloo
+    thread preempts the sender, which still holds the lock of the connection, and polls for that lock until its time
+    slice ends (94 of 100 calls of epoll_wait). A collective of two ranks then takes 0.9 ms on one core and 1.5 ms on
+    two; with SCHED_BATCH it takes 0.4 ms. If the process has a policy other than the default, the function does not
+    change it. See sched(7).
     """
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # a container may forbid it

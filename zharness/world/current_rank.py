@@ -1,4 +1,4 @@
-"""The rank that this process is, and how it exchanges values with its peers without collectives."""
+"""Get the rank of this process, and exchange values between ranks without collectives."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from zharness.errors import WorldError
 
 
 class RankChannel(Protocol):
-    """A rank's connection to its peers that needs no collective: through the rank server, or through a store."""
+    """A rank's connection to the other ranks that needs no collective; it uses the rank server or a key-value store."""
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
-        """Send ``value`` and return every rank's value, in rank order.
+        """Send ``value`` to the other ranks, and return the values of all ranks in rank order.
 
-        ``operation`` names the function that the test called, ``call_site`` is the file and line of that call. Raises
+        ``operation`` is the name of the function that the test called, ``call_site`` its file and line. Raises
         WorldError if a peer ended before it sent its value, ExchangeMismatchError if a peer called another function.
         """
         ...
 
     def announce(self, operation: str, call_site: str) -> None:
-        """Report the collective that this rank enters next and its call site, so that a mismatch can be named."""
+        """Report the collective that this rank enters next, and the call site, so that a mismatch can be detected."""
         ...
 
 
 class CurrentRank:
-    """This process's rank, the world size, and the channel to its peers."""
+    """The rank of this process, the world size, and the channel through which this rank reaches the other ranks."""
 
     def __init__(self, rank: int, world_size: int, channel: RankChannel) -> None:
         self.rank = rank
@@ -45,7 +45,7 @@ def set_current_rank(current: CurrentRank) -> None:
 
 
 def clear_current_rank() -> None:
-    """Undo ``set_current_rank``, because this process does other work from now on."""
+    """Undo ``set_current_rank``, so that this process no longer counts as a rank."""
     _current_ranks.clear()
 
 
@@ -62,13 +62,13 @@ def current_rank() -> CurrentRank:
 
 
 class ExchangeMismatchError(WorldError):
-    """Ranks called different functions that exchange values, such as ``exchange`` and ``assert_together``."""
+    """Raised when ranks called different functions that exchange values: ``exchange`` and ``assert_together``."""
 
 
 def exchange(value: Any) -> list[Any]:
-    """Return every rank's ``value``, in rank order; every rank has to call it.
+    """Return the ``value`` of every rank, in rank order. Every rank has to call this function.
 
-    The values are pickled and travel outside of the collectives, so this also works while collectives are broken.
+    The values are pickled and sent without collectives, so the function works even while collectives are broken.
     Raises WorldError if a peer ended before it sent its value, ExchangeMismatchError if a peer called
     ``assert_together`` instead.
     """
@@ -76,21 +76,22 @@ def exchange(value: Any) -> list[Any]:
 
 
 def exchange_as(operation: str, value: Any) -> list[Any]:
-    """Exchange ``value`` under the name ``operation``, which has to be the same on every rank."""
+    """Exchange ``value`` and return the values of all ranks; ``operation`` has to be the same on every rank."""
     answers = current_rank().channel.exchange(pickle.dumps(value), operation, format_call_site(sys._getframe(2)))
     return [pickle.loads(answer) for answer in answers]  # noqa: S301 - written by ranks of this very group
 
 
 def format_call_site(frame: FrameType) -> str:
-    """Return the file name and line of a frame: ``test_x.py, line 7``."""
+    """Return the file name and line of a frame, as in ``test_x.py, line 7``."""
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
 
 
 def assert_together(condition: object, message: str = "") -> None:
-    """Assert ``condition`` on all ranks: raise AssertionError on every rank if it is false on any.
+    """Raise AssertionError on every rank if ``condition`` is false on any rank.
 
-    This keeps ranks out of a collective that a failed peer never reaches. The error lists the failed ranks, each with
-    its ``message``. Every rank has to call this function. It also raises the errors of ``exchange``.
+    Because all ranks fail together, no rank enters a collective that a failed rank never reaches. The error lists the
+    failed ranks, each with its ``message``. Every rank has to call this function. The function also raises the errors
+    that ``exchange`` raises.
     """
     results = exchange_as("assert_together", (bool(condition), str(message)))
     failed = [(rank, reason) for rank, (is_true, reason) in enumerate(results) if not is_true]

@@ -1,4 +1,4 @@
-"""The time limit of one task: shortened by failures, extended by builds, suspended by debuggers."""
+"""Compute the time limit of one task, which failures shorten, builds extend and debuggers suspend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ BUILD_LIMIT_SECONDS = 600.0  # time that builds and first imports may take on to
 
 
 class Deadline:
-    """The time at which a task has to be done: earlier after a failure, later during builds, none during debugging."""
+    """The time by which a task has to end.
+
+    A failure of a rank makes the deadline earlier, a build makes it later, and a debugger suspends it.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -25,31 +28,32 @@ class Deadline:
         self._was_restored = False
 
     def remaining_seconds(self) -> float | None:
-        """Return the seconds until the ranks have to be checked; None while a debugger holds a rank."""
+        """Return the number of seconds until the ranks have to be checked; None while a rank is in a debugger."""
         if self._held_ranks:
             return None
         return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
 
     def is_over(self) -> bool:
-        """Return whether the time is up; False if only a scheduled check is due."""
+        """Return whether the deadline has passed; False if only a scheduled check is due."""
         return time.monotonic() >= self._ends_at
 
     def shorten(self, seconds: float) -> None:
-        """End in at most ``seconds`` from now, because a rank failed."""
+        """Move the deadline to at most ``seconds`` from now, because a rank has failed."""
         now = time.monotonic()
         self._cut_at = min(self._cut_at, now)
         self._ends_at = min(self._ends_at, now + seconds)
 
     def restore(self) -> bool:
-        """Undo ``shorten``: end at the original time-out. Returns False if the deadline was restored before."""
+        """Undo ``shorten``: set the deadline to the original time-out again. Returns False if that was done before."""
         first, self._was_restored = not self._was_restored, True
         self._ends_at = max(self._started_at + self._seconds, time.monotonic())
         return first
 
     def grant_last_grace(self) -> bool:
-        """Extend a shortened deadline by half a grace period.
+        """Move a shortened deadline to half a grace period from now, and return True.
 
-        Returns False if the deadline was not shortened, or once ``LAST_GRACE_SECONDS`` are used up.
+        Returns False, and changes nothing, if the deadline was not shortened or if ``LAST_GRACE_SECONDS`` have passed
+        since it was shortened.
         """
         now = time.monotonic()
         if now >= self._cut_at + LAST_GRACE_SECONDS or math.isinf(self._cut_at):
@@ -58,13 +62,14 @@ class Deadline:
         return True
 
     def schedule_check(self, seconds: float) -> None:
-        """Schedule a check of the ranks in ``seconds``: ``remaining_seconds`` is 0 at that time."""
+        """Schedule a check of the ranks in ``seconds`` from now, when ``remaining_seconds`` will return 0."""
         self._next_check = time.monotonic() + seconds
 
     def extend(self, is_building: bool) -> bool:
-        """Extend the deadline while a rank builds or imports, and once by the whole time-out afterwards.
+        """Extend the deadline while a rank builds an operator or imports a module; return whether it was extended.
 
-        Builds get at most ``BUILD_LIMIT_SECONDS`` on top of the time-out. Returns whether the deadline was extended.
+        ``is_building`` says whether a rank is building or importing now. After the build, the deadline is extended once
+        more, by the whole time-out. Builds may take at most ``BUILD_LIMIT_SECONDS`` on top of the time-out.
         """
         if is_building and time.monotonic() < self._started_at + self._seconds + BUILD_LIMIT_SECONDS:
             self._was_building = True
@@ -77,9 +82,9 @@ class Deadline:
         return False
 
     def hold(self, rank: int, reason: str) -> None:
-        """Suspend the deadline while a debugger holds ``rank``; with an empty ``reason``, resume the deadline.
+        """Suspend the deadline while ``rank`` is in a debugger; with an empty ``reason``, resume the deadline.
 
-        The deadline resumes with the whole time-out, or with a grace period if a failure has shortened it meanwhile.
+        After the debugger, the ranks have the whole time-out again, or a grace period if a rank has failed.
         """
         if reason:
             self._held_ranks.add(rank)

@@ -1,4 +1,4 @@
-"""Detect whether torchrun started this process, and as which rank."""
+"""Detect whether torchrun started this process, and which rank the process is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ _NUMERIC_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 @dataclass(frozen=True)
 class Launch:
-    """One rank as torchrun's environment variables describe it.
+    """One rank of a torchrun launch, as torchrun's environment variables describe it.
 
-    ``restart_count`` counts torchrun's restarts of all ranks. ``uses_agent_store``: torchrun's agent serves the store.
+    ``address`` and ``port`` are those of the launch's key-value store. ``restart_count`` is the number of times that
+    torchrun has restarted all ranks. ``uses_agent_store`` is True if torchrun's agent runs the server of the store, and
+    False if rank 0 has to run it.
     """
 
     rank: int
@@ -31,11 +33,11 @@ class Launch:
 
     @property
     def is_single_machine(self) -> bool:
-        """Return whether all ranks run under the same torchrun agent."""
+        """Return whether one torchrun agent, and so one machine, runs all ranks."""
         return self.local_world_size == self.world_size
 
     def describe(self) -> str:
-        """Return the launch as text: ``4 ranks that torchrun started by 2 agents``."""
+        """Describe the launch in words, such as ``4 ranks that torchrun started by 2 agents``."""
         machines = -(-self.world_size // self.local_world_size)
         where = "on this machine" if machines == 1 else f"by {machines} agents"
         return f"{self.world_size} rank{'s' * (self.world_size > 1)} that torchrun started {where}"
@@ -44,9 +46,9 @@ class Launch:
 def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch | None:
     """Return this process's rank in a torchrun launch; None if torchrun did not start this process.
 
-    The first process that calls this is the rank: its process id is recorded in ``environment``. Processes that it
-    starts (pytest in a test, workers of xdist, forked ranks) inherit the record and get None. Raises UsageError if
-    some of torchrun's variables are missing or not numbers.
+    The first process that calls this function is the rank, and its process id is recorded in ``environment``. Every
+    process that the rank starts (pytest in a test, an xdist worker, a forked rank) inherits this record, so the
+    function returns None in it. Raises UsageError if some of torchrun's variables are missing or not numbers.
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment or "RANK" not in environment:
@@ -78,6 +80,6 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
 
 
 def default_world_size() -> int:
-    """Return the world size of the launch; without a launch 2, the smallest world size that shards anything."""
+    """Return the world size of the torchrun launch, or, without a launch, 2: the smallest size that shards anything."""
     launch = detect_launch()
     return 2 if launch is None else launch.world_size

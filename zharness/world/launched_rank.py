@@ -1,11 +1,12 @@
-"""Ranks that torchrun started: rank 0 leads and posts tasks, the others follow.
+"""Implement the ranks of a torchrun launch: rank 0 is the leader and posts tasks, which the other ranks run too.
 
 [Note: attached to torchrun]
 Every process runs the same command line. Rank 0 becomes the ``Leader`` (``leader.py``), a rank server whose ranks
-exist already and include itself. It alone plans, judges and writes the report, so the processes cannot disagree. Every
-other rank becomes a ``Follower``: it runs tasks until the leader sends an exit status. The witnesses (``witness.py``)
-report how every rank ended its task. A rank of torchrun cannot be replaced: when one hangs or dies, rank 0 names it,
-writes the report of what has run so far, and the launch is over.
+exist already and include rank 0 itself. Only the leader plans, judges and writes the report, so the processes cannot
+disagree. Every other rank becomes a ``Follower``, which runs tasks until the leader sends an exit status. The witnesses
+(``witness.py``), one process for each rank, report how every rank ended its task. A rank that torchrun started cannot
+be replaced. Therefore, when a rank hangs or dies, rank 0 writes a report that names this rank and contains what has run
+so far, and the launch is over.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ QUESTION_KEY, ANSWER_KEY, START_KEY, CLOCK_KEY = "question", "answer", "start", 
 
 @dataclass(frozen=True)
 class ExitMessage:
-    """The leader's last message: end with this exit status."""
+    """The last message of the leader to a follower: the follower has to end with the exit status ``status``."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One task of the launch, with its serial number and title.
+    """A task that the leader posts, with its serial number and title.
 
-    ``port`` is that of a store that serves only this task; 0 selects the launch's store.
+    ``port`` is the port of a key-value store that serves only this task, or 0 if the task uses the launch's store.
     """
 
     serial: int
@@ -73,9 +74,9 @@ class Assignment:
 
 
 class LaunchedRank:
-    """One rank of a launch: its witness, its store and its output files.
+    """One rank of a torchrun launch, with its witness process, its connection to the store and its output files.
 
-    Create it in the main thread before any tensor operation: it forks the witness.
+    Create the object in the main thread before any tensor operation, because the constructor forks the witness.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class LaunchedRank:
         """Start the witness and connect to the store.
 
         ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. ``capture_files`` are further
-        files that the rank's output goes to; the witness reads the end of each file if the rank dies.
+        files to which the rank's output is written; if the rank dies, the witness reads the end of each file.
         """
         self.launch = launch
         self._inherited_function = inherited_function
@@ -108,7 +109,10 @@ class LaunchedRank:
         torch.set_num_threads(1)
 
     def run_assignment(self, assignment: Assignment) -> StoreChannel:
-        """Run a task on this rank and send its outcome to the witness, which posts it. Returns the task's channel."""
+        """Run a task on this rank, and return the rank's channel of the task.
+
+        The outcome is sent to the witness, which posts it in the store.
+        """
         rank, world_size = self.launch.rank, assignment.task.world_size
         channel = StoreChannel(self.store, self._witness_pipe, assignment.serial, rank, world_size, self._scratch_dir)
         self._witness_pipe.send(TaskStarted(assignment.serial, assignment.title, assignment.task.timeout))
@@ -125,7 +129,10 @@ class LaunchedRank:
         return channel
 
     def _attempt_assignment(self, assignment: Assignment) -> RankOutcome:
-        """Form the group, run the task and return this rank's outcome; only KeyboardInterrupt is raised."""
+        """Form the process group, run the task and return this rank's outcome.
+
+        An exception becomes part of the outcome; only KeyboardInterrupt is raised.
+        """
         task = assignment.task
         function = (
             self._inherited_function
@@ -142,7 +149,10 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that a task requires; the user's environment selects the network interface."""
+        """Form the default process group that a task requires, or keep or destroy the previous task's group.
+
+        The user's environment variables select the network interface.
+        """
         task, rank = assignment.task, self.launch.rank
         level = choose_debug_level(task)
         if dist.is_initialized():
@@ -164,17 +174,17 @@ class LaunchedRank:
         )
 
     def destroy_group(self) -> None:
-        """Destroy the default process group, if any; call this method once every rank has ended the task."""
+        """Destroy the default process group if there is one. Call this method once every rank has ended the task."""
         if dist.is_initialized():
             with suppress(Exception):  # a peer of the group may have died
                 dist.destroy_process_group()
 
     def break_group(self, serial: int) -> None:
-        """Destroy the group while peers may wait in it, so that they raise "Connection closed by peer".
+        """Close this rank's connections, so that ranks that wait in a collective raise "Connection closed by peer".
 
-        torch keeps a group alive while anything refers to it, such as a local of the frame that raised. So every
-        socket that was opened since the group was formed is shut down. Peers that do not wait for this rank are not
-        disturbed.
+        ``serial`` is the number of the task. Destroying the process group is not enough: torch keeps a group alive
+        while anything refers to it, such as a local variable of the frame that raised. Therefore every socket that was
+        opened since the group was formed is shut down. Ranks that do not wait for this rank are not affected.
         """
         self.store.post(broken_group_key(serial), True)
         for descriptor, _ in open_sockets() - self._sockets_before_group:
@@ -186,7 +196,7 @@ class LaunchedRank:
 
     @contextmanager
     def _launcher_variables(self, assignment: Assignment) -> Iterator[None]:
-        """Set torchrun's environment variables as for a launch of this task's world size; restore them on exit."""
+        """Context manager that sets torchrun's variables for this task's world size, and restores them on exit."""
         size = assignment.task.world_size
         variables = {
             "WORLD_SIZE": str(size),
@@ -202,7 +212,10 @@ class LaunchedRank:
 
     @contextmanager
     def _redirect_output(self, task: RankTask) -> Iterator[None]:
-        """Redirect standard output and error to files while a task runs, except for pytest tests: pytest captures."""
+        """Context manager that redirects standard output and error to files while a task runs.
+
+        Tasks that run pytest tests are not redirected, because pytest captures their output.
+        """
         if task.function is inherited_function_placeholder:
             yield
             return
@@ -220,7 +233,7 @@ class LaunchedRank:
             self.undo_redirection()
 
     def undo_redirection(self) -> None:
-        """Undo the redirection of standard output and error. Any thread may call this method."""
+        """Undo the redirection of standard output and standard error. Any thread may call this method."""
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             saved = self._saved_descriptors.pop(number, None)
             if saved is not None:
@@ -229,7 +242,7 @@ class LaunchedRank:
                 os.close(saved)
 
     def _read_output(self) -> Iterator[CapturedOutput]:
-        """Yield the end of what the task wrote to standard output and to standard error."""
+        """Yield the last part of the task's standard output and of its standard error, unless it is empty."""
         for name, file in self._output_files.items():
             file.seek(0)
             text = file.read()
@@ -238,12 +251,12 @@ class LaunchedRank:
 
 
 class Follower(LaunchedRank):
-    """A rank other than 0: it runs the tasks that the leader posts."""
+    """A rank of a torchrun launch other than rank 0; it runs the tasks that the leader (rank 0) posts."""
 
     def answer_leader(self, answer: Callable[[Any], object]) -> None:
         """Wait for the leader's question, post ``answer(question)``, and then post this rank's clock.
 
-        Call it before the first task. Returns early if the leader posts a task without asking a question.
+        Call this method before the first task. It returns early if the leader posts a task without a question.
         """
         if not self.store.wait_for_keys([QUESTION_KEY], lambda _: self.store.has_keys("work/1")):
             return
@@ -252,7 +265,7 @@ class Follower(LaunchedRank):
             self.store.post(f"{CLOCK_KEY}/{self.launch.rank}", time.monotonic_ns())
 
     def follow(self) -> int:
-        """Run tasks until the leader's ExitMessage arrives; return its exit status."""
+        """Run tasks until the leader's ExitMessage arrives; return the exit status in that message."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the witness reports the death
         serial, channel = 0, None
         while True:
@@ -267,10 +280,10 @@ class Follower(LaunchedRank):
             channel = self.run_assignment(message) if self.launch.rank < message.task.world_size else None
 
     def _receive_message(self, serial: int, channel: StoreChannel | None) -> ExitMessage | Assignment:
-        """Wait for the next message and return it.
+        """Wait for the leader's next message and return the message.
 
-        If this rank failed or skipped its last task and the others have not finished it after a grace period, break the
-        group, so that peers that wait in a collective raise.
+        If this rank failed or skipped its last task, and the other ranks have not finished that task after a grace
+        period, break the process group, so that ranks that wait for this rank in a collective raise an exception.
         """
         key = f"work/{serial}"
         if (
@@ -289,12 +302,12 @@ class Follower(LaunchedRank):
 
 
 def broken_group_key(serial: int) -> str:
-    """Return the key under which a rank posts that it broke the group of task ``serial``."""
+    """Return the key under which a rank posts that it broke the process group of the task with number ``serial``."""
     return f"work/{serial}/hung"
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """Return this process's sockets as (descriptor, ``socket:[inode]``). Linux only; the empty set elsewhere."""
+    """Return the open sockets of this process as (descriptor, ``socket:[inode]``); the empty set if not on Linux."""
     sockets = set()
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):

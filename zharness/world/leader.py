@@ -1,4 +1,7 @@
-"""Rank 0 of a launch: it posts tasks, collects every rank's outcome, and writes the report early if a rank is lost."""
+"""Implement rank 0 of a torchrun launch: it posts tasks, collects the outcomes of all ranks, and ends the launch.
+
+If a rank dies or hangs, rank 0 writes the report of what has run so far and ends the launch early.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +61,11 @@ FinalReportWriter = Callable[["GroupOutcome | None", str], int]
 
 
 class Leader(LaunchedRank, RankServer):
-    """Rank 0: a rank server whose ranks are those of the launch, itself included.
+    """The leader of a torchrun launch: rank 0, a rank server whose ranks are all ranks of the launch, itself included.
 
-    ``write_final_report(outcome, reason)`` is called, in any thread, when the launch is over early: it writes the
-    report of what has run and returns the exit status. ``outcome`` is that of the running task, or None.
+    If the launch ends early, ``write_final_report(outcome, reason)`` is called, in any thread. It has to write the
+    report of what has run and to return the exit status. ``outcome`` is the outcome of the task that was running, or
+    None if no task was running. ``reason`` says why the launch ended.
     """
 
     def __init__(
@@ -90,11 +94,11 @@ class Leader(LaunchedRank, RankServer):
         self._guard_thread = threading.Thread(target=self._run_guard, name="zharness guard", daemon=True)
 
     def ask_followers(self, question: object) -> dict[int, Any]:
-        """Post ``question`` before the first task; return every follower's answer by rank.
+        """Post ``question`` in the store, and return the answers of the followers (all other ranks), by rank.
 
-        Then every follower posts its clock, so that times of several machines can be compared. The comparison is
-        accurate to about 20 ms, less than a failure takes to reach another rank. Raises UsageError if a follower does
-        not answer.
+        Call this method before the first task. After the answers, every follower posts the time of its clock, so that
+        times from several machines can be compared. The comparison is accurate to about 20 ms, which is less than the
+        time in which a failure reaches another rank. Raises UsageError if a follower does not answer.
         """
         self.store.post(QUESTION_KEY, question)
         answers = self._collect_from_followers(
@@ -108,7 +112,10 @@ class Leader(LaunchedRank, RankServer):
         return answers
 
     def _collect_from_followers(self, key: str, failure: str) -> dict[int, Any]:
-        """Return every follower's value under ``key``; raise UsageError with ``failure`` if one is missing."""
+        """Return the values that the followers posted under ``key``, by rank.
+
+        Raises UsageError, with ``failure`` in the message, if a follower has posted none within ``ATTACH_TIMEOUT``.
+        """
         keys = {rank: f"{key}/{rank}" for rank in range(1, self.launch.world_size)}
         if not self.store.wait_for_keys(list(keys.values()), partial(operator.lt, ATTACH_TIMEOUT)):
             missing = [str(rank) for rank, rank_key in keys.items() if not self.store.has_keys(rank_key)]
@@ -116,10 +123,10 @@ class Leader(LaunchedRank, RankServer):
         return {rank: self.store.read_value(rank_key) for rank, rank_key in keys.items()}
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """Run ``task`` on the launch's first ``task.world_size`` ranks; return the outcome.
+        """Run ``task`` on the first ``task.world_size`` ranks of the launch, and return the outcome.
 
-        Does not return if a rank is lost: it writes the final report and ends the process. Raises WorldError if the
-        launch has too few ranks.
+        If a rank dies or hangs, this method does not return: it writes the final report and ends the process. Raises
+        WorldError if the launch has too few ranks.
         """
         if task.world_size > self.launch.world_size:
             raise WorldError(f"world size {task.world_size} does not fit on {self.launch.describe()}")
@@ -150,11 +157,14 @@ class Leader(LaunchedRank, RankServer):
         return outcome
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """Do nothing and return None: a launch has no rank pools, its ranks live until it ends."""
+        """Do nothing and return None, because a torchrun launch has no rank pools: its ranks run until it ends."""
         return None
 
     def close(self) -> None:
-        """Send every follower its exit status and stop the guard; after an interrupt, declare the launch over."""
+        """Send every follower its exit status, and stop the guard thread.
+
+        If a task was interrupted, first declare the launch over, because the followers are still running the task.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -176,11 +186,11 @@ class Leader(LaunchedRank, RankServer):
 
     @property
     def _follower_count(self) -> int:
-        """Return the number of ranks other than rank 0."""
+        """Return the number of followers, which are all ranks other than rank 0."""
         return self.launch.world_size - 1
 
     def stop_guard(self) -> None:
-        """Stop the guard thread, so that only the main thread can write the report from now on."""
+        """Stop the guard thread, so that from now on only the main thread can write the report."""
         self._is_guarding = False
         if threading.current_thread() is not self._guard_thread and self._guard_thread.ident is not None:
             with suppress(OSError):
@@ -188,7 +198,10 @@ class Leader(LaunchedRank, RankServer):
             self._guard_thread.join()  # torch may crash if the thread still runs while the process exits
 
     def _collect_outcomes(self, assignment: Assignment, channel: StoreChannel) -> GroupOutcome:
-        """Wait for every rank's outcome and return them; if a rank was lost, end the launch instead."""
+        """Wait until every rank has posted its outcome, and return all outcomes; if a rank was lost, end the launch.
+
+        A rank is lost if it died, hangs or was stopped. ``channel`` is this rank's channel of the task.
+        """
         started_at = time.monotonic()
         keys = [rank_outcome_key(f"work/{assignment.serial}", rank) for rank in range(assignment.task.world_size)]
         if channel.has_left and not self.store.wait_for_keys(keys, lambda spent: spent > GRACE_SECONDS):
@@ -212,7 +225,10 @@ class Leader(LaunchedRank, RankServer):
         return GroupOutcome(ranks, time.monotonic() - started_at)
 
     def _read_outcomes(self, store: LaunchStore, assignment: Assignment) -> tuple[RankOutcome, ...]:
-        """Return the outcomes that the witnesses posted, in this machine's clock; a missing outcome counts as HUNG."""
+        """Return the outcomes that the witnesses posted, with times converted to this machine's clock.
+
+        A rank for which no outcome was posted gets an outcome that is HUNG.
+        """
         ranks = []
         for rank in range(assignment.task.world_size):
             key = rank_outcome_key(f"work/{assignment.serial}", rank)
@@ -223,14 +239,17 @@ class Leader(LaunchedRank, RankServer):
         return tuple(ranks)
 
     def _start_guard(self) -> None:
-        """Start the guard thread and route SIGTERM to it: no Python handler runs while a collective blocks."""
+        """Start the guard thread, and make it receive SIGTERM.
+
+        The main thread cannot handle the signal, because Python runs no signal handler while a collective blocks.
+        """
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=reset_signal_handling)
         self._guard_thread.start()
 
     def _run_guard(self) -> None:
-        """Watch for the end of the launch, in a thread of its own, while the main thread runs a task or hangs in it."""
+        """Wait, in the guard thread, until the launch is over; then write the report and end the process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
         store = LaunchStore(self.launch)
         self._signal_reader.settimeout(POLL_SECONDS)
@@ -242,7 +261,10 @@ class Leader(LaunchedRank, RankServer):
                 self._end_launch(store)
 
     def _end_launch(self, store: LaunchStore) -> NoReturn:
-        """Write the final report and end the process. A second thread that calls this blocks until the process ends."""
+        """Write the final report and end the process.
+
+        If a second thread calls this method, it blocks until the process ends.
+        """
         self._report_lock.acquire(
             timeout=-1 if threading.current_thread() is threading.main_thread() else WITNESS_REPORT_SECONDS
         )
@@ -276,13 +298,13 @@ class Leader(LaunchedRank, RankServer):
 
 
 def reset_signal_handling() -> None:
-    """Restore the default signal handling in a forked child of rank 0, so that its signals do not reach rank 0."""
+    """Restore the default signal handling in a forked child, so that rank 0 does not receive the child's signals."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def shift_times(outcome: RankOutcome, offset_ns: int) -> RankOutcome:
-    """Return the outcome with all its times moved ``offset_ns`` nanoseconds earlier."""
+    """Return a copy of the outcome in which all times are ``offset_ns`` nanoseconds earlier."""
     notes = tuple(replace(note, at_ns=note.at_ns - offset_ns) for note in outcome.notes)
     return replace(outcome, at_ns=outcome.at_ns - offset_ns, notes=notes)
 
@@ -292,17 +314,17 @@ PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "
 
 
 def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
-    """Mark the rank as STOPPED if it raised only because a peer closed the connection. Return the outcome."""
+    """Return the outcome; if the rank raised only because a peer closed the connection, change its end to STOPPED."""
     if outcome.end is not RankEnd.RAISED or not any(message in outcome.cause for message in PEER_LOST_MESSAGES):
         return outcome
     return replace(outcome, end=RankEnd.STOPPED, cause="", exception="", traceback="")
 
 
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
-    """Decide whether ranks that torchrun ended are the cause of the failure or a consequence; return the outcomes.
+    """Decide whether the ranks that torchrun ended are the cause of the failure; return the corrected outcomes.
 
-    If the failure of another rank is known, ranks whose process is gone become STOPPED. Otherwise ranks that torchrun
-    terminated become SIGNALLED.
+    If another rank is known to have failed, it is the cause, and ranks whose process has ended for an unknown reason
+    become STOPPED. Otherwise the ranks that torchrun terminated are the cause and become SIGNALLED.
     """
     causes = [
         rank
@@ -322,10 +344,10 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 @contextmanager
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
-    """Serve a new store for a task that forms its own group by ``env://``; yield its port.
+    """Context manager that serves a new store for a task that calls ``init_process_group`` itself, and yields its port.
 
-    The launch's own store cannot be used: it still has the keys of earlier groups. Yields 0, and serves no store, if
-    the task needs none or the launch's address is on another machine.
+    The task cannot use the launch's own store, because that store still contains the keys of earlier process groups. If
+    the task needs no store, or if the launch's address belongs to another machine, no store is served and 0 is yielded.
     """
     if group is not Group.NONE or not launch.uses_agent_store or not is_local_address(launch.address):
         yield 0
@@ -335,7 +357,7 @@ def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether ``address`` belongs to this machine, by binding a socket to it."""
+    """Return whether ``address`` belongs to this machine, which is the case if a socket can be bound to it."""
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""Find what a task leaves behind in its rank: threads, processes, and changes of process-wide state."""
+"""Find the threads and processes that a task did not end, and the process-wide state that it changed in its rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ _STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 
 def find_leftovers() -> dict[str, str]:
-    """Return descriptions of the threads that keep this process alive and of its living child processes.
+    """Return descriptions of this process's non-daemon threads, except the main thread, and of its living children.
 
-    The keys (``thread 1234``, ``process 1234``) are stable between calls, so that two calls can be compared.
+    A thread or process has the same key (``thread 1234``, ``process 1234``) in every call, so that the results of two
+    calls can be compared.
     """
     return {**dict(iter_leftover_threads()), **dict(iter_leftover_processes())}
 
 
 def iter_leftover_threads() -> Iterator[tuple[str, str]]:
-    """Yield key and description (name and current line) of every non-daemon thread except the main thread."""
+    """Yield a key and a description for every non-daemon thread except the main thread.
+
+    The description contains the name of the thread and the line that it is executing.
+    """
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread is threading.main_thread() or thread.daemon or thread.ident not in frames:
@@ -41,13 +45,16 @@ def iter_leftover_threads() -> Iterator[tuple[str, str]]:
 
 
 def iter_leftover_processes() -> Iterator[tuple[str, str]]:
-    """Yield key and description (process id and command line) of every living child process. Linux only."""
+    """Yield a key and a description (process id, command line) for every living child process. Works on Linux only."""
     for pid, command_line in find_living_children().items():
         yield f"process {pid}", f"process {pid}, {command_line[:100]}"
 
 
 def find_living_children() -> dict[int, str]:
-    """Return the command lines of living child processes by process id, without the standard library's helpers."""
+    """Return the command lines of the living child processes, by process id.
+
+    Helper processes of Python's standard library are left out.
+    """
     command_lines = {int(pid): read_command_line(pid) for pid in list_child_pids()}
     return {
         pid: command_line
@@ -57,7 +64,7 @@ def find_living_children() -> dict[int, str]:
 
 
 def list_child_pids() -> list[str]:
-    """Return the process ids of the children of all threads of this process, ended ones included."""
+    """Return the process ids of the children of all threads of this process, including children that have ended."""
     pids: list[str] = []
     with suppress(OSError):
         for children_file in Path("/proc/self/task").glob("*/children"):
@@ -67,7 +74,7 @@ def list_child_pids() -> list[str]:
 
 
 def read_command_line(pid: str) -> str:
-    """Return the command line of a process; the empty string if it has ended or is a zombie."""
+    """Return the command line of a process; the empty string if the process has ended or is a zombie."""
     process = Path("/proc") / pid
     try:
         name, _, rest = process.joinpath("stat").read_text().partition("(")[2].rpartition(")")
@@ -80,7 +87,7 @@ def read_command_line(pid: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessFingerprint:
-    """The process-wide state that the next task in this process would see."""
+    """The process-wide state that a task can change and that the next task in this process would find."""
 
     environment: dict[str, str]
     directory: str
@@ -95,13 +102,13 @@ class ProcessFingerprint:
     daemon_threads: tuple[str, ...]
 
     def list_changes(self, other: ProcessFingerprint) -> list[str]:
-        """Return the names of the fields that differ from ``other``, with spaces for underscores."""
+        """Return the names of the fields in which ``self`` and ``other`` differ, with spaces for underscores."""
         names = [field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name)]
         return [name.replace("_", " ") for name in names]
 
 
 def take_fingerprint() -> ProcessFingerprint:
-    """Return this process's current state."""
+    """Return the current process-wide state of this process as a fingerprint."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return ProcessFingerprint(
         environment=environment,
@@ -119,7 +126,7 @@ def take_fingerprint() -> ProcessFingerprint:
 
 
 def working_directory() -> str:
-    """Return the working directory; ``(removed)`` if a test removed it."""
+    """Return the working directory, or ``(removed)`` if a test has removed the working directory."""
     try:
         return os.getcwd()
     except FileNotFoundError:

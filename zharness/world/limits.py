@@ -1,4 +1,4 @@
-"""The largest world size that this machine can start."""
+"""Compute the largest world size that this machine can start, from its memory and its resource limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that new processes can use: the machine's free memory or, if less, the rest of the cgroup's."""
+    """Return the smaller of the machine's free memory and the memory that the cgroup still allows, in bytes."""
     left = cgroup_memory_left()
     return free_memory() if left is None else min(free_memory(), left)
 
@@ -32,7 +32,10 @@ def free_memory() -> int:
 
 
 def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
-    """Return the bytes that the cgroup (version 2 or 1) still allows, with reclaimable caches; None if unlimited."""
+    """Return the bytes that this process's cgroup (version 1 or 2) still allows; None if it sets no limit.
+
+    Cached files count as free memory, because the kernel can reclaim them.
+    """
     version_1 = cgroup / "memory"
     for limit, used, stat in (
         (cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"),
@@ -47,9 +50,10 @@ def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
 
 
 def cached_file_bytes(stat_file: Path) -> int:
-    """Return the bytes of cached files in a cgroup's memory: counted as used, but reclaimed when memory runs short.
+    """Return the number of bytes of cached files in a cgroup's memory, from the cgroup's ``memory.stat`` file.
 
-    In version 1 the total counts include child cgroups, as the usage of version 1 does.
+    A cgroup counts cached files as used memory, although the kernel reclaims them when memory runs short. In version 1
+    this function returns the total over the child cgroups too, because the usage in version 1 includes them.
     """
     if not stat_file.exists():
         return 0
@@ -58,7 +62,7 @@ def cached_file_bytes(stat_file: Path) -> int:
 
 
 def largest_world_size() -> tuple[int, str]:
-    """Return the largest world size that this machine can start, and the name of the limit that sets it."""
+    """Return the largest world size that this machine can start, and the name of the limit that determines it."""
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # the hard limit: a rank server raises its own to it
     limits = {
@@ -84,6 +88,6 @@ def check_world_size(world_size: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit on open files to the hard limit: a rank server holds four for every rank."""
+    """Raise this process's soft limit on open files to the hard limit, because a rank server opens four per rank."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

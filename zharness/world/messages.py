@@ -1,4 +1,4 @@
-"""The messages between a rank and its server while a task runs."""
+"""Define the messages that a rank and its rank server exchange while a task runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class RankStatus(Enum):
-    """The state of a rank after a note: it continues, has failed, or has skipped the rest of the task."""
+    """The state that a rank reports in a note: the rank continues, has failed, or has skipped the rest of the task."""
 
     OK = "fine"
     FAILED = "failed"
@@ -16,9 +16,10 @@ class RankStatus(Enum):
 
 @dataclass(frozen=True)
 class RankNote:
-    """A report that a rank sends before its task has ended, such as that of one phase of a test.
+    """A report that a rank sends before its task has ended, such as the report of one phase of a test.
 
-    ``at_ns`` is CLOCK_MONOTONIC when the reported event happened, not when it was sent. ``payload`` is pickled.
+    ``at_ns`` is the time at which the reported event happened, in nanoseconds of CLOCK_MONOTONIC. ``payload`` is the
+    pickled content of the report.
     """
 
     rank: int
@@ -29,10 +30,10 @@ class RankNote:
 
 @dataclass(frozen=True)
 class ExchangeRequest:
-    """A rank's value for an exchange; the rank waits until every rank has sent one.
+    """A rank's request to exchange a value with the other ranks; the rank waits until every rank has sent its request.
 
-    ``ordinal`` counts this rank's exchanges, ``operation`` names the function that it called, ``call_site`` is the file
-    and line of the call.
+    ``ordinal`` is the number of the exchange on this rank, counted from 1. ``operation`` is the name of the function
+    that the rank called, ``call_site`` the file and line of that call, and ``value`` the pickled value.
     """
 
     rank: int
@@ -44,10 +45,11 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class CollectiveAnnouncement:
-    """A collective that a rank is about to enter.
+    """A rank's announcement of the collective that it is about to enter.
 
-    ``ordinal`` counts this rank's collectives, ``at_ns`` is CLOCK_MONOTONIC, ``operation`` is the collective's name,
-    dtype and shape.
+    ``ordinal`` is the number of the collective on this rank, counted from 1. ``at_ns`` is the time of the announcement
+    in nanoseconds of CLOCK_MONOTONIC. ``operation`` contains the collective's name, dtype and shape, and ``call_site``
+    is the file and line of the call.
     """
 
     rank: int
@@ -59,7 +61,7 @@ class CollectiveAnnouncement:
 
 @dataclass(frozen=True)
 class DeadlineHold:
-    """Suspends the deadline while a debugger holds the rank; an empty ``reason`` resumes it."""
+    """A request to suspend the deadline while ``rank`` is in a debugger; with an empty ``reason``, to resume it."""
 
     rank: int
     reason: str
@@ -67,9 +69,10 @@ class DeadlineHold:
 
 @dataclass(frozen=True)
 class ExchangeResult:
-    """The server's answer to a complete exchange: every rank's value, in rank order.
+    """The server's answer to an exchange for which every rank sent a value: all values, in rank order.
 
-    ``ordinal`` is that of the rank's request: a rank skips the answer to an exchange that an exception interrupted.
+    ``ordinal`` is the number in the rank's request. By this number, a rank recognizes and ignores an answer to an
+    earlier exchange that an exception interrupted.
     """
 
     ordinal: int
@@ -78,7 +81,7 @@ class ExchangeResult:
 
 @dataclass(frozen=True)
 class ExchangeFailure:
-    """The server's answer to an exchange that cannot be completed, with the reason."""
+    """The server's answer to an exchange that cannot be completed; ``reason`` says why."""
 
     ordinal: int
     reason: str
@@ -86,7 +89,7 @@ class ExchangeFailure:
 
 @dataclass(frozen=True)
 class ExchangeMismatch:
-    """The server's answer when ranks called different exchange functions; ``reason`` names the calls."""
+    """The server's answer to an exchange for which the ranks called different functions; ``reason`` names the calls."""
 
     ordinal: int
     reason: str
@@ -97,4 +100,4 @@ ExchangeAnswer = ExchangeResult | ExchangeFailure | ExchangeMismatch
 
 @dataclass(frozen=True)
 class ShutdownMessage:
-    """The last message to a rank or a witness: it has no more tasks and has to end."""
+    """The last message to a rank, or to the witness process that watches a rank: the receiver has to end."""

@@ -1,4 +1,4 @@
-"""End the processes that a rank leaves behind, and end a child when its parent ends."""
+"""Kill the processes that a rank has started and not ended, and make a child process end when its parent ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
     """Make the kernel send ``signal_number`` to this process when its parent ends for any reason.
 
-    Exits at once if ``parent_pid`` is no longer the parent. Linux only; elsewhere it does nothing, and a rank ends when
-    it finds its control pipe closed.
+    If ``parent_pid`` is no longer the parent, this process exits at once. On systems other than Linux the function does
+    nothing; there, a rank ends when it finds its control pipe closed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -29,15 +29,15 @@ def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGK
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphaned descendants, so that it can wait for them. Linux only."""
+    """Make this process the parent of its orphaned descendants, so that it can wait for their end; Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_orphans(spared_pids: Collection[int | None]) -> None:
-    """Kill and reap all children of this process except ``spared_pids``, also those in sessions of their own.
+    """Kill and reap all children of this process except ``spared_pids``, even children that run in their own sessions.
 
-    The children of a killed process become children of this one, so it repeats until none are left.
+    The children of a killed process become children of this process, so the function repeats until none are left.
     """
     while orphans := [pid for pid in find_living_children() if pid not in spared_pids]:
         for pid in orphans:
@@ -47,7 +47,7 @@ def kill_orphans(spared_pids: Collection[int | None]) -> None:
 
 
 def kill_process_group(leader_pid: int) -> None:
-    """Kill the remaining processes of a rank's process group and reap those that this process has adopted."""
+    """Kill the remaining processes of a rank's process group, and reap those that are children of this process."""
     try:
         os.killpg(leader_pid, signal.SIGKILL)
         while True:

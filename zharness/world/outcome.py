@@ -1,4 +1,4 @@
-"""How each rank of a group ended, and which rank's end caused the others."""
+"""Describe how each rank of a group ended, and determine which rank's failure caused the failures of the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.world.messages import RankNote, RankStatus
 
 
 class RankEnd(Enum):
-    """The ways in which a rank ends; the value continues a sentence that begins with "rank 1 "."""
+    """The ways in which a rank can end. The value of each member completes a sentence that begins with "rank 1"."""
 
     RETURNED = "returned"
     RAISED = "raised"
@@ -34,7 +34,10 @@ OUTPUT_TAIL_CHARS = 4000  # characters of a rank's output in a description
 
 @dataclass(frozen=True)
 class CapturedOutput:
-    """The text that a rank wrote to ``stream`` ("stdout" or "stderr") during ``phase``, without the middle if long."""
+    """The text that a rank wrote to ``stream`` ("stdout" or "stderr") during the test phase ``phase``.
+
+    If the text was too long, its middle is missing.
+    """
 
     phase: str
     stream: str
@@ -43,14 +46,15 @@ class CapturedOutput:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended its task.
+    """The outcome of a task on one rank: how the rank ended the task, and why.
 
-    ``at_ns`` is CLOCK_MONOTONIC, comparable between processes of one machine. ``cause`` explains ``end`` in a sentence.
-    ``exception`` is the qualified class name of a raised exception, ``innermost_file`` the file of its innermost frame.
-    ``stack`` is the stack of a hung or stopped rank, ``site`` the collective in which it waited, if any. ``phase`` is
-    the test phase in which it ended. ``payload`` is the pickled return value. ``notes`` are the reports that it sent
-    before. ``leftovers`` describes the threads and processes that it did not end. ``imported_modules`` are the modules
-    of torch that the task was the first to import.
+    ``at_ns`` is the time of the end in nanoseconds of CLOCK_MONOTONIC, which processes of one machine can compare.
+    ``cause`` is a sentence that explains ``end``. ``exception`` is the qualified class name of the exception that the
+    task raised, and ``innermost_file`` is the file of the exception's innermost frame. ``stack`` is the stack of a rank
+    that hung or was stopped, and ``site`` is the collective in which that rank waited, if it did. ``phase`` is the test
+    phase in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
+    before the end. ``leftovers`` describes the threads and processes that the rank started and did not end.
+    ``imported_modules`` are the modules of torch that this task imported and that were not imported before.
     """
 
     rank: int
@@ -71,35 +75,39 @@ class RankOutcome:
 
     @property
     def output(self) -> str:
-        """Return the last ``OUTPUT_TAIL_CHARS`` characters that the rank printed, stream by stream."""
+        """Return the last ``OUTPUT_TAIL_CHARS`` characters of the rank's output; the streams are concatenated."""
         return "".join(part.text for part in self.captured_output)[-OUTPUT_TAIL_CHARS:].strip()
 
     @property
     def is_successful(self) -> bool:
-        """Return whether the rank returned and reported no failure before."""
+        """Return whether the rank's function returned and none of the rank's notes reported a failure."""
         return self.end is RankEnd.RETURNED and all(note.status is not RankStatus.FAILED for note in self.notes)
 
     @property
     def value(self) -> Any:
-        """Unpickle and return the return value of the rank's function. A rank of this session wrote the bytes."""
+        """Unpickle the return value of the rank's function. The bytes are safe: a rank of this session wrote them."""
         return pickle.loads(self.payload)  # noqa: S301 - see the docstring
 
     @property
     def precedence(self) -> int:
-        """Return a sort key: an end with a lower number is the cause of ends with higher ones, even if it came later.
+        """Return a sort key for finding the cause of a failure: the outcome with the lowest number is the cause.
 
-        A collective mismatch comes first, because it may make a peer abort.
+        This holds even if that outcome is not the earliest. A mismatch of collectives has the lowest number, because it
+        can make another rank abort.
         """
         return 0 if self.exception == MISMATCH_EXCEPTION else _CAUSE_PRECEDENCE[self.end]
 
     def describe(self) -> str:
-        """Return one sentence: the rank, how it ended, and the cause."""
+        """Return a sentence that names the rank, says how it ended and, if known, why."""
         return f"rank {self.rank} {self.end.value}" + (f": {self.cause}" if self.cause else "")
 
 
 @dataclass(frozen=True)
 class GroupOutcome:
-    """The ends of all ranks of one group, in rank order."""
+    """The outcomes of all ranks that ran one task, in rank order.
+
+    ``seconds`` is the duration of the task.
+    """
 
     ranks: tuple[RankOutcome, ...]
     seconds: float
@@ -107,26 +115,26 @@ class GroupOutcome:
 
     @property
     def failures(self) -> tuple[RankOutcome, ...]:
-        """Return the ranks that did not return, the cause first.
+        """Return the outcomes of the ranks whose function did not return, sorted so that the cause comes first.
 
-        Among hung ranks, one that waits in no collective comes first, because the others wait for it.
+        If several ranks hang, a rank that is not in a collective comes first, because the others are waiting for it.
         """
         failed = [outcome for outcome in self.ranks if outcome.end is not RankEnd.RETURNED]
         return tuple(sorted(failed, key=lambda outcome: (outcome.precedence, bool(outcome.site), outcome.at_ns)))
 
     @property
     def cause(self) -> RankOutcome | None:
-        """Return the rank whose end caused the others; None if every rank returned."""
+        """Return the outcome of the rank that made the other ranks fail; None if every rank's function returned."""
         return self.failures[0] if self.failures else None
 
     def values(self) -> list[Any]:
-        """Return every rank's return value, in rank order. Raises RanksFailed if a rank did not return."""
+        """Return the return values of all ranks, in rank order. Raises RanksFailed if a function did not return."""
         if self.failures:
             raise RanksFailed(self)
         return [outcome.value for outcome in self.ranks]
 
     def describe(self) -> str:
-        """Describe every failed rank, the cause first, with tracebacks, stacks and output."""
+        """Describe every failed rank, with traceback, stack and output; the rank that caused the failure is first."""
         blocks: dict[str, list[RankOutcome]] = {}
         for outcome in self.failures:
             details = [outcome.traceback, outcome.stack, outcome.output and f"output:\n{outcome.output}"]
@@ -137,7 +145,7 @@ class GroupOutcome:
 
 
 class RanksFailed(ZHarnessError):
-    """At least one rank did not return; ``outcome`` has every rank's end."""
+    """Raised when the function did not return on at least one rank; ``outcome`` contains the outcomes of all ranks."""
 
     def __init__(self, outcome: GroupOutcome) -> None:
         super().__init__(outcome.describe())
@@ -145,7 +153,7 @@ class RanksFailed(ZHarnessError):
 
 
 def signal_name(signal_number: int) -> str:
-    """Return the name of a signal: ``SIGSEGV`` for 11, ``signal 99`` for a number without a name."""
+    """Return the name of a signal, such as ``SIGSEGV`` for 11; if it has no name, return text such as ``signal 99``."""
     try:
         return signal.Signals(signal_number).name
     except ValueError:

@@ -1,4 +1,4 @@
-"""The rank teams of one server: forked for one task, or kept in a pool from one task to the next."""
+"""Run the tasks of one rank server on rank teams, which are forked for one task or kept in pools for several."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from zharness.world.team import RankTeam
 
 
 class RankPools:
-    """Runs every task on a rank team: a new one, or one kept in a pool.
+    """Runs tasks on rank teams. Each task runs on a new team or on a team that is kept in a pool.
 
-    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks.
+    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. ``echo`` also prints the ranks' output.
     """
 
     def __init__(self, scratch_dir: Path, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
@@ -36,7 +36,7 @@ class RankPools:
     def run(self, task: RankTask, client: Connection | None) -> GroupOutcome:
         """Run a task and return its outcome.
 
-        Raises CannotStart if the ranks cannot be forked, and the exceptions of ``TaskWatcher.wait_for_outcome``.
+        Raises CannotStart if the ranks cannot be forked, and passes on ClientGone and TaskCancelled.
         """
         task = replace(task, serial=next(self._serials))
         if task.isolation is Isolation.FRESH:
@@ -51,7 +51,10 @@ class RankPools:
         return outcome
 
     def _run_pooled(self, task: RankTask, client: Connection | None) -> GroupOutcome:
-        """Run a task on the pool's team; fork one if there is none. Keep the team only if every rank returned."""
+        """Run a task on the team of its pool, or on a new team if the pool has none; return the outcome.
+
+        The team is kept for further tasks only if the function returned on every rank.
+        """
         key = (task.pool, task.world_size)
         team = self._teams.pop(key, None)
         previous_outcome = None
@@ -76,10 +79,10 @@ class RankPools:
                 self._close_team(team)
 
     def import_rank_modules(self) -> None:
-        """Import the modules of torch that the last ranks imported, so that the next ranks inherit them.
+        """Import the modules of torch that the last task's ranks imported, so that new ranks inherit them.
 
-        torch loads some 800 modules at the first optimizer, DTensor or transform, which takes a second. Without this
-        import, every new rank would spend that second.
+        torch imports about 800 modules when the first optimizer, DTensor or transform is used, which takes a second.
+        Without this method, every new rank would need that second.
         """
         names, self._modules_to_import = self._modules_to_import, ()
         for name in names:
@@ -90,19 +93,19 @@ class RankPools:
             freeze_garbage_collector()
 
     def close_pool(self, request: ClosePoolRequest, client: Connection | None) -> GroupOutcome | None:
-        """End one pool's team and return how its ranks ended; None if there is no such pool."""
+        """End the team of one pool, and return how its ranks ended; None if the pool does not exist."""
         team = self._teams.pop((request.pool, request.world_size), None)
         return None if team is None else self._close_and_judge(team, request.world_size, client)
 
     def _close_and_judge(self, team: RankTeam, world_size: int, client: Connection | None) -> GroupOutcome:
-        """End a team of idle ranks and return how they ended, including ranks that died while idle."""
+        """End a team whose ranks are idle, and return how each rank ended, even if it died while it was idle."""
         try:
             return TaskWatcher(team, RankTask(_no_op, world_size=world_size), client).shut_down_idle_ranks()
         finally:
             self._close_team(team)
 
     def _close_team(self, team: RankTeam) -> None:
-        """End a team and the processes that its ranks started; this process has adopted those as orphans."""
+        """End a team, and kill the processes that its ranks started, which are children of this process after that."""
         team.close()
         kill_orphans({member.process.pid for other in self._teams.values() for member in other.members})
 
@@ -114,13 +117,14 @@ class RankPools:
 
 
 def freeze_garbage_collector() -> None:
-    """Exclude all current objects from garbage collection.
+    """Exclude all current objects from garbage collection, so that forked ranks continue to share their memory.
 
-    Forked ranks share this process's memory until they write to it, and a collection writes to every object it visits.
+    A forked rank shares a page of memory with this process until one of them writes to the page, and a garbage
+    collection writes to every object that it visits.
     """
     gc.collect()
     gc.freeze()
 
 
 def _no_op() -> None:
-    """Do nothing, as the function of a task that only ends its ranks."""
+    """Do nothing; this is the function of a task that is only used to end its ranks."""

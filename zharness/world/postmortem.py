@@ -1,4 +1,4 @@
-"""Explain why a rank's process ended or hangs: exit status, signal, out of memory, waiting collective."""
+"""Explain why a rank's process ended (exit status, signal, out of memory) or why it hangs (a waiting collective)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OOM_COUNTER_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/mem
 
 
 def count_oom_kills() -> int:
-    """Return the kernel's count of out-of-memory kills so far; 0 if it publishes none."""
+    """Return how many processes the kernel has killed for lack of memory so far; 0 if the kernel publishes no count."""
     for path in _OOM_COUNTER_FILES:
         try:
             match = _OOM_KILL_COUNT.search(Path(path).read_text())
@@ -39,10 +39,11 @@ def count_oom_kills() -> int:
 
 
 def judge_exit(member: TeamMember, outcome: RankOutcome | None, pipe_fault: str, oom_kills_before: int) -> RankOutcome:
-    """Return a dead rank's outcome: the one that it reported, unless its process then ended with an error.
+    """Return the outcome of a rank whose process has ended.
 
-    ``outcome`` is the reported one, if any; ``pipe_fault`` says how the rank broke its control pipe, or is empty;
-    ``oom_kills_before`` is the kernel's count of out-of-memory kills when the task began.
+    ``outcome`` is the outcome that the rank reported, or None. It is returned unchanged, unless the rank reported that
+    its function returned and its process then ended with an error. ``pipe_fault`` describes how the rank broke its
+    control pipe, or is empty. ``oom_kills_before`` is the result of ``count_oom_kills`` when the task began.
     """
     code = member.process.exitcode
     assert code is not None, "judge_exit called on a process that has not ended"
@@ -62,9 +63,10 @@ def judge_exit(member: TeamMember, outcome: RankOutcome | None, pipe_fault: str,
 
 
 def explain_kill(signal_number: int, oom_kills_before: int) -> str:
-    """Explain the signal that killed a rank: SIGUSR1 without a handler, or SIGKILL of the out-of-memory killer.
+    """Explain the signal that killed a rank; return text to append to the cause, or the empty string.
 
-    Returns text to append to the cause; the empty string for any other signal.
+    The function explains two signals: SIGUSR1, if the test removed the handler for it, and SIGKILL, if the kernel's
+    out-of-memory killer sent it.
     """
     if signal_name(signal_number) == "SIGUSR1":
         return (
@@ -77,7 +79,10 @@ def explain_kill(signal_number: int, oom_kills_before: int) -> str:
 
 
 def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
-    """Explain why a rank did not finish within ``seconds``: the collective it waits in, else its innermost frame."""
+    """Explain why a rank did not end within ``seconds``: name the collective that it waits in, or its innermost frame.
+
+    ``stack`` is the stack that the rank dumped. ``has_returned`` says whether the rank's function had returned already.
+    """
     if has_returned:
         return f"its function had returned, but its process did not end within {seconds:g} s"
     if not stack.strip():
@@ -95,7 +100,11 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
 
 
 def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None) -> RankOutcome:
-    """Return the outcome with its cause replaced by ``mismatch``, or completed by the fatal-error stack on stderr."""
+    """Return the outcome with a more specific cause, if one is known.
+
+    If the rank called a collective that differs from a peer's, ``mismatch`` replaces the cause. If a signal killed the
+    rank, the innermost frame of the fatal-error dump on its stderr is added to the cause.
+    """
     if mismatch is not None and outcome.rank in mismatch.ranks:
         return replace(
             outcome, end=RankEnd.RAISED, cause=mismatch.message, exception=MISMATCH_EXCEPTION, at_ns=mismatch.at_ns

@@ -1,4 +1,4 @@
-"""Find out how a launched rank's process ended, from /proc or from faulthandler's dump."""
+"""Find out how the process of a rank that torchrun started has ended, from /proc or from faulthandler's dump."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ PROCESS_GONE_CAUSE = "its process has ended, and only torchrun has its exit stat
 
 
 def read_process_end(pid: int) -> tuple[RankEnd, str] | None:
-    """Return how a process ended (signal or exit status) from /proc; None once its parent has reaped it. Linux only."""
+    """Read from /proc how a process ended: by a signal or with an exit status. Linux only.
+
+    Returns None if the parent has already reaped the process, after which /proc has no entry for it.
+    """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
     except (OSError, ValueError, IndexError):
@@ -37,7 +40,7 @@ _FATAL_SIGNALS = {
 
 
 def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
-    """Return the signal named in a fatal-error dump; EXITED with ``PROCESS_GONE_CAUSE`` if it names none."""
+    """Return SIGNALLED and the signal that faulthandler's dump names; else EXITED and ``PROCESS_GONE_CAUSE``."""
     name = dump.rpartition(f"{FATAL_ERROR_PREFIX}: ")[2].partition("\n")[0].replace("-", " ")
     return (
         (RankEnd.SIGNALLED, _FATAL_SIGNALS[name].name)
@@ -47,7 +50,7 @@ def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether the process is running; False for a zombie."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Tell a slow build from a hung one by processor time: a build computes, waiting for a stale lock does not."""
+"""Distinguish slow builds from hung ones by CPU time: compiling uses CPU time, waiting for a stale lock does not."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ MIN_CPU_SECONDS = 0.5  # processor time, all ranks together, that is more than p
 
 
 class ProgressMonitor:
-    """The last time at which process groups made progress, and the processor time that they had used by then."""
+    """Measures whether process groups make progress, by the growth of the CPU time that they have used."""
 
     def __init__(self) -> None:
         self._last_progress = -math.inf
         self._cpu_seconds = -math.inf
 
     def is_progressing(self, process_groups: Collection[int]) -> bool:
-        """Return whether the groups computed within the last ``MAX_IDLE_SECONDS``; True at first and without /proc."""
+        """Return whether the groups used CPU time within the last ``MAX_IDLE_SECONDS``.
+
+        The first call returns True, and so does every call on a system without /proc.
+        """
         now, used = time.monotonic(), processor_seconds(process_groups)
         if used is None or used >= self._cpu_seconds + MIN_CPU_SECONDS:
             self._last_progress, self._cpu_seconds = now, used or 0.0
@@ -28,7 +31,7 @@ class ProgressMonitor:
 
 
 def processor_seconds(process_groups: Collection[int]) -> float | None:
-    """Return the processor seconds of the groups' living processes and their reaped children; None without /proc."""
+    """Return the CPU seconds of the groups' living processes and of their reaped children; None without /proc."""
     if not Path("/proc/self/stat").exists():
         return None
     ticks = 0

@@ -1,4 +1,4 @@
-"""One forked rank, from its fork to its exit."""
+"""Implement the process of a rank that a rank server forked: set it up, run its tasks, and exit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 
 @dataclass(frozen=True)
 class RankSlot:
-    """A rank's number, world size, scratch directory (shared by its group) and the process id of its server."""
+    """The settings of a forked rank: number, world size, process id of its server, and scratch directory.
+
+    All ranks that were forked together share the scratch directory.
+    """
 
     rank: int
     world_size: int
@@ -62,7 +65,7 @@ class RankSlot:
 
 @dataclass(frozen=True)
 class RankPipes:
-    """A rank's ends of its pipes: the control connection, and the descriptors of standard output and error."""
+    """A rank's ends of its pipes to the server: the control pipe, and the descriptors for standard output and error."""
 
     control: Connection
     out: int
@@ -70,12 +73,15 @@ class RankPipes:
 
 
 def get_stack_path(scratch_dir: Path, rank: int) -> Path:
-    """Return the file into which a rank writes its stacks on SIGUSR1."""
+    """Return the path of the file into which ``rank`` writes its stacks when it receives SIGUSR1."""
     return scratch_dir / f"stack.{rank}"
 
 
 class ServerChannel:
-    """A rank's connection to its server. Any thread may send; only the thread that runs the task may receive."""
+    """The connection of a rank to its rank server.
+
+    Any thread may send messages; only the thread that runs the task may receive them.
+    """
 
     def __init__(self, slot: RankSlot, pipes: RankPipes) -> None:
         self._slot = slot
@@ -86,7 +92,7 @@ class ServerChannel:
         self._pid = os.getpid()
 
     def send(self, message: object) -> None:
-        """Send a message. In a forked child of the rank, end the child instead."""
+        """Send a message to the server. If this process is a forked child of the rank, end the process instead."""
         if os.getpid() != self._pid:
             # A child that a test forked and let return would report in its parent's name.
             os.write(2, b"a forked child of a rank returned from the test; it was ended\n")
@@ -95,19 +101,19 @@ class ServerChannel:
             self._pipes.control.send(message)
 
     def receive(self) -> Any:
-        """Wait for the server's next message and return it."""
+        """Wait for the next message of the server, and return the message."""
         return self._pipes.control.recv()
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send a note before the task has ended; ``payload`` is pickled."""
+        """Send a note, which is a report before the end of the task. The method pickles ``payload``."""
         self.send(RankNote(self._slot.rank, at_ns, status, pickle.dumps(payload)))
 
     def hold(self, reason: str) -> None:
-        """Suspend the deadline while a debugger holds this rank; with the empty reason, resume it."""
+        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
         self.send(DeadlineHold(self._slot.rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
-        """Implement ``RankChannel.exchange`` through the server."""
+        """Exchange ``value`` with the other ranks through the server; see ``RankChannel.exchange``."""
         self._exchange_count += 1
         self.send(ExchangeRequest(self._slot.rank, self._exchange_count, operation, call_site, value))
         while True:
@@ -125,25 +131,25 @@ class ServerChannel:
             )
 
     def receive_task(self) -> RankTask | ShutdownMessage:
-        """Return the server's next task or its shutdown message; drop answers to an interrupted exchange."""
+        """Return the server's next task or its shutdown message; ignore answers to an exchange that was interrupted."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
         assert isinstance(message, (RankTask, ShutdownMessage)), f"unexpected message of the rank server: {message!r}"
         return message
 
     def announce(self, operation: str, call_site: str) -> None:
-        """Implement ``RankChannel.announce`` through the server."""
+        """Report the next collective of this rank to the server; see ``RankChannel.announce``."""
         self._announcement_count += 1
         self.send(
             CollectiveAnnouncement(self._slot.rank, self._announcement_count, time.monotonic_ns(), operation, call_site)
         )
 
     def reset_announcement_count(self) -> None:
-        """Restart the numbering of announced collectives at 1."""
+        """Reset the number of announced collectives, so that the next one has the number 1."""
         self._announcement_count = 0
 
     def label(self, phase: str) -> None:
-        """Mark both output streams: what is printed from now on belongs to ``phase``."""
+        """Write a marker into both output streams; the server assigns the output that follows to ``phase``."""
         flush_streams()
         for stream in (self._pipes.out, self._pipes.err):
             try:
@@ -155,7 +161,10 @@ class ServerChannel:
 def run_rank(
     slot: RankSlot, pipes: RankPipes, task: RankTask, inherited_function: Callable[..., Any] | None
 ) -> NoReturn:
-    """Set up this forked process as a rank; run ``task`` and all further tasks until the shutdown. Never returns."""
+    """Set up this forked process as a rank, and run ``task`` and all further tasks until the shutdown message.
+
+    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. This function never returns.
+    """
     os.setpgid(0, 0)  # so that children that the rank leaves behind can be killed with its process group
     die_with_parent(slot.server_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
@@ -190,7 +199,7 @@ def run_rank(
 
 
 def exit_rank() -> NoReturn:
-    """Destroy the process group, run the registered exit functions and end with status 0."""
+    """Destroy the process group, run the registered exit functions and exit with status 0."""
     if dist.is_initialized():
         dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -199,7 +208,7 @@ def exit_rank() -> NoReturn:
 
 
 def flush_streams() -> None:
-    """Flush sys.stdout and sys.stderr, unless a test closed or replaced them."""
+    """Flush sys.stdout and sys.stderr; ignore a stream that a test has closed or replaced."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -208,7 +217,7 @@ def flush_streams() -> None:
 
 
 def redirect_streams(pipes: RankPipes) -> None:
-    """Redirect file descriptors 1 and 2, including the output of C code, into the rank's pipes."""
+    """Redirect file descriptors 1 and 2 into the rank's pipes, so that the pipes also receive the output of C code."""
     flush_streams()
     os.dup2(pipes.out, 1)
     os.dup2(pipes.err, 2)
@@ -217,7 +226,7 @@ def redirect_streams(pipes: RankPipes) -> None:
 
 
 def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., Any] | None) -> RankOutcome:
-    """Run a task on this rank and return its outcome; any exception, SystemExit included, becomes part of it."""
+    """Run a task on this rank and return the outcome, which includes any exception that was raised, even SystemExit."""
     modules_before = set(sys.modules)
     try:
         form_group(task, slot)
@@ -240,16 +249,22 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
 
 
 def find_new_torch_modules(modules_before: set[str]) -> tuple[str, ...]:
-    """Return the names of torch's loaded modules that are not in ``modules_before``."""
+    """Return the names of the imported modules of torch that are not in ``modules_before``."""
     return tuple(name for name in list(sys.modules) if name not in modules_before and name.startswith("torch."))
 
 
 def inherited_function_placeholder() -> None:
-    """Stand for the function that the server inherited by its fork, which therefore needs no pickling."""
+    """Do nothing; in a task, this function is a placeholder for the function that the server inherited by its fork.
+
+    The ranks replace the placeholder by the inherited function, which therefore is never pickled.
+    """
 
 
 def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
-    """Return the outcome of a rank whose function raised ``error``, which is described by strings to allow pickling."""
+    """Return the outcome of a rank whose function raised ``error``.
+
+    The outcome contains the exception as strings, so that it can be pickled.
+    """
     at_ns = time.monotonic_ns()
     frames = traceback.extract_tb(error.__traceback__)
     message = str(error).strip() or "(no message)"
@@ -265,7 +280,7 @@ def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
 
 
 def set_launcher_variables(slot: RankSlot) -> None:
-    """Set the environment variables that torchrun sets."""
+    """Set the environment variables that torchrun would set, and make gloo use the loopback interface."""
     os.environ.update(
         RANK=str(slot.rank),
         LOCAL_RANK=str(slot.rank),
@@ -279,9 +294,10 @@ def set_launcher_variables(slot: RankSlot) -> None:
 
 
 def form_group(task: RankTask, slot: RankSlot) -> None:
-    """Form the default process group that a task requires, or reuse or destroy the previous task's group.
+    """Give this rank the default process group that ``task`` requires: a new one, the previous task's, or none.
 
-    gloo uses the loopback interface. Every rank has ended the previous task, so destroying its group does not block.
+    The previous task's group is destroyed unless it is reused. Destroying it does not block, because every rank has
+    ended the previous task.
     """
     if task.isolation is Isolation.EXISTING_POOL:
         return  # the task tears down fixtures: it runs with the group that the rank has, even if ranks differ
@@ -306,7 +322,11 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:
-    """Return torch's debug level: TORCH_DISTRIBUTED_DEBUG if set, else DETAIL if collectives are checked, else OFF."""
+    """Return torch's debug level for a task.
+
+    It is the value of TORCH_DISTRIBUTED_DEBUG if that variable is set, else DETAIL if the task's collectives are
+    compared across the ranks, else OFF.
+    """
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
         set_debug_level_from_env()
         return get_debug_level()
@@ -315,14 +335,15 @@ def choose_debug_level(task: RankTask) -> DebugLevel:
 
 
 def is_gpu_requested() -> bool:
-    """Return whether ``ZHARNESS_DEVICE`` is ``cuda``; does not initialise CUDA."""
+    """Return whether the environment variable ``ZHARNESS_DEVICE`` is ``cuda``. Does not initialize CUDA."""
     return os.environ.get("ZHARNESS_DEVICE", "cpu") == "cuda"
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators; without GPUs only the CPU generator.
+    """Seed torch's random generators; if no GPU is used, seed only the CPU generator.
 
-    torch.manual_seed also queues a call, with a captured stack, for every unused device type, which takes 1 ms.
+    ``torch.manual_seed`` is not called without a GPU, because it takes 1 ms: for every unused device type it captures a
+    stack and queues a call.
     """
     if is_gpu_requested() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.manual_seed(seed)
@@ -331,9 +352,10 @@ def seed_torch(seed: int) -> None:
 
 
 def rank_device(rank: int, world_size: int) -> torch.device:
-    """Return the rank's device and make it current: with ``ZHARNESS_DEVICE=cuda`` one GPU per rank, else the CPU.
+    """Return the device of ``rank``, and make it torch's current device if it is a GPU.
 
-    A variable decides, because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
+    With ``ZHARNESS_DEVICE=cuda`` each rank uses one GPU, otherwise the CPU. An environment variable selects the device,
+    because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
     """
     if not is_gpu_requested():
         return torch.device("cpu")

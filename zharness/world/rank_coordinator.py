@@ -1,4 +1,4 @@
-"""Complete the exchanges of a group, and detect ranks that call different collectives."""
+"""Complete the exchanges of values between ranks, and detect ranks that call different collectives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from zharness.world.messages import (
 
 @dataclass(frozen=True)
 class MismatchedCollective:
-    """Two ranks that call different collectives.
+    """A pair of ranks that called different collectives at the same point.
 
-    ``at_ns`` is the earlier announcement, which is before any error that the mismatch causes in a peer.
+    ``at_ns`` is the time of the earlier of the two announcements. It precedes every error that the mismatch causes in
+    another rank.
     """
 
     ranks: tuple[int, int]
@@ -27,7 +28,7 @@ class MismatchedCollective:
 
 
 class RankCoordinator:
-    """The open exchange of one group, and its announced collectives that not every rank has reached."""
+    """Keeps the requests of the current exchange, and the collectives that some but not all ranks have announced."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -36,10 +37,10 @@ class RankCoordinator:
         self.mismatch: MismatchedCollective | None = None
 
     def add_exchange_request(self, request: ExchangeRequest) -> dict[int, ExchangeAnswer]:
-        """Add a rank's request; return the answers to send, by rank.
+        """Add a rank's request, and return the answers to send, by rank.
 
-        There are no answers until the last rank's request arrives. If two ranks called different functions, all waiting
-        ranks get an ExchangeMismatch at once.
+        The answers are empty until the last rank's request arrives. If two ranks called different functions, the method
+        immediately returns an ExchangeMismatch for every waiting rank.
         """
         self._requests[request.rank] = request  # replaces the request of an interrupted exchange
         other = next((earlier for earlier in self._requests.values() if earlier.operation != request.operation), None)
@@ -57,14 +58,14 @@ class RankCoordinator:
         return {rank: ExchangeResult(request.ordinal, values) for rank, request in waiting.items()}
 
     def abandon_exchange(self, reason: str) -> dict[int, ExchangeAnswer]:
-        """Fail the open exchange; return an ExchangeFailure for each rank that waits in it."""
+        """End the current exchange without a result; return an ExchangeFailure for each rank that waits in it."""
         waiting, self._requests = self._requests, {}
         return {rank: ExchangeFailure(request.ordinal, reason) for rank, request in waiting.items()}
 
     def add_announcement(self, announcement: CollectiveAnnouncement) -> bool:
-        """Add an announcement; return whether a peer announced another collective under the same number.
+        """Add an announcement, and return whether another rank announced a different collective under the same number.
 
-        If so, ``mismatch`` describes this pair of ranks. Later mismatches are ignored.
+        If one did, the attribute ``mismatch`` describes the pair of ranks. Later mismatches are ignored.
         """
         if self.mismatch:
             return False
@@ -85,10 +86,10 @@ class RankCoordinator:
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Return the message for two ranks that called different functions, given as (rank, function, call site)."""
+    """Return the message for two ranks that called different functions; each call is (rank, function, call site)."""
     return f"the ranks called different functions: {describe_calls(first, second)}"
 
 
 def describe_calls(*calls: tuple[int, str, str]) -> str:
-    """Return ``rank 0 calls exchange (test_x.py, line 7), ...`` for calls given as (rank, function, call site)."""
+    """Describe calls, given as (rank, function, call site): ``rank 0 calls exchange (test_x.py, line 7), ...``."""
     return ", ".join(f"rank {rank} calls {operation} ({call_site})" for rank, operation, call_site in calls)

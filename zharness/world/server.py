@@ -1,4 +1,4 @@
-"""The rank server: a process that is forked before any tensor operation and forks ranks."""
+"""Implement the rank server: a process that is forked before any tensor operation, and that forks ranks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from zharness.world.team import CannotStart, wait_for_end
 class RankEnvironment:
     """The settings that a rank server and its ranks have beyond those of the parent process.
 
-    ``search_path`` is prepended to sys.path (the folder of an engine release) and ``environment`` updates os.environ.
-    ``warm_up`` (``module``, or ``module:function`` without arguments) runs once before the first rank: it may import,
-    but a tensor operation would make the forked ranks hang in torch's thread pool. ``module`` is the package whose
-    release the first folder of ``search_path`` holds, or empty. ``echo`` also writes the ranks' output to standard
-    output, each line prefixed with the rank.
+    ``search_path`` is prepended to sys.path; its first folder may contain a release of an engine. ``module`` is the
+    package of that engine, or empty. ``environment`` updates os.environ. ``warm_up`` is a module that is imported, or a
+    function, written ``module:function``, that is called once before the first rank is forked. The warm-up may import
+    modules but must not run tensor operations, after which the forked ranks would hang in torch's thread pool. If
+    ``echo`` is True, the ranks' output is also written to standard output, each line prefixed with the rank.
     """
 
     search_path: tuple[str, ...] = ()
@@ -57,14 +57,14 @@ SHUTDOWN_TIMEOUT = 5.0  # seconds for a server to end its ranks before it is kil
 
 
 class RankServer:
-    """A handle on a rank server process. Use it as a context manager or call ``close``."""
+    """A handle on the process of a rank server. Use the handle as a context manager, or call ``close`` at the end."""
 
     def __init__(
         self, rank_environment: RankEnvironment | None = None, inherited_function: Callable[..., Any] | None = None
     ) -> None:
-        """Fork the server. ``inherited_function`` reaches the ranks by the fork, so it is never pickled.
+        """Fork the server. The ranks inherit ``inherited_function`` by the fork, so it is never pickled.
 
-        Raises UsageError if this process has initialised CUDA, which its forks could not use.
+        Raises UsageError if this process has initialized CUDA, because forked processes could not use CUDA then.
         """
         refuse_cuda()
         context = multiprocessing.get_context("fork")
@@ -103,7 +103,7 @@ class RankServer:
         timeout: float = 60.0,
         group: Group = Group.DEFAULT,
     ) -> GroupOutcome:
-        """Call ``function(*args)`` on ``world_size`` new ranks and return how each ended.
+        """Call ``function(*args)`` on ``world_size`` new ranks, and return how each rank ended.
 
         Raises UsageError if this machine cannot start so many ranks, WorldError if the server has died.
         """
@@ -111,11 +111,11 @@ class RankServer:
         return self.submit(RankTask(function, args, world_size, timeout, group))
 
     def call(self, *args: Any, **task_fields: Any) -> GroupOutcome:
-        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are fields of RankTask."""
+        """Call the inherited function with ``args`` on the ranks; ``task_fields`` are the other fields of the task."""
         return self.submit(RankTask(inherited_function_placeholder, args, **task_fields))
 
     def submit(self, task: RankTask) -> GroupOutcome:
-        """Run a task and return its outcome. An exception in this process meanwhile (Ctrl-C) ends the task's ranks.
+        """Run a task and return its outcome. If Ctrl-C interrupts this method, the task's ranks are ended.
 
         Raises WorldError if the ranks cannot be started or the server has died.
         """
@@ -125,7 +125,7 @@ class RankServer:
         raise WorldError(str(answer))
 
     def close_pool(self, pool: str, world_size: int) -> GroupOutcome | None:
-        """End the ranks of one pool and return how they ended; None if there is no such pool."""
+        """End the ranks of one pool with this world size, and return how they ended; None if no pool matches."""
         answer = self._request(ClosePoolRequest(pool, world_size))
         return answer if isinstance(answer, GroupOutcome) else None
 
@@ -143,7 +143,7 @@ class RankServer:
             raise
 
     def _cancel(self) -> None:
-        """Make the server end the running task after an interrupt; close the server if it does not answer."""
+        """Make the server end the ranks of the running task; close the server if it does not answer."""
         with suppress(Exception):  # the rest of a half-read answer may not unpickle
             self._pipe.send(CancelRequest())
             while self._pipe.poll(SHUTDOWN_TIMEOUT):
@@ -152,7 +152,7 @@ class RankServer:
         self.close()
 
     def pin_to_cores(self, cores: Collection[int]) -> None:
-        """Pin the server and the ranks that it forks from now on to ``cores``. An empty collection changes nothing."""
+        """Pin the server and the ranks that it forks from now on to ``cores``. Does nothing if ``cores`` is empty."""
         assert self._process.pid is not None, "a started process has a pid"
         pin_to_cores(cores, self._process.pid)
 
@@ -162,7 +162,7 @@ class RankServer:
         return self._process.exitcode is not None
 
     def close(self) -> None:
-        """End the server and its ranks. Does nothing in a fork of the process that created the handle."""
+        """End the server and its ranks. Does nothing in a process other than the one that created this handle."""
         if os.getpid() != self._owner_pid:
             return
         atexit.unregister(self.close)
@@ -190,10 +190,11 @@ def run(
     timeout: float = 60.0,
     group: Group = Group.DEFAULT,
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` new ranks and return their values, in rank order.
+    """Call ``function(*args)`` on ``world_size`` new ranks, and return their return values in rank order.
 
-    A server is forked for this call, so ``function`` may be a closure; the return values are pickled. Raises
-    RanksFailed if a rank does not return, UsageError if this machine cannot start so many ranks.
+    This call forks its own rank server, so ``function`` may be a closure. The return values have to be picklable.
+    Raises RanksFailed if the function does not return on some rank, UsageError if this machine cannot start so many
+    ranks.
     """
     check_world_size(world_size)
     with RankServer(inherited_function=partial(function, *args)) as server:
@@ -201,7 +202,7 @@ def run(
 
 
 def refuse_cuda(culprit: str = "") -> None:
-    """Raise UsageError if CUDA is initialised in this process. ``culprit`` names the code that initialised it."""
+    """Raise UsageError if CUDA is initialized in this process. ``culprit`` names the code that initialized CUDA."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UsageError(
             f"CUDA was initialised in this process{culprit and f' by {culprit}'}, so no rank can be forked from it; "
@@ -217,7 +218,7 @@ def run_server(
     scratch_dir: Path,
     parent_pid: int,
 ) -> None:
-    """Run the server: answer each request with its outcome, until SIGTERM arrives or the client closes its pipe."""
+    """Run the server process: answer requests until SIGTERM arrives or the client closes its pipe."""
     parent_pipe.close()  # with an open duplicate here, the client's death would not close the pipe
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -248,10 +249,10 @@ def run_server(
 
 
 def exit_server(scratch_dir: Path) -> NoReturn:
-    """End the ranks, remove the files and end this process, from within a signal handler.
+    """Kill the ranks, remove the server's files and exit. This function is called from a signal handler.
 
-    It does not raise SystemExit: an exception from a signal handler is lost inside callbacks that cannot raise, and a
-    module that is being imported may catch it.
+    The function calls ``os._exit`` instead of raising SystemExit, because an exception from a signal handler is lost in
+    callbacks that cannot raise, and a module that is being imported may catch it.
     """
     for child in multiprocessing.active_children():
         if child.pid is not None:
@@ -263,7 +264,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
-    """Apply the environment and run the warm-up before ranks are forked; return an error message, or "" if it works."""
+    """Apply ``rank_environment`` to this process and run its warm-up; return an error message, or "" on success."""
     problem = describe_shadowed_module(rank_environment)
     if problem:
         return problem
@@ -283,9 +284,9 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
 
 
 def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
-    """Return an error message if this process has imported another release of ``module``; else "".
+    """Return an error message if this process has already imported another release of the engine to be tested; else "".
 
-    The ranks would run that release in place of the one in ``search_path``.
+    The forked ranks would run the imported release instead of the release in ``search_path``.
     """
     imported = sys.modules.get(rank_environment.module)
     if imported is None or Path(getattr(imported, "__file__", None) or "").is_relative_to(
@@ -302,7 +303,7 @@ def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
 def handle_request(
     request: RankTask | ClosePoolRequest, pools: RankPools, client: Connection
 ) -> GroupOutcome | CancelRequest | str:
-    """Run a request on the pools and return its outcome, or an error message if it could not be run."""
+    """Run a request on the pools; return its outcome, or an error message if the request could not be run."""
     try:
         if isinstance(request, ClosePoolRequest):
             return pools.close_pool(request, client) or "no rank pool has this name and world size"

@@ -1,4 +1,4 @@
-"""Parse the stacks that faulthandler writes for a rank, and remove the frames of this harness."""
+"""Parse the stacks that faulthandler writes for a rank, and remove this harness's own frames from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUILD_PATHS = ("/torch/utils/cpp_extension.py", "/op_builder/", "<frozen import
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One frame of a stack."""
+    """One frame of a stack: the file, the line number and the name of the function."""
 
     file: str
     line: int
@@ -28,14 +28,15 @@ class StackFrame:
 
     @property
     def location(self) -> str:
-        """Return the file name and line: ``test_x.py, line 7``."""
+        """Return the file name without its folder, and the line, as in ``test_x.py, line 7``."""
         return f"{Path(self.file).name}, line {self.line}"
 
 
 def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
-    """Return the frames, innermost first, of the thread that took the signal: the main thread unless it blocks signals.
+    """Return the frames of the thread that received the signal, innermost first.
 
-    Frames of the harness and pytest, and those that called the rank's function, are left out.
+    This is the main thread, unless it blocks signals. Frames of the harness and of pytest are left out, and so are the
+    frames that called the rank's function.
     """
     threads = _THREAD.split(text)
     current = text.find("Current thread ")
@@ -46,7 +47,7 @@ def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
 
 
 def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
-    """Return the collective in which a rank waits and its call site, or the empty string."""
+    """Return the collective in which a rank waits, with the file and line of the call; else the empty string."""
     for at, frame in enumerate(frames):
         if not frame.file.endswith(_COLLECTIVES_FILE):
             continue
@@ -62,7 +63,7 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
 
 
 def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
-    """Return the innermost frame as text, followed by the innermost frame outside of the standard library."""
+    """Describe the innermost frame, followed by the innermost frame outside of the standard library if they differ."""
     if not frames:
         return ""
     inner = frames[0]
@@ -72,12 +73,12 @@ def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
 
 
 def is_building(frames: tuple[StackFrame, ...]) -> bool:
-    """Return whether the rank is compiling an engine's operators or importing a module for the first time."""
+    """Return whether ``frames`` show a rank that compiles an engine's operators or imports a module."""
     return any(part in frame.file for frame in frames for part in _BUILD_PATHS)
 
 
 def strip_harness_frames(text: str) -> str:
-    """Return stacks without the frames of the harness and pytest, and without faulthandler's list of modules."""
+    """Remove from stacks the frames of the harness and of pytest, and faulthandler's list of extension modules."""
     lines = []
     is_runner = False
     for line in text.splitlines():
@@ -102,7 +103,10 @@ _TASK_RUNNER_FILES = (
 
 
 def trim_stacks(text: str) -> str:
-    """Return a launched rank's stacks without the frames that ran its task, and without idle threads of the harness."""
+    """Remove from a rank's stacks the frames that ran its task, and the idle threads of the harness.
+
+    The function is for ranks that torchrun started.
+    """
     blocks: list[list[str]] = [[]]
     is_runner = False
     for line in text.splitlines():
@@ -116,12 +120,12 @@ def trim_stacks(text: str) -> str:
 
 
 def is_idle_thread(block: list[str]) -> bool:
-    """Return whether the lines are the stack of a thread that only waits, with no frames outside of the harness."""
+    """Return whether the lines are the stack of a thread of the harness that only waits."""
     frames = [line for line in block if line.startswith('  File "')]
     is_thread = bool(block) and is_thread_header(block[0])
     return is_thread and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)
 
 
 def is_thread_header(line: str) -> bool:
-    """Return whether the line is faulthandler's header of a thread's stack."""
+    """Return whether ``line`` is the header that faulthandler writes before the stack of a thread."""
     return line.startswith(("Thread ", "Current thread "))

@@ -1,7 +1,7 @@
-"""The key-value store of a torchrun launch, and a rank's channel through it.
+"""Connect to the key-value store of a torchrun launch, and exchange values between its ranks through the store.
 
-Every wait polls from Python: a wait inside torch's C++ code blocks signal handlers, and prints warnings when it times
-out.
+Every function that waits polls the store from Python, because a wait inside torch's C++ code blocks signal handlers and
+prints a warning when it times out.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ _never_set = threading.Event()  # its wait runs signal handlers, and works even 
 
 
 class CollectiveMismatch(ZHarnessError):
-    """Two ranks are about to call different collectives."""
+    """Raised on a rank that is about to call a collective that differs from the collective of another rank."""
 
 
 def pause(seconds: float) -> None:
-    """Sleep for ``seconds``; signal handlers run meanwhile."""
+    """Sleep for ``seconds``. Signal handlers run during the sleep."""
     _never_set.wait(seconds)
 
 
 class LaunchStore:
-    """Pickled values under keys that every rank can read. Not thread-safe: each thread opens its own connection."""
+    """A connection to the launch's key-value store, which contains pickled values that every rank can read.
+
+    The connection is not thread-safe, so each thread has to open its own.
+    """
 
     def __init__(self, launch: Launch, *, serve: bool = False) -> None:
-        """Connect to the store; with ``serve``, also run its server in this process if torchrun's agent runs none."""
+        """Connect to the store. With ``serve``, also run its server here, unless torchrun's agent runs it."""
         self.torch_store: Store = PrefixStore(f"zharness/{launch.restart_count}", connect_to_store(launch, serve=serve))
 
     def post(self, key: str, value: object) -> None:
@@ -52,16 +55,22 @@ class LaunchStore:
         self.post_bytes(key, pickle.dumps(value))
 
     def post_bytes(self, key: str, value: bytes) -> None:
-        """Store bytes under ``key``."""
+        """Store the bytes ``value`` under ``key``."""
         self.torch_store.set(key, value)  # type: ignore[arg-type]  # the stub declares str only
 
     def post_if_absent(self, key: str, value: object) -> Any:
-        """Store ``value`` unless ``key`` exists; return the value now stored. A rank of this launch wrote it."""
+        """Store ``value`` under ``key`` unless the key exists; return the value that is stored then.
+
+        Unpickling the stored value is safe, because a rank of this launch wrote it.
+        """
         stored = self.torch_store.compare_set(key, "", pickle.dumps(value))  # type: ignore[arg-type]  # as above
         return pickle.loads(stored)  # noqa: S301 - see the docstring
 
     def read_value(self, key: str) -> Any:
-        """Return the value under an existing key. A rank of this launch wrote it."""
+        """Return the value that is stored under ``key``, which has to exist.
+
+        Unpickling the stored value is safe, because a rank of this launch wrote it.
+        """
         return pickle.loads(self.torch_store.get(key))  # noqa: S301 - see the docstring
 
     def has_keys(self, *keys: str) -> bool:
@@ -69,16 +78,19 @@ class LaunchStore:
         return self.torch_store.check(list(keys))
 
     def add_to_counter(self, key: str, amount: int = 1) -> int:
-        """Add ``amount`` to a counter and return its new value."""
+        """Add ``amount`` to the counter that is stored under ``key``, and return the new value."""
         return self.torch_store.add(key, amount)
 
     def delete_keys(self, *keys: str) -> None:
-        """Delete keys, so that the store does not grow during a session."""
+        """Delete ``keys`` from the store, so that the store does not grow during a test session."""
         for key in keys:
             self.torch_store.delete_key(key)
 
     def wait_for_keys(self, keys: Sequence[str], should_stop: Callable[[float], bool] = lambda _: False) -> bool:
-        """Wait until all ``keys`` exist; return False if ``should_stop(seconds waited)`` becomes true before."""
+        """Wait until all ``keys`` exist, and return True.
+
+        Returns False if ``should_stop``, which is called with the seconds waited so far, returns True first.
+        """
         started_at, interval = time.monotonic(), MIN_POLL_SECONDS
         while not self.has_keys(*keys):
             if should_stop(time.monotonic() - started_at):
@@ -89,7 +101,10 @@ class LaunchStore:
 
 
 def connect_to_store(launch: Launch, *, serve: bool) -> TCPStore:
-    """Return a new connection to the launch's store; with ``serve``, run its server if torchrun's agent runs none."""
+    """Return a new connection to the launch's store.
+
+    With ``serve``, also run the server of the store in this process, unless torchrun's agent runs it.
+    """
     serve = serve and not launch.uses_agent_store
     return TCPStore(
         launch.address,
@@ -103,9 +118,10 @@ def connect_to_store(launch: Launch, *, serve: bool) -> TCPStore:
 
 
 class StoreChannel:
-    """A rank's channel during one task: to its peers through the store, to its own witness through a pipe.
+    """The channel of a rank of a torchrun launch during one task.
 
-    ``scratch_dir`` is the rank's private directory, which its witness removes.
+    The channel reaches the other ranks through the store, and the rank's witness through a pipe. ``serial`` is the
+    serial number of the task. ``scratch_dir`` is the rank's private directory, which the witness removes.
     """
 
     def __init__(
@@ -122,20 +138,20 @@ class StoreChannel:
         self.has_left = False  # whether this rank enters no further collective of the task: it failed or skipped
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send a note before the task has ended; ``payload`` is pickled."""
+        """Send the witness a note, which is a report before the end of the task. The method pickles ``payload``."""
         self.has_left = self.has_left or status is not RankStatus.OK
         self._witness_pipe.send(RankNote(self._rank, at_ns, status, pickle.dumps(payload)))
 
     def label(self, phase: str) -> None:
-        """Report the phase that this rank enters."""
+        """Report to the witness that this rank enters the test phase ``phase``."""
         self._witness_pipe.send(phase)
 
     def hold(self, reason: str) -> None:
-        """Suspend the deadline while a debugger holds this rank; with the empty reason, resume it."""
+        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
         self._witness_pipe.send(DeadlineHold(self._rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
-        """Implement ``RankChannel.exchange`` through the store."""
+        """Exchange ``value`` with the other ranks through the store; see ``RankChannel.exchange``."""
         self._exchange_count += 1
         key = f"{self._prefix}/exchange/{self._exchange_count}"
         self._store.post_bytes(f"{key}/{self._rank}", pickle.dumps((self._rank, operation, call_site, value)))
@@ -169,10 +185,10 @@ class StoreChannel:
             self._store.delete_keys(key, f"{key}/seen")
 
     def delete_last_exchange(self) -> None:
-        """Delete this rank's last exchanged value from the store, once every peer has ended the task."""
+        """Delete this rank's last exchanged value from the store. Call this once every peer has ended the task."""
         self._store.delete_keys(f"{self._prefix}/exchange/{self._exchange_count}/{self._rank}")
 
 
 def rank_outcome_key(prefix: str, rank: int) -> str:
-    """Return the key under which the witness of ``rank`` posts the rank's outcome of a task."""
+    """Return the key under which the witness of ``rank`` posts the rank's outcome of the task whose prefix is given."""
     return f"{prefix}/ended/{rank}"

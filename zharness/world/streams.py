@@ -1,4 +1,4 @@
-"""Collect the output of ranks from their pipes: bounded in size, split by phase, optionally echoed line by line."""
+"""Collect the output of ranks from their pipes, limit its size, split it by test phase and, if requested, echo it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _MAX_LINE_CHARS = 1 << 16  # a longer line is echoed in pieces
 
 
 def phase_marker(phase: str) -> bytes:
-    """Return the bytes that mark the beginning of ``phase`` in a stream."""
+    """Return the bytes that a rank writes into its output streams to mark the beginning of the test phase ``phase``."""
     return b"\x00\x1ezharness:" + phase.encode() + b"\x00"
 
 
 @dataclass
 class TruncatedOutput:
-    """The beginning and the end of a long output, and the number of bytes dropped between them."""
+    """An output of which only the beginning and the end are kept, with the number of bytes dropped in between."""
 
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
     dropped_bytes: int = 0
 
     def add(self, data: bytes) -> None:
-        """Append ``data``; drop bytes from the middle when the output is too long."""
+        """Append ``data`` to the output; drop bytes from the middle when the output becomes too long."""
         room = HEAD_BYTES - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -45,7 +45,7 @@ class TruncatedOutput:
             del self.tail[:-TAIL_BYTES]
 
     def text(self) -> str:
-        """Return the decoded output; a line in its middle states how many bytes were left out."""
+        """Return the output as text. If bytes were dropped, a line in the middle states how many."""
         head, tail, dropped = bytes(self.head), bytes(self.tail), self.dropped_bytes
         if len(tail) > TAIL_BYTES:
             dropped += len(tail) - TAIL_BYTES
@@ -55,7 +55,10 @@ class TruncatedOutput:
 
 
 class RankStream:
-    """One output stream of one rank: the reading end of its pipe, and the output read so far by phase."""
+    """One output stream of one rank: the reading end of the rank's pipe, and the output read so far in each test phase.
+
+    ``echo`` is a function that is called with each complete line, or None.
+    """
 
     def __init__(self, name: str, descriptor: int, echo: Callable[[str], None] | None) -> None:
         self.name = name
@@ -69,7 +72,7 @@ class RankStream:
         os.set_blocking(descriptor, False)
 
     def read_available(self) -> bool:
-        """Read the available output once; return False at the end of the stream."""
+        """Read the output that is available now, in one read; return False at the end of the stream."""
         try:
             data = os.read(self.descriptor, READ_BYTES)
         except BlockingIOError:
@@ -81,7 +84,7 @@ class RankStream:
         return bool(data)
 
     def drain(self) -> None:
-        """Read until the pipe is empty, in at most 8 reads, so that a rank that keeps printing cannot block it."""
+        """Read until the pipe is empty, but at most 8 times: a rank that keeps printing must not block the caller."""
         for _ in range(8):
             try:
                 data = os.read(self.descriptor, READ_BYTES)
@@ -92,7 +95,7 @@ class RankStream:
             self._split_phases(self._unparsed + data)
 
     def take_output(self) -> tuple[CapturedOutput, ...]:
-        """Return the output read since the last call, one part per phase."""
+        """Return the output that was read since the last call of this method, as one part for each test phase."""
         self._store_bytes(self._unparsed)
         self._unparsed = b""
         self._flush_echo()
@@ -105,7 +108,7 @@ class RankStream:
         os.close(self.descriptor)
 
     def _split_phases(self, data: bytes) -> None:
-        """Store ``data`` under its phases; keep an unfinished marker at its end for the next read."""
+        """Split ``data`` at the phase markers and store the parts; keep an incomplete last marker for the next read."""
         at = 0
         for marker in _MARKER.finditer(data):
             self._store_bytes(data[at : marker.start()])
@@ -118,7 +121,7 @@ class RankStream:
         self._store_bytes(rest[:opening] if unfinished else rest)
 
     def _store_bytes(self, data: bytes) -> None:
-        """Append ``data`` to the output of the current phase, and echo the lines that it completes."""
+        """Append ``data`` to the output of the current phase, and echo every line that ``data`` completes."""
         if not data:
             return
         self._outputs.setdefault(self.phase, TruncatedOutput()).add(data)
@@ -130,7 +133,7 @@ class RankStream:
                 self._echo(line)
 
     def _flush_echo(self) -> None:
-        """Echo the last line, which has no newline yet."""
+        """Echo the last line of the output, which does not end with a newline."""
         if self._echo is None:
             return
         line, self._partial_line = self._partial_line + self._decoder.decode(b"", final=True), ""
@@ -139,10 +142,10 @@ class RankStream:
 
 
 def make_echo(rank: int) -> Callable[[str], None]:
-    """Return a function that writes one line to standard output, prefixed with the rank."""
+    """Return a function that writes a line to standard output with the rank as its prefix."""
 
     def echo(line: str) -> None:
-        """Write ``line`` with its prefix and flush it."""
+        """Write ``line`` with the prefix, and flush standard output."""
         sys.stdout.write(f"[rank {rank}] {line}\n")
         sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""A task for a group of ranks, and the requests to a rank server."""
+"""Define the tasks that ranks run, and the other requests that a client sends to a rank server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Group(Enum):
-    """The process group that the ranks have while a task runs."""
+    """The default process group of the ranks while a task runs: none, a new group, or the previous task's group."""
 
     NONE = "none"
     DEFAULT = "default"  # a new default group
@@ -17,7 +17,7 @@ class Group(Enum):
 
 
 class Isolation(Enum):
-    """The lifetime of ranks: they are forked for one task, or stay in a pool for further tasks."""
+    """The lifetime of ranks: either they are forked for one task, or they remain in a pool for further tasks."""
 
     FRESH = "fresh"
     POOLED = "pooled"
@@ -25,10 +25,11 @@ class Isolation(Enum):
 
 
 class CollectiveMode(Enum):
-    """The choice whether torch compares every collective between the ranks before the collective runs.
+    """The choice whether torch compares every collective across the ranks before the collective runs.
 
-    CHECKED is ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: it reports a mismatch, with which gloo alone would hang or compute a
-    wrong result. It costs about 2 ms per collective on 2 ranks, and more on larger worlds.
+    CHECKED sets ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with which torch reports a mismatch; gloo alone would hang or
+    compute a wrong result. The comparison takes about 2 ms per collective on 2 ranks, and more on more ranks. TRUSTED
+    turns the comparison off.
     """
 
     CHECKED = "checked"
@@ -42,9 +43,9 @@ MAX_CHECKED_WORLD_SIZE = 16  # with more ranks, comparing takes longer than the 
 class RankTask:
     """A call of ``function(*args)`` on every one of ``world_size`` ranks, limited to ``timeout`` seconds.
 
-    ``function`` and ``args`` are pickled on their way to a running server, so ``function`` has to be a module-level
-    function whose module was imported before the server was forked. Tasks with different ``pool`` names never share
-    pooled ranks.
+    ``function`` and ``args`` are pickled and sent to a running server. Therefore ``function`` has to be defined at the
+    top level of a module that was imported before the server was forked. Two tasks with different ``pool`` names never
+    run on the same pooled ranks.
     """
 
     function: Callable[..., Any]
@@ -60,12 +61,12 @@ class RankTask:
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """A request to a server to end the ranks of the running task; the server answers with this request."""
+    """A request to a rank server to end the ranks of the running task; the server answers by sending it back."""
 
 
 @dataclass(frozen=True)
 class ClosePoolRequest:
-    """A request to a server to end the ranks of one pool and world size, and to return how they ended."""
+    """A request to a rank server to end the ranks of one pool with one world size, and to return how they ended."""
 
     pool: str
     world_size: int

@@ -1,4 +1,4 @@
-"""Watch a task on a team of ranks, from its start until every rank has an outcome."""
+"""Watch the ranks that run a task, from the start of the task until every rank has an outcome."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ SHUTDOWN_SECONDS = 30.0  # time for ranks to end after the last task; 256 ranks 
 
 
 class ClientGone(Exception):
-    """The client that requested the task has ended, so its ranks have to be ended."""
+    """Raised when the process that requested the task has ended, so that the ranks of the task have to be ended too."""
 
 
 class TaskCancelled(Exception):
-    """The client cancelled the task; the server goes on."""
+    """Raised when the client cancelled the running task; the rank server continues with the next request."""
 
 
 class TaskWatcher:
-    """Receives the messages and the output of the ranks until every rank has an outcome; ends ranks that hang."""
+    """Receives the messages and the output of the ranks until every rank has an outcome, and kills ranks that hang."""
 
     def __init__(self, team: RankTeam, task: RankTask, client: Connection | None) -> None:
         self._team = team
@@ -71,7 +71,10 @@ class TaskWatcher:
         self._pipe_faults: dict[int, str] = {}  # how ranks broke their control pipe; read on after "it"
 
     def wait_for_outcome(self) -> GroupOutcome:
-        """Wait for every rank's outcome and return them. Raises ClientGone or TaskCancelled."""
+        """Wait until every rank has an outcome, and return all outcomes.
+
+        Raises ClientGone if the client has ended, TaskCancelled if it cancelled the task.
+        """
         if self._client is not None:
             self._team.selector.register(self._client, selectors.EVENT_READ, SelectorEvent(None, "client"))
         try:
@@ -87,14 +90,14 @@ class TaskWatcher:
                 self._team.unregister(self._client)
 
     def shut_down_idle_ranks(self) -> GroupOutcome:
-        """Shut down ranks that have no task, and return how they ended."""
+        """Shut down the ranks, which have no task, and return how each of them ended."""
         now = time.monotonic_ns()
         self._outcomes = {member.rank: RankOutcome(member.rank, RankEnd.RETURNED, now) for member in self._team.members}
         self._shut_down_ranks()
         return GroupOutcome(tuple(self._make_final_outcome(member) for member in self._team.members), 0.0)
 
     def _process_events_until(self, is_done: Callable[[], bool]) -> None:
-        """Handle events until ``is_done``; check the ranks whenever the deadline is due."""
+        """Handle events until ``is_done()`` returns True; check the ranks whenever the deadline or a check is due."""
         while not is_done():
             events = self._team.selector.select(self._deadline.remaining_seconds())
             for key, _ in events:
@@ -103,7 +106,7 @@ class TaskWatcher:
                 self._check_ranks()
 
     def _handle_event(self, event: SelectorEvent) -> None:
-        """Handle one ready descriptor: the client's, or a rank's stream, control pipe or process."""
+        """Handle one ready descriptor: the client's, or that of a rank's output stream, control pipe or process."""
         member, source = event.member, event.source
         if member is None:
             self._handle_client()
@@ -116,7 +119,7 @@ class TaskWatcher:
             self._handle_process_end(member)
 
     def _handle_client(self) -> NoReturn:
-        """Raise TaskCancelled if the client sent its cancel request, ClientGone if the client has ended."""
+        """Raise TaskCancelled if the client sent a cancel request, or ClientGone if the client has ended."""
         assert self._client is not None, "only a registered client has events"
         try:
             self._client.recv()
@@ -125,9 +128,9 @@ class TaskWatcher:
         raise TaskCancelled
 
     def _receive_message(self, member: TeamMember) -> bool:
-        """Handle one message of a rank; return False if its pipe is closed or broken.
+        """Receive and handle one message of a rank; return False if the rank's control pipe is closed or broken.
 
-        A rank that is still alive then has a pipe fault.
+        If the pipe is broken and the rank is still alive, this method records a pipe fault for the rank.
         """
         try:
             message = member.control.recv()
@@ -144,7 +147,7 @@ class TaskWatcher:
         return True
 
     def _handle_message(self, member: TeamMember, message: object) -> None:
-        """Handle one message of a rank by its type."""
+        """Handle one message of a rank, depending on the type of the message."""
         if isinstance(message, RankOutcome):
             self._record_outcome(message)
         elif isinstance(message, RankNote):
@@ -162,7 +165,11 @@ class TaskWatcher:
             self._deadline.shorten(GRACE_SECONDS)
 
     def _handle_exchange_request(self, member: TeamMember, request: ExchangeRequest) -> None:
-        """Answer the ranks that the request completes; fail it if a peer has ended already."""
+        """Handle a rank's request to exchange a value with its peers.
+
+        If the request is the last one of the exchange, every rank is sent its answer. If a peer has already ended, the
+        rank is sent an ExchangeFailure.
+        """
         if self._outcomes:
             ended = min(self._outcomes)
             member.send(ExchangeFailure(request.ordinal, f"rank {ended} ended before it took part in the exchange"))
@@ -170,12 +177,12 @@ class TaskWatcher:
         self._send_answers(self._coordinator.add_exchange_request(request))
 
     def _send_answers(self, answers: Mapping[int, ExchangeAnswer]) -> None:
-        """Send each rank its answer to an exchange."""
+        """Send every rank in ``answers`` its answer to an exchange."""
         for rank, answer in answers.items():
             self._team.members[rank].send(answer)
 
     def _record_outcome(self, outcome: RankOutcome) -> None:
-        """Record a rank's outcome, and fail the open exchange: it can no longer be completed."""
+        """Record a rank's outcome, and fail the exchange that peers wait in, because it can no longer be completed."""
         self._outcomes[outcome.rank] = outcome
         self._send_answers(
             self._coordinator.abandon_exchange(f"rank {outcome.rank} ended before it took part in the exchange")
@@ -184,7 +191,7 @@ class TaskWatcher:
             self._deadline.shorten(GRACE_SECONDS)
 
     def _handle_process_end(self, member: TeamMember) -> None:
-        """Handle the end of a rank's process: read its remaining messages and output, and judge its exit status."""
+        """Handle the end of a rank's process: read the rank's last messages and output, and judge the exit status."""
         self._team.unregister(member.end_descriptor)
         self._ended_ranks.add(member.rank)
         self._deadline.hold(member.rank, "")
@@ -200,10 +207,11 @@ class TaskWatcher:
         )
 
     def _check_ranks(self) -> None:
-        """Decide what to do when the deadline is due: kill the ranks that run, extend it, or schedule another check.
+        """Check the running ranks; kill them, extend the deadline, or schedule another check.
 
-        Ranks are killed in three cases: the time is up and no build makes progress; a rank failed and all others wait
-        in collectives or have used up their grace period; a rank skipped its task and all others wait in collectives.
+        The running ranks are killed in three cases. First, the deadline has passed and no build makes progress. Second,
+        a rank has failed and all others wait in collectives or have used up their grace period. Third, a rank has
+        skipped the rest of its task and all others wait in collectives.
         """
         running = [member for member in self._team.members if member.rank not in self._outcomes]
         if not running:  # all have outcomes, but some processes did not end after the shutdown message
@@ -228,7 +236,7 @@ class TaskWatcher:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the running ranks, except failed ones outside of collectives: their teardown gets the full time-out."""
+        """Kill the running ranks, but give failed ranks outside of collectives the full time-out for teardown."""
         tearing_down = [
             member
             for member in running
@@ -241,13 +249,16 @@ class TaskWatcher:
             self._kill_ranks(running, stacks)
 
     def _has_failure(self) -> bool:
-        """Return whether a rank failed or left the task, so that the others count as stopped and not as hung."""
+        """Return whether a rank failed or left the task; if so, ranks that are killed count as stopped, not as hung."""
         has_bad_note = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
         has_bad_outcome = any(not outcome.is_successful for outcome in self._outcomes.values())
         return has_bad_note or has_bad_outcome or bool(self._pipe_faults) or bool(self._coordinator.mismatch)
 
     def _collect_stacks(self, members: list[TeamMember]) -> dict[int, str]:
-        """Make ranks dump their stacks and return them by rank; faulthandler's handler in C works if Python hangs."""
+        """Make ranks dump their stacks, and return the stacks by rank.
+
+        The dump is written by faulthandler's signal handler, which is written in C and so works while Python hangs.
+        """
         for member in members:
             ranks.get_stack_path(self._team.scratch_dir, member.rank).write_bytes(b"")
             if member.rank not in self._ended_ranks:
@@ -265,7 +276,7 @@ class TaskWatcher:
         return stacks
 
     def _drain_streams(self, seconds: float) -> None:
-        """Read the ranks' output, then sleep: a rank that blocks on a full pipe could not dump its stacks."""
+        """Read the ranks' output, then sleep. A rank that blocks on a full pipe could not dump its stacks."""
         for member in self._team.members:
             for stream in member.streams:
                 stream.drain()
@@ -273,7 +284,10 @@ class TaskWatcher:
             empty_selector.select(seconds)
 
     def _kill_ranks(self, members: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill ranks and record them as hung, or as stopped if another rank failed."""
+        """Kill the ranks ``members`` and record each as hung, or as stopped if another rank failed.
+
+        ``stacks`` contains the stacks that the ranks dumped, by rank.
+        """
         has_failure = self._has_failure()
         for member in members:
             outcome = self._outcomes.get(member.rank)
@@ -289,7 +303,11 @@ class TaskWatcher:
     def _make_unfinished_outcome(
         self, member: TeamMember, stack: str, has_failure: bool, outcome: RankOutcome | None
     ) -> RankOutcome:
-        """Return the outcome of a rank that is killed; ``outcome`` is the one it reported if only its exit hangs."""
+        """Return the outcome of a rank that is about to be killed.
+
+        ``outcome`` is the outcome that the rank reported if its function has returned and its process does not exit;
+        else it is None. ``has_failure`` says whether another rank failed.
+        """
         end = RankEnd.STOPPED if has_failure else RankEnd.HUNG
         site = find_waiting_collective(parse_main_thread(stack))
         cause = (
@@ -303,13 +321,13 @@ class TaskWatcher:
         return RankOutcome(member.rank, end, time.monotonic_ns(), cause=cause, stack=stack, site=site, phase=phase)
 
     def _shut_down_ranks(self) -> None:
-        """Send the shutdown message and wait until every process has ended; a crash at exit is a failure too."""
+        """Send the shutdown message and wait until every process has ended. A crash at exit counts as a failure."""
         self._team.send_shutdown()
         self._deadline = Deadline(GRACE_SECONDS if self._has_failure() else SHUTDOWN_SECONDS)
         self._process_events_until(lambda: len(self._ended_ranks) == self._task.world_size)
 
     def _make_final_outcome(self, member: TeamMember) -> RankOutcome:
-        """Return a rank's outcome with its notes, output, phase and known cause."""
+        """Return a rank's outcome, with the rank's notes, output and test phase, and the cause if it is known."""
         for stream in member.streams:
             stream.drain()
         output = tuple(strip_fatal_dump(part) for stream in member.streams for part in stream.take_output())
@@ -319,7 +337,10 @@ class TaskWatcher:
 
 
 def describe_pipe_fault(error: Exception) -> str:
-    """Return how a rank broke its control pipe, from the error of reading it; continues a sentence after "it"."""
+    """Describe how a rank broke its control pipe, as text that follows the word "it".
+
+    ``error`` is the exception that reading from the pipe raised.
+    """
     if isinstance(error, BlockingIOError):
         return "sent only the beginning of a message"
     if isinstance(error, (EOFError, OSError)):
@@ -328,7 +349,7 @@ def describe_pipe_fault(error: Exception) -> str:
 
 
 def has_message(connection: Connection) -> bool:
-    """Return whether a message, or the end of the pipe, can be read without waiting."""
+    """Return whether a message or the end of the pipe can be read from ``connection`` without waiting."""
     try:
         return connection.poll(0)
     except (EOFError, OSError):
@@ -336,5 +357,5 @@ def has_message(connection: Connection) -> bool:
 
 
 def strip_fatal_dump(output: CapturedOutput) -> CapturedOutput:
-    """Remove the harness's frames from ``output`` if it has the stack dump of a fatal error."""
+    """Return ``output``; if it contains the stack dump of a fatal error, remove the harness's frames from the dump."""
     return replace(output, text=strip_harness_frames(output.text)) if FATAL_ERROR_PREFIX in output.text else output

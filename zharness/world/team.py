@@ -1,4 +1,4 @@
-"""A team: ranks that are forked together, run tasks together and are ended together."""
+"""Define the rank team: a set of ranks that are forked together, run tasks together and are ended together."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ from zharness.world.task import RankTask
 
 
 class CannotStart(Exception):
-    """The ranks cannot be forked: too little memory, too few processes or descriptors, or no directory."""
+    """Raised when ranks cannot be forked, for lack of memory, processes, file descriptors or a directory."""
 
 
 class TeamMember:
-    """The server's handle on one forked rank; ``end_descriptor`` becomes readable when the process ends."""
+    """The rank server's handle on one forked rank.
+
+    ``control`` is the pipe for messages. ``end_descriptor`` is a file descriptor that becomes readable when the rank's
+    process ends.
+    """
 
     def __init__(
         self, rank: int, process: ForkProcess, control: Connection, streams: tuple[RankStream, RankStream]
@@ -48,11 +52,11 @@ class TeamMember:
 
     @property
     def phase(self) -> str:
-        """Return the phase that the rank marked last on its standard error."""
+        """Return the test phase that the rank is in, from the last phase marker on its standard error."""
         return self.streams[1].phase
 
     def send(self, message: object) -> None:
-        """Send a message; does nothing if the rank has ended or closed its pipe."""
+        """Send a message to the rank. Does nothing if the rank has ended or has closed its pipe."""
         with suppress(OSError):
             self.control.send(message)
 
@@ -70,19 +74,23 @@ STALL_SECONDS = 5  # time without a byte in the middle of a message, after which
 
 @dataclass(frozen=True)
 class SelectorEvent:
-    """The source of an event: a member's ``control`` pipe, its end (``ended``) or a stream; or the ``client``."""
+    """The source of a selector event.
+
+    For an event of a rank, ``source`` is ``"control"`` (its control pipe), ``"ended"`` (the end of its process) or an
+    output stream. For an event of the client, ``source`` is ``"client"`` and ``member`` is None.
+    """
 
     member: TeamMember | None
     source: str | RankStream
 
 
 class RankTeam:
-    """The ranks of one group, their selector, and their private scratch directory."""
+    """A team of forked ranks, with a selector for their events and a scratch directory that only these ranks use."""
 
     def __init__(
         self, task: RankTask, inherited_function: Callable[..., Any] | None, parent_dir: Path, echo: bool
     ) -> None:
-        """Fork the ranks; each begins with ``task``. Raises CannotStart if they cannot be forked."""
+        """Fork the ranks and make each of them run ``task`` first. Raises CannotStart if they cannot be forked."""
         try:
             self.scratch_dir = Path(tempfile.mkdtemp(dir=parent_dir))
         except OSError as error:
@@ -100,7 +108,7 @@ class RankTeam:
             raise
 
     def _fork_rank(self, rank: int, task: RankTask, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
-        """Fork one rank with its pipes and register them with the selector."""
+        """Open the pipes of one rank, fork the rank, and register its descriptors with the selector."""
         ranks.get_stack_path(self.scratch_dir, rank).touch()  # its stacks may be read before it has started
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
@@ -110,7 +118,7 @@ class RankTeam:
         pipes = ranks.RankPipes(theirs, out_end, err_end)
 
         def main() -> None:
-            """Run the rank in the forked process."""
+            """Close the descriptors that this forked process must not keep open, and run the rank."""
             # Open duplicates in this rank would keep the other ranks' pipes open after their death.
             for member in self.members:
                 member.close()
@@ -146,22 +154,22 @@ class RankTeam:
             register(stream.descriptor, selectors.EVENT_READ, SelectorEvent(member, stream))
 
     def unregister(self, descriptor: object) -> None:
-        """Remove a descriptor from the selector, if it is there."""
+        """Remove a descriptor from the selector. Does nothing if the descriptor is not registered."""
         with suppress(KeyError, ValueError):
             self.selector.unregister(descriptor)  # type: ignore[arg-type]  # Connection has fileno()
 
     def send_task(self, task: RankTask) -> None:
-        """Send ``task`` to the idle ranks."""
+        """Send ``task`` to every rank of the team. The ranks have to be idle."""
         for member in self.members:
             member.send(task)
 
     def send_shutdown(self) -> None:
-        """Send every rank the message to end."""
+        """Send every rank of the team the message to end."""
         for member in self.members:
             member.send(ShutdownMessage())
 
     def is_reusable(self) -> bool:
-        """Return whether every rank is alive and the scratch directory exists, which a test may have removed."""
+        """Return whether every rank is alive and no test has removed the scratch directory."""
         return self.scratch_dir.is_dir() and not wait([member.end_descriptor for member in self.members], timeout=0)
 
     def close(self) -> None:
@@ -186,7 +194,7 @@ class RankTeam:
 
 
 def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Open two pipes and return their ends; leaves none open if the second one fails."""
+    """Open two pipes and return their ends. If the second one cannot be opened, close the first one."""
     first = os.pipe()
     try:
         return first, os.pipe()
@@ -197,7 +205,7 @@ def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def set_stall_timeout(connection: Connection, seconds: int) -> None:
-    """Make reads and writes fail after ``seconds`` without a byte, so that a stopped rank cannot block its server."""
+    """Make reads and writes fail if no byte moves for ``seconds``, so that a stopped rank cannot block its server."""
     duplicate = socket.socket(fileno=os.dup(connection.fileno()))
     with duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -205,7 +213,7 @@ def set_stall_timeout(connection: Connection, seconds: int) -> None:
 
 
 def wait_for_end(process: ForkProcess, seconds: float) -> None:
-    """Wait until ``process`` has ended, at most ``seconds``."""
+    """Wait until ``process`` has ended, but at most ``seconds``."""
     if process.exitcode is not None:
         return
     descriptor = open_end_descriptor(process)
@@ -215,10 +223,10 @@ def wait_for_end(process: ForkProcess, seconds: float) -> None:
 
 
 def open_end_descriptor(process: ForkProcess) -> int:
-    """Return a descriptor that becomes readable when ``process`` ends.
+    """Return a file descriptor that becomes readable when ``process`` ends.
 
-    It is a pidfd if the system supports pidfds. Otherwise it is multiprocessing's sentinel, a pipe, which stays open
-    while children that the rank left behind are alive.
+    The descriptor is a pidfd if the system supports pidfds. Otherwise it is multiprocessing's sentinel, a pipe, which
+    becomes readable only when all children of the process have ended too.
     """
     if process.pid is None or not hasattr(os, "pidfd_open"):
         return process.sentinel

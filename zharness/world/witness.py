@@ -1,12 +1,13 @@
-"""The witness of a launched rank: a process beside it that reports how the rank ended when the rank cannot.
+"""Implement the witness: a process that watches one rank of a torchrun launch and reports how the rank ended.
 
 [Note: witnesses]
 torchrun's agents start and watch the ranks of a launch, but do not report to rank 0 how a rank ended. So each rank
-forks a witness before anything else. The rank sends its witness, through a pipe, the tasks that it begins, its notes
-and its outcomes; the witness posts the outcomes in the store for rank 0. When the rank dies, the witness is woken at
-once and reads signal and status from /proc. When a task exceeds its time, the witness makes the rank dump its stacks by
-SIGUSR1, which works while Python hangs. The witness is not a child of the rank and not in its process group, so that
-neither a test nor torchrun waits for it or kills it; it ends a few seconds after the rank at the latest.
+forks a witness before it does anything else. The rank tells its witness, through a pipe, which tasks it begins, its
+notes and its outcomes; the witness posts the outcomes in the launch's store, where rank 0 reads them. When the rank
+dies, the witness wakes up immediately and reads the rank's signal or exit status from /proc. When a task exceeds its
+time-out, the witness makes the rank dump its stacks by sending SIGUSR1, which works even while Python hangs. The
+witness is neither a child of the rank nor in the rank's process group, so that no test and no torchrun agent waits for
+the witness or kills it. The witness ends at most a few seconds after the rank.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ LAUNCH_OVER_KEY, REPORT_WRITTEN_KEY = "launch_over", "report_written"
 
 @dataclass(frozen=True)
 class TaskStarted:
-    """The rank begins a task; ``timeout`` in seconds."""
+    """A message from a rank to its witness: the rank begins a task with this serial number and title.
+
+    ``timeout`` is the time limit of the task in seconds.
+    """
 
     serial: int
     title: str
@@ -59,7 +63,10 @@ class TaskStarted:
 
 @dataclass(frozen=True)
 class LaunchOver:
-    """Why the launch runs no further task: a rank died or hangs, or torchrun ends all ranks. ``rank`` posted this."""
+    """The reason why the launch runs no further task: a rank died or hangs, or torchrun is ending all ranks.
+
+    ``rank`` is the rank whose process or witness posted the reason. ``is_hang`` is True if a time-out is the reason.
+    """
 
     rank: int
     message: str
@@ -70,7 +77,8 @@ class LaunchOver:
 class WatchedRank:
     """The rank that a witness watches.
 
-    ``scratch_dir`` is its private directory; ``stream_descriptors`` are open files with its output, by stream.
+    ``scratch_dir`` is the rank's private directory. ``stream_descriptors`` maps the name of each output stream to the
+    descriptor of an open file that contains the output.
     """
 
     launch: Launch
@@ -80,12 +88,12 @@ class WatchedRank:
 
 
 def get_witness_stack_path(scratch_dir: Path) -> Path:
-    """Return the file into which a launched rank writes its stacks on SIGUSR1 and on a fatal error."""
+    """Return the path of the file into which a rank writes its stacks on SIGUSR1 and on a fatal error."""
     return scratch_dir / "stacks"
 
 
 def start_witness(launch: Launch, scratch_dir: Path, stream_descriptors: Mapping[str, int]) -> Connection:
-    """Fork the witness of this process and return the pipe to it."""
+    """Fork the witness of this process, and return the pipe to the witness."""
     ours, theirs = Pipe()
     watched = WatchedRank(launch, os.getpid(), scratch_dir, stream_descriptors)
     child = os.fork()
@@ -102,7 +110,7 @@ def start_witness(launch: Launch, scratch_dir: Path, stream_descriptors: Mapping
 
 
 def run_witness(watched_rank: WatchedRank, pipe: Connection) -> NoReturn:
-    """Watch the rank until it has ended, then exit. Never returns."""
+    """Watch the rank until its process has ended, then exit. This function never returns."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     devnull = os.open(os.devnull, os.O_RDWR)
@@ -123,7 +131,7 @@ def run_witness(watched_rank: WatchedRank, pipe: Connection) -> NoReturn:
 
 
 class Witness:
-    """Posts the outcomes of one rank in the store, and ends the rank when the launch is over."""
+    """Posts the outcomes of one rank in the launch's store, and kills the rank when the launch is over."""
 
     def __init__(self, watched_rank: WatchedRank, pipe: Connection, stderr_descriptor: int) -> None:
         self._watched_rank = watched_rank
@@ -141,7 +149,7 @@ class Witness:
         self._busy_count = -1  # last value of the counter that ranks increment while they build or are debugged
 
     def watch_rank(self) -> None:
-        """Handle messages, deadlines and the end of the launch until the rank has ended."""
+        """Handle the rank's messages, its deadlines and the end of the launch, until the rank has ended."""
         while not self._is_done:
             if self._has_ended():
                 return self._handle_process_end()
@@ -155,13 +163,13 @@ class Witness:
         return None
 
     def _has_ended(self) -> bool:
-        """Return whether the rank has ended; waits up to ``POLL_SECONDS`` for that or for a message."""
+        """Wait up to ``POLL_SECONDS`` for a message or for the end of the rank; return whether the rank has ended."""
         watched = [self._pipe.fileno()] + [self._end_descriptor] * (self._end_descriptor >= 0)
         ready, _, _ = select.select(watched, [], [], POLL_SECONDS)
         return self._end_descriptor in ready
 
     def _receive_message(self) -> bool:
-        """Handle one message of the rank; return False at the end of the pipe."""
+        """Receive and handle one message of the rank; return False if the rank has closed the pipe."""
         try:
             message = self._pipe.recv()
         except (EOFError, OSError):
@@ -184,14 +192,14 @@ class Witness:
         return True
 
     def _post_outcome(self, outcome: RankOutcome) -> None:
-        """Post the rank's outcome of the current task, with its notes."""
+        """Post the rank's outcome of the current task in the store, together with the rank's notes."""
         assert self._current_task is not None, "a rank sends an outcome only after TaskStarted"
         outcome = replace(outcome, notes=tuple(self._notes), phase=outcome.phase or self._phase)
         self._store.post(rank_outcome_key(f"work/{self._current_task.serial}", self._rank), outcome)
         self._current_task = None
 
     def _check_deadline(self, task: TaskStarted) -> None:
-        """Extend the time-out while any rank builds or is debugged; end the rank once the time is up."""
+        """Extend the time-out while any rank is building or in a debugger; after the time-out, end this rank."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
         if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
@@ -208,7 +216,10 @@ class Witness:
             self._is_done = True
 
     def _end_rank(self, launch_over: LaunchOver, stack: str = "") -> None:
-        """Post the rank's outcome when the launch is over, wait until rank 0 has written its report, kill the rank."""
+        """Post the outcome of the rank's unfinished task, wait until rank 0 has written its report, and kill the rank.
+
+        ``launch_over`` is the reason why the launch is over. ``stack`` is the rank's stack, if it is known already.
+        """
         ends_at = time.monotonic() + (0.0 if launch_over.is_hang else GRACE_SECONDS)
         while (
             self._current_task is not None
@@ -232,7 +243,7 @@ class Witness:
             os.kill(self._watched_rank.pid, signal.SIGKILL)
 
     def _wait_for_end(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the end of the rank's process; return whether it has ended."""
+        """Wait up to ``seconds`` for the end of the rank's process; return whether the process has ended."""
         if self._end_descriptor >= 0:
             return bool(select.select([self._end_descriptor], [], [], seconds)[0])
         ends_at = time.monotonic() + seconds
@@ -241,14 +252,17 @@ class Witness:
         return not is_process_alive(self._watched_rank.pid)
 
     def _make_unfinished_outcome(self, task: TaskStarted, launch_over: LaunchOver, stack: str) -> RankOutcome:
-        """Return the outcome of a rank that will be killed: HUNG if a time-out ended the launch, else STOPPED."""
+        """Return the outcome of a rank that will be killed.
+
+        The outcome is HUNG if the launch is over because of a time-out, else STOPPED.
+        """
         site = find_waiting_collective(parse_main_thread(stack))
         cause = describe_hang(task.timeout, stack, False) if launch_over.is_hang else ""
         end = RankEnd.HUNG if launch_over.is_hang else RankEnd.STOPPED
         return self._make_outcome(end, cause, stack=stack, site=site)
 
     def _make_outcome(self, end: RankEnd, cause: str, *, stack: str = "", site: str = "") -> RankOutcome:
-        """Return an outcome of the rank with the current time, phase and output."""
+        """Return an outcome of the rank that includes the current time, the rank's test phase and its output."""
         return RankOutcome(
             self._rank,
             end,
@@ -261,7 +275,10 @@ class Witness:
         )
 
     def _read_output(self) -> list[CapturedOutput]:
-        """Return the end of the rank's output, by stream, without moving the file position, which the rank shares."""
+        """Return the last part of the rank's output for each stream.
+
+        The method does not move the file position, because the rank writes at the same position.
+        """
         outputs = []
         for name, descriptor in self._watched_rank.stream_descriptors.items():
             size = os.fstat(descriptor).st_size
@@ -271,7 +288,7 @@ class Witness:
         return outputs
 
     def _collect_stack(self) -> str:
-        """Make the rank dump its stacks and return them, without the frames that run the task."""
+        """Make the rank dump its stacks; return the stacks without the frames that run the task."""
         before = self._read_stack_file()
         try:
             os.kill(self._watched_rank.pid, signal.SIGUSR1)
@@ -287,14 +304,18 @@ class Witness:
         return trim_stacks(stacks)
 
     def _read_stack_file(self) -> str:
-        """Return all stacks that the rank has written so far."""
+        """Return the text of all stacks that the rank has dumped so far."""
         try:
             return get_witness_stack_path(self._watched_rank.scratch_dir).read_text(errors="replace")
         except FileNotFoundError:  # a test removed the temporary files
             return ""
 
     def _handle_process_end(self) -> None:
-        """Handle the end of the rank's process: read its last messages, post how it ended, and end the launch."""
+        """Handle the end of the rank's process.
+
+        Read the rank's last messages, post how the process ended, and declare the launch to be over. Do nothing if the
+        rank was told to end or rank 0 has written its report.
+        """
         self._wait_for_end(STACK_DUMP_SECONDS)  # a process closes its files a moment before it has ended
         # At once: torchrun reaps the process within a tenth of a second, and /proc has no exit status after that.
         end, cause = read_process_end(self._watched_rank.pid) or parse_fatal_dump(self._read_fatal_dump())
@@ -320,11 +341,11 @@ class Witness:
         self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, message))
 
     def _write_to_stderr(self, message: str, stack: str) -> None:
-        """Write a message and a stack to rank 0's standard error, in place of its report."""
+        """Write a message and a stack to rank 0's standard error, because rank 0 cannot write its report."""
         os.write(self._stderr_descriptor, f"\nzharness: {message}\n{strip_harness_frames(stack)}\n".encode())
 
     def _read_fatal_dump(self) -> str:
-        """Return the stack that faulthandler wrote for a fatal error, or the empty string."""
+        """Return the stack that faulthandler wrote when the rank had a fatal error; the empty string if it had none."""
         text = self._read_stack_file()
         start = text.rfind(FATAL_ERROR_PREFIX)
         return trim_stacks(text[start:]) if start >= 0 else ""
