@@ -29,8 +29,10 @@ from zharness.world.server import RankEnvironment
 
 @dataclass(frozen=True)
 class ActivePool:
-    """A rank pool that still has its ranks, with the requirements of its tests, the last test that ran in it, and the
-    pytest nodes whose fixtures may still be set up in it.
+    """A rank pool whose ranks are still running.
+
+    ``requirements`` are those of its tests, ``last_item`` is the last test that ran in the pool, and ``fixture_nodes``
+    are the pytest nodes whose fixtures may still be set up in the pool.
     """
 
     requirements: RankRequirements
@@ -86,9 +88,7 @@ class RankTestController:
     def pytest_tear_down_pools(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After every test, tear down the fixtures in rank pools that the next test does not need, as pytest does in
-        its process.
-        """
+        """After every test, tear down the fixtures in rank pools that the next test does not need, as pytest does."""
         result = yield
         self._tear_down_pools(nextitem)
         return result
@@ -131,8 +131,9 @@ class RankTestController:
     def _run_on_ranks(
         self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements, test_dir: Path
     ) -> GroupOutcome:
-        """Send a test to its ranks and return how each rank ended; keep the rank pool only if all of its ranks
-        returned.
+        """Send a test to its ranks and return how each rank ended.
+
+        Keep the rank pool only if all of its ranks returned.
         """
         if requirements.isolation is Isolation.FRESH:
             return self._call_ranks(self._item_indices[item], None, requirements, test_dir)
@@ -149,8 +150,9 @@ class RankTestController:
     def _set_up_remote_fixtures(
         self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements, test_dir: Path
     ) -> list[pytest.TestReport] | None:
-        """Run the remote fixtures of a test and return their reports; if a remote fixture fails, log the failure and
-        return None.
+        """Run the remote fixtures of a test and return their reports.
+
+        If a remote fixture fails, log the failure and return None.
         """
         remote_reports: list[pytest.TestReport] = []
         for remote in remote_fixtures.find_remote_fixtures(item):
@@ -182,7 +184,9 @@ class RankTestController:
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Make the rank server call the test runner on every rank; if the server raises, return a failure of all ranks.
+        """Make the rank server call the test runner on every rank.
+
+        If the server raises, return a failure of all ranks.
         """
         try:
             return self._servers[requirements.warm_engine].call(
@@ -222,8 +226,7 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log the reports that were made inside the test (such as those of subtests), then ``reports``, then the
-        warnings.
+        """Log the reports made inside the test (such as those of subtests), then ``reports``, then the ranks' warnings.
 
         Equal warnings of several ranks are logged once.
         """
@@ -258,8 +261,9 @@ class RankTestController:
                 yield from self._tear_down_pool(key, nextitem)
 
     def _tear_down_pool(self, key: tuple[str, int], nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down the fixtures in one rank pool that ``nextitem`` does not need; yield failures as reports of its
-        last test.
+        """Tear down the fixtures in one rank pool that ``nextitem`` does not need.
+
+        Yield failures as reports of its last test.
         """
         pool = self._pools[key]
         next_index = None if nextitem is None else self._item_indices.get(nextitem)
@@ -275,8 +279,9 @@ class RankTestController:
         yield from make_pool_teardown_reports(pool.last_item, add_leftovers(outcome, side_effects))
 
     def _close_pool(self, key: tuple[str, int]) -> Iterator[pytest.TestReport]:
-        """Tear down all fixtures in a rank pool and end its ranks; yield failures as reports of the last test in the
-        pool.
+        """Tear down all fixtures in a rank pool and end its ranks.
+
+        Yield failures as reports of the pool's last test.
         """
         yield from self._tear_down_pool(key, None)
         pool = self._pools.pop(key, None)
@@ -287,9 +292,7 @@ class RankTestController:
                 yield from make_pool_teardown_reports(pool.last_item, outcome)
 
     def _retire_pool(self, key: tuple[str, int]) -> None:
-        """Close a rank pool that must not be used again, if the pool still exists, and log the failures of its
-        teardown.
-        """
+        """Close a rank pool that must not be used again, if it still exists, and log the failures of its teardown."""
         for report in self._close_pool(key) if key in self._pools else ():
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
@@ -303,8 +306,9 @@ def get_pool_key(requirements: RankRequirements) -> tuple[str, int]:
 def is_pool_spent(
     outcome: GroupOutcome, side_effects: dict[int, RankSideEffects], reports: list[pytest.TestReport]
 ) -> bool:
-    """Return whether a rank pool must be replaced, because a rank failed, left threads or processes, or changed its
-    state.
+    """Return whether a rank pool must be replaced.
+
+    A pool must be replaced if one of its ranks failed, left threads or processes behind, or changed process-wide state.
     """
     return (
         any(effects.changed_state or effects.leftovers for effects in side_effects.values())
@@ -314,7 +318,9 @@ def is_pool_spent(
 
 
 def make_test_environment(warm_engine: str, echo: bool) -> RankEnvironment:
-    """Make the environment of a rank server that imports the engine ``warm_engine``, or no engine if the name is empty.
+    """Make the environment of a rank server that imports the engine ``warm_engine``.
+
+    If ``warm_engine`` is empty, the server imports no engine.
     """
     if warm_engine:
         engines.require(warm_engine)
@@ -347,10 +353,7 @@ def find_session_stop(outcome: GroupOutcome) -> SessionStop | None:
 
 
 def stop_session(stop: SessionStop) -> None:
-    """End the pytest session in the way in which the test ended it on its rank.
-
-    Raises KeyboardInterrupt or pytest.exit.Exception.
-    """
+    """End the pytest session as the test ended it on its rank. Raises KeyboardInterrupt or pytest.exit.Exception."""
     if stop.trigger == "keyboard":
         raise KeyboardInterrupt(f"rank {stop.rank}: {stop.reason}")
     pytest.exit(f"rank {stop.rank}: {stop.reason}", returncode=stop.returncode)

@@ -47,8 +47,9 @@ def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, t
 
 
 class SkippedDebugger:
-    """Replacement for pdb on ranks that cannot open a debugger: it reports the skipped breakpoint and continues the
-    test.
+    """Replacement for pdb on ranks that cannot open a debugger.
+
+    Instead of stopping, it reports the skipped breakpoint and continues the test.
     """
 
     def __init__(self, notify: Callable[[str, FrameType | None], None]) -> None:
@@ -64,9 +65,7 @@ class SkippedDebugger:
 
 
 class BreakpointSkipper:
-    """Pytest plugin of a rank that opens no debugger: the plugin reports each breakpoint at which the rank does not
-    stop.
-    """
+    """Pytest plugin of a rank that opens no debugger: it reports each breakpoint at which the rank does not stop."""
 
     def __init__(self, config: pytest.Config, terminal: Terminal) -> None:
         self._config = config
@@ -80,7 +79,7 @@ class BreakpointSkipper:
         return SkippedDebugger(self.report_skipped_stop)
 
     def pytest_exception_interact(self) -> None:
-        """Report that ``--pdb`` does not stop at the failure of this rank."""
+        """Report that ``--pdb`` does not open a debugger for the failure of this rank."""
         if self._config.getoption("usepdb", default=False):
             self.report_skipped_stop("--pdb", None)
 
@@ -127,8 +126,9 @@ class RankDebugger:
         self._borrowed_terminal: ExitStack | None = None
 
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Borrow the terminal and return pytest's own debugger; in a child process of the rank, return a
-        SkippedDebugger.
+        """Borrow the terminal and return pytest's own debugger.
+
+        In a child process of the rank, return a SkippedDebugger.
         """
         if os.getpid() != self._pid:
             return SkippedDebugger(report_stop_in_child)
@@ -145,9 +145,7 @@ class RankDebugger:
         return interact(*args)
 
     def take_terminal(self) -> None:
-        """Borrow the terminal from the pytest process and suspend the test's deadline until ``return_terminal`` is
-        called.
-        """
+        """Borrow the terminal of the pytest process and suspend the test's deadline until ``return_terminal`` runs."""
         if self._borrowed_terminal is not None:
             return
         self._borrowed_terminal = ExitStack()
@@ -161,8 +159,9 @@ class RankDebugger:
         writer.sep(">", f"rank {current_rank().rank} of {current_rank().world_size} stopped in {location}")
 
     def return_terminal(self) -> None:
-        """Hand the terminal back to the pytest process and resume the deadline; do nothing if the terminal is not
-        borrowed.
+        """Hand the terminal back to the pytest process and resume the deadline.
+
+        Do nothing if the terminal is not borrowed.
         """
         borrowed, self._borrowed_terminal = self._borrowed_terminal, None
         if borrowed is not None:
@@ -190,8 +189,9 @@ class RankDebugger:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Suspend the deadline before a failure is reported, because the server stops all ranks soon after one rank has
-        failed.
+        """Suspend the deadline before a failure is reported.
+
+        The rank server would otherwise stop all ranks soon after one rank has failed.
         """
         self.return_terminal()  # the debugger may still have it: at the end of its input pdb raises BdbQuit
         if call.excinfo is None or not self._config.getoption("usepdb", default=False):

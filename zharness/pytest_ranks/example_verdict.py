@@ -74,11 +74,11 @@ def classify_error(error: BaseException | None) -> ExampleStatus:
 
 
 def find_error_origin(error: BaseException, visited: tuple[BaseException, ...] = ()) -> object:
-    """Return the key by which Hypothesis identifies a failure: type, file and line of the error and of its inner
-    errors.
+    """Return the key by which Hypothesis identifies a failure.
 
-    Inner errors are the error's ``__context__`` and the members of an exception group. ``visited`` contains the errors
-    that were already visited, which guards against cycles.
+    The key consists of the type, file and line of the error and of its inner errors. Inner errors are the error's
+    ``__context__`` and the members of an exception group. ``visited`` contains the errors that were already visited,
+    which guards against cycles.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     location = (frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else None

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def announce_collective(kind: Collective, tensor: Tensor) -> None:
-    """Tell the rank server which collective runs next, with its dtype, its shape and the line of the test that calls
-    it.
-    """
+    """Tell the rank server which collective runs next, with its dtype, its shape and the calling line of the test."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(os.sep.join(("zharness", "comm.py"))):
         frame = frame.f_back

@@ -49,10 +49,10 @@ class ExamplesDiverged(AssertionError):
 
 
 class _EngineAborted(BaseException):
-    """An exception that aborts Hypothesis' engine without shrinking: the engine shrinks only for subclasses of
-    Exception.
+    """An exception that aborts Hypothesis' engine without shrinking.
 
-    The code that calls the engine catches this exception and raises ``error`` instead.
+    Hypothesis shrinks only for subclasses of Exception. The code that calls its engine catches this exception and
+    raises ``error`` instead.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -61,7 +61,9 @@ class _EngineAborted(BaseException):
 
 
 def exchange_with_peers(value: Any) -> list[Any]:
-    """Return the ``value`` of every rank, in rank order; every rank has to call this function after the same example.
+    """Return the ``value`` of every rank, in rank order.
+
+    Every rank has to call this function after the same example.
     """
     return exchange_as("a Hypothesis example", value)
 
@@ -317,8 +319,9 @@ def _get_example_data() -> Any:
 
 
 def _merge_scores(verdicts: list[ExampleVerdict], example: Any) -> None:
-    """Give every rank the highest score of any rank, because scores determine which examples Hypothesis' engine varies
-    next.
+    """Give every rank the highest score of any rank.
+
+    Scores determine which examples Hypothesis' engine varies next, so they have to be equal on all ranks.
     """
     for verdict in verdicts:
         for label, score in verdict.scores.items():

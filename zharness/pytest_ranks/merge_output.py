@@ -1,5 +1,4 @@
-"""Merge the output, logs and user properties of several ranks; the rank is added in front of each line or to each key.
-"""
+"""Merge the output, logs and user properties of several ranks, and add the rank to each line or key."""
 
 from __future__ import annotations
 
@@ -33,8 +32,9 @@ def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Colle
 
 
 def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the output that a rank wrote in ``phases`` as sections; output outside of any phase counts as output of
-    setup.
+    """Yield the output that a rank wrote in ``phases`` as sections.
+
+    Output outside of any phase counts as output of setup.
     """
     for part in rank_result.outcome.captured_output:
         label = part.phase if part.phase in PHASES else "setup"
@@ -49,7 +49,9 @@ def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[
 
 
 def get_section_order(title: str) -> tuple[int, int]:
-    """Return a sort key that puts sections into pytest's order: by phase, output before logs, sections of plugins last.
+    """Return a sort key that puts sections into pytest's order.
+
+    Sections are ordered by phase, and within a phase, output precedes logs. Sections of plugins come last.
     """
     match = _CAPTURE_TITLE.fullmatch(title)
     if match is None:

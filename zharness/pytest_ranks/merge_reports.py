@@ -47,7 +47,9 @@ _MERGED_FIELDS = {
 
 @dataclass(frozen=True)
 class JointResult:
-    """The results of one test on all its ranks; ``failures`` are the problems that make the test fail, the cause first.
+    """The results of one test on all its ranks.
+
+    ``failures`` are the problems that make the test fail, the cause first.
     """
 
     item: pytest.Item
@@ -149,8 +151,7 @@ def is_expected_failure(problem: RankProblem, phase: str) -> bool:
 
 
 def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Return the verdict on a failed phase: its first failure with the traceback, and all other failures as sections.
-    """
+    """Return the verdict on a failed phase: its first failure with traceback, all other failures as sections."""
     failures = result.failures_by_phase[phase]
     cause, groups = failures[0], group_problems(failures)
     if cause.kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
@@ -173,7 +174,7 @@ def group_problems(problems: Iterable[RankProblem]) -> list[ProblemGroup]:
 
 
 def make_longrepr(result: JointResult, problems: Sequence[RankProblem], sections: longreprs.Sections) -> Any:
-    """Build the failure representation of a report from the first group of equal problems, followed by ``sections``."""
+    """Build the failure representation of a report from its first group of equal problems, followed by ``sections``."""
     group = group_problems(problems)[0]
     problem, headline = group[0], format_headline(result, group)
     if problem.report is None:
@@ -196,8 +197,9 @@ def format_headline(result: JointResult, group: ProblemGroup) -> str:
 
 
 def describe_partial_skip(result: JointResult, phase: str) -> str:
-    """Describe a skip on some ranks only: the ranks that skipped in ``phase``, the reason, and how the other ranks
-    ended.
+    """Describe a skip on some ranks only.
+
+    The text names the ranks that skipped in ``phase``, the reason for the skip, and how the other ranks ended.
     """
     skips = [problem for problem in result.problems if isinstance(getattr(problem.report, "longrepr", None), tuple)]
     skips = [problem for problem in skips if problem.phase == phase]
