@@ -29,7 +29,11 @@ from zharness.world.server import RankEnvironment
 
 @dataclass(frozen=True)
 class ActivePool:
-    """A rank pool: its requirements, the last test it ran, and the nodes whose fixtures may still be set up in it."""
+    """A rank pool whose ranks are still running.
+
+    ``requirements`` are those of its tests, ``last_item`` is the last test that ran in the pool, and ``fixture_nodes``
+    are the pytest nodes whose fixtures may still be set up in the pool.
+    """
 
     requirements: RankRequirements
     last_item: pytest.Item
@@ -84,13 +88,16 @@ class RankTestController:
     def pytest_tear_down_pools(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After every test, tear down the fixtures in pools that the next test does not need, as pytest does."""
+        """After every test, tear down the fixtures in rank pools that the next test does not need, as pytest does."""
         result = yield
         self._tear_down_pools(nextitem)
         return result
 
     def pytest_sessionfinish(self) -> None:
-        """Tear down the pools of a session that was stopped early; warn of failures: reports come too late."""
+        """Tear down the rank pools of a session that was stopped early.
+
+        Failures are issued as warnings, because pytest accepts no more reports at this time.
+        """
         for report in self._iter_pool_teardowns(None):
             if report.failed:
                 warnings.warn(f"{report.nodeid}: {report.longreprtext}", pytest.PytestWarning, stacklevel=1)
@@ -124,7 +131,10 @@ class RankTestController:
     def _run_on_ranks(
         self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements, test_dir: Path
     ) -> GroupOutcome:
-        """Send a test to its ranks and return how they ended; keep a pool if all of its ranks returned."""
+        """Send a test to its ranks and return how each rank ended.
+
+        Keep the rank pool only if all of its ranks returned.
+        """
         if requirements.isolation is Isolation.FRESH:
             return self._call_ranks(self._item_indices[item], None, requirements, test_dir)
         next_index = None if nextitem is None else self._item_indices.get(nextitem)
@@ -140,7 +150,10 @@ class RankTestController:
     def _set_up_remote_fixtures(
         self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements, test_dir: Path
     ) -> list[pytest.TestReport] | None:
-        """Run the remote fixtures of a test and return their reports; if one fails, log its failure and return None."""
+        """Run the remote fixtures of a test and return their reports.
+
+        If a remote fixture fails, log the failure and return None.
+        """
         remote_reports: list[pytest.TestReport] = []
         for remote in remote_fixtures.find_remote_fixtures(item):
             outcome = self._call_ranks(
@@ -171,7 +184,10 @@ class RankTestController:
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Let the server call the test runner on every rank; if the call raises, return a failure of all ranks."""
+        """Make the rank server call the test runner on every rank.
+
+        If the server raises, return a failure of all ranks.
+        """
         try:
             return self._servers[requirements.warm_engine].call(
                 index,
@@ -199,7 +215,10 @@ class RankTestController:
                 remove_empty_dirs(test_dir)
 
     def _replace_dead_server(self, warm_engine: str) -> None:
-        """Replace a server that was killed by its spare, once; forget its pools, whose ranks ended with it."""
+        """Replace a rank server that was killed by its spare server, at most once.
+
+        Also forget the pools of the killed server, because their ranks ended with the server.
+        """
         if self._servers[warm_engine].has_ended and warm_engine in self._spare_servers:
             self._servers[warm_engine] = self._spare_servers.pop(warm_engine)
             self._pools = {key: pool for key, pool in self._pools.items() if key[0] != warm_engine}
@@ -207,7 +226,10 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log reports made inside the test (of subtests), then ``reports``, then each distinct warning of the ranks."""
+        """Log the reports made inside the test (such as those of subtests), then ``reports``, then the ranks' warnings.
+
+        Equal warnings of several ranks are logged once.
+        """
         hook = item.ihook
         for rank, effects in sorted(side_effects.items()):
             for data in effects.inner_reports:
@@ -222,13 +244,16 @@ class RankTestController:
             replay_warning(item, warning)
 
     def _tear_down_pools(self, nextitem: pytest.Item | None) -> None:
-        """Tear down the fixtures in every pool that ``nextitem`` does not need, and log failures."""
+        """Tear down the fixtures in every rank pool that ``nextitem`` does not need, and log their failures."""
         for report in self._iter_pool_teardowns(nextitem):
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
 
     def _iter_pool_teardowns(self, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down pool fixtures that ``nextitem`` does not need; if it is None, end the pools. Yield reports."""
+        """Tear down the fixtures in rank pools that ``nextitem`` does not need, and yield the reports of the teardown.
+
+        If ``nextitem`` is None, also end the ranks of the pools.
+        """
         for key, pool in list(self._pools.items()):
             if nextitem is None:
                 yield from self._close_pool(key)
@@ -236,7 +261,10 @@ class RankTestController:
                 yield from self._tear_down_pool(key, nextitem)
 
     def _tear_down_pool(self, key: tuple[str, int], nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down fixtures in one pool that ``nextitem`` does not need; yield reports of the pool's last test."""
+        """Tear down the fixtures in one rank pool that ``nextitem`` does not need.
+
+        Yield failures as reports of its last test.
+        """
         pool = self._pools[key]
         next_index = None if nextitem is None else self._item_indices.get(nextitem)
         requirements = replace(pool.requirements, isolation=Isolation.EXISTING_POOL)  # never fork ranks for this
@@ -251,7 +279,10 @@ class RankTestController:
         yield from make_pool_teardown_reports(pool.last_item, add_leftovers(outcome, side_effects))
 
     def _close_pool(self, key: tuple[str, int]) -> Iterator[pytest.TestReport]:
-        """Tear down all fixtures in a pool and end its ranks; yield failures as reports of its last test."""
+        """Tear down all fixtures in a rank pool and end its ranks.
+
+        Yield failures as reports of the pool's last test.
+        """
         yield from self._tear_down_pool(key, None)
         pool = self._pools.pop(key, None)
         if pool is not None:
@@ -261,21 +292,24 @@ class RankTestController:
                 yield from make_pool_teardown_reports(pool.last_item, outcome)
 
     def _retire_pool(self, key: tuple[str, int]) -> None:
-        """Close a pool that must not be used again, if it still exists, and log its failures."""
+        """Close a rank pool that must not be used again, if it still exists, and log the failures of its teardown."""
         for report in self._close_pool(key) if key in self._pools else ():
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
 
 
 def get_pool_key(requirements: RankRequirements) -> tuple[str, int]:
-    """Return the key of a pool: pooled tests with equal keys share their ranks."""
+    """Return the key of the rank pool in which a test runs: tests with equal keys share ranks."""
     return requirements.warm_engine, requirements.world_size
 
 
 def is_pool_spent(
     outcome: GroupOutcome, side_effects: dict[int, RankSideEffects], reports: list[pytest.TestReport]
 ) -> bool:
-    """Return whether a pool must be replaced: a rank failed, left threads or processes, or changed its state."""
+    """Return whether a rank pool must be replaced.
+
+    A pool must be replaced if one of its ranks failed, left threads or processes behind, or changed process-wide state.
+    """
     return (
         any(effects.changed_state or effects.leftovers for effects in side_effects.values())
         or any(not rank.is_successful for rank in outcome.ranks)
@@ -284,14 +318,17 @@ def is_pool_spent(
 
 
 def make_test_environment(warm_engine: str, echo: bool) -> RankEnvironment:
-    """Make the environment of a rank server that imports ``warm_engine``, if it is not empty."""
+    """Make the environment of a rank server that imports the engine ``warm_engine``.
+
+    If ``warm_engine`` is empty, the server imports no engine.
+    """
     if warm_engine:
         engines.require(warm_engine)
     return build_rank_environment(warm_engine, echo=echo)
 
 
 def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffects]]:
-    """Yield each rank that returned with the side effects that it reported."""
+    """Yield the number of each rank that returned from the test, with the side effects that the rank reported."""
     for rank in outcome.ranks:
         if rank.end is RankEnd.RETURNED and rank.payload:
             yield rank.rank, rank.value
@@ -316,7 +353,7 @@ def find_session_stop(outcome: GroupOutcome) -> SessionStop | None:
 
 
 def stop_session(stop: SessionStop) -> None:
-    """End the session the way the test ended it on its rank. Raises KeyboardInterrupt or pytest.exit.Exception."""
+    """End the pytest session as the test ended it on its rank. Raises KeyboardInterrupt or pytest.exit.Exception."""
     if stop.trigger == "keyboard":
         raise KeyboardInterrupt(f"rank {stop.rank}: {stop.reason}")
     pytest.exit(f"rank {stop.rank}: {stop.reason}", returncode=stop.returncode)
@@ -325,10 +362,10 @@ def stop_session(stop: SessionStop) -> None:
 def add_local_teardown(
     item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
 ) -> list[pytest.TestReport]:
-    """Tear down fixtures of earlier tests in this process; append a report to ``reports`` if a teardown raises.
+    """Tear down fixtures of earlier tests in the pytest process; append a report to ``reports`` if a teardown raises.
 
-    After every test that pytest runs itself, it tears down the fixtures that the next test does not need. A test on
-    ranks is not run by pytest, so this function does it.
+    pytest tears down the fixtures that the next test does not need after each test that it runs itself. pytest does not
+    run the tests on ranks, so the controller calls this function before and after them.
     """
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is None:
@@ -337,7 +374,7 @@ def add_local_teardown(
 
 
 def replay_warning(item: pytest.Item, warning: RecordedWarning) -> None:
-    """Record a warning of a rank as if it had been raised in this process."""
+    """Record a warning that was issued on a rank as if it had been issued in the pytest process."""
     message = warnings.WarningMessage(
         warning.category(warning.message), warning.category, warning.filename, warning.line
     )

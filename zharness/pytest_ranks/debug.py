@@ -47,22 +47,25 @@ def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, t
 
 
 class SkippedDebugger:
-    """Replacement for pdb where no debugger can be opened: it reports the skipped breakpoint and continues the test."""
+    """Replacement for pdb on ranks that cannot open a debugger.
+
+    Instead of stopping, it reports the skipped breakpoint and continues the test.
+    """
 
     def __init__(self, notify: Callable[[str, FrameType | None], None]) -> None:
         self._notify = notify
 
     def set_trace(self, frame: FrameType | None) -> None:
-        """Report the skipped breakpoint instead of stopping at it."""
+        """Report the skipped breakpoint and return without stopping."""
         self._notify("breakpoint()", frame)
 
     def runcall(self, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Call the test function without stopping; pytest calls this for ``--trace``."""
+        """Call the test function without stopping; pytest calls this method for ``--trace``."""
         return function(*args, **kwargs)
 
 
 class BreakpointSkipper:
-    """Pytest plugin of a rank that opens no debugger: it reports each stop that it skips."""
+    """Pytest plugin of a rank that opens no debugger: it reports each breakpoint at which the rank does not stop."""
 
     def __init__(self, config: pytest.Config, terminal: Terminal) -> None:
         self._config = config
@@ -72,19 +75,19 @@ class BreakpointSkipper:
                 config.pluginmanager.unregister(name=name)
 
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> SkippedDebugger:
-        """Return a debugger that only reports that it is skipped."""
+        """Return a SkippedDebugger, which reports the skipped breakpoint."""
         return SkippedDebugger(self.report_skipped_stop)
 
     def pytest_exception_interact(self) -> None:
-        """Report that ``--pdb`` does not stop at the failure of this rank."""
+        """Report that ``--pdb`` does not open a debugger for the failure of this rank."""
         if self._config.getoption("usepdb", default=False):
             self.report_skipped_stop("--pdb", None)
 
     def report_skipped_stop(self, trigger: str, frame: FrameType | None) -> None:
-        """Report that ``trigger`` does not stop this rank.
+        """Report that ``trigger``, such as a breakpoint or ``--pdb``, does not stop this rank.
 
-        Write a line to stderr if another rank of the test can be stopped. Otherwise issue a warning, which pytest shows
-        even if the test passes.
+        If another rank of the test can be stopped, write a line to stderr. Otherwise issue a warning, which pytest
+        shows even if the test passes.
         """
         reason = self.explain_unavailable()
         if not reason:
@@ -106,13 +109,13 @@ class BreakpointSkipper:
         return f"--pdb-rank is {terminal.rank}, but this test has ranks 0 to {world_size - 1}"
 
     def write_stderr(self, text: str) -> None:
-        """Write to the rank's standard error, also while the test captures output with ``capsys`` or ``capfd``."""
+        """Write to the rank's standard error, even while the test captures output with ``capsys`` or ``capfd``."""
         with self._config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
             sys.stderr.write(text)
 
 
 class RankDebugger:
-    """Pytest plugin of the debugged rank: borrow the terminal when the debugger opens, return it when it closes."""
+    """Pytest plugin of the debugged rank: it borrows the terminal of the pytest process while the debugger is open."""
 
     def __init__(self, config: pytest.Config, channel: ServerChannel, terminal: Terminal) -> None:
         self._config = config
@@ -123,7 +126,10 @@ class RankDebugger:
         self._borrowed_terminal: ExitStack | None = None
 
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Take the terminal and return pytest's own debugger; in a child process return a SkippedDebugger."""
+        """Borrow the terminal and return pytest's own debugger.
+
+        In a child process of the rank, return a SkippedDebugger.
+        """
         if os.getpid() != self._pid:
             return SkippedDebugger(report_stop_in_child)
         self.take_terminal()
@@ -133,13 +139,13 @@ class RankDebugger:
         return debugger
 
     def _interact(self, interact: Callable[..., Any], *args: Any) -> Any:
-        """Take the terminal and let pdb read commands."""
+        """Borrow the terminal and make pdb read commands from it."""
         self.take_terminal()
         self._flush()
         return interact(*args)
 
     def take_terminal(self) -> None:
-        """Borrow the terminal and suspend the test's deadline until ``return_terminal``."""
+        """Borrow the terminal of the pytest process and suspend the test's deadline until ``return_terminal`` runs."""
         if self._borrowed_terminal is not None:
             return
         self._borrowed_terminal = ExitStack()
@@ -153,24 +159,27 @@ class RankDebugger:
         writer.sep(">", f"rank {current_rank().rank} of {current_rank().world_size} stopped in {location}")
 
     def return_terminal(self) -> None:
-        """Undo ``take_terminal``; do nothing if the terminal is not borrowed."""
+        """Hand the terminal back to the pytest process and resume the deadline.
+
+        Do nothing if the terminal is not borrowed.
+        """
         borrowed, self._borrowed_terminal = self._borrowed_terminal, None
         if borrowed is not None:
             self._flush()
             borrowed.close()
 
     def _flush(self) -> None:
-        """Flush all streams before the file descriptors change, so that buffered text goes to the old ones."""
+        """Flush all streams before the file descriptors change, so that buffered text goes to the old descriptors."""
         self._config.get_terminal_writer().flush()
         flush_streams()
 
     def pytest_leave_pdb(self) -> None:
-        """Return the terminal when the user continues."""
+        """Hand the terminal back to the pytest process when the user continues the test."""
         self.return_terminal()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        """Return the terminal after the test."""
+        """Hand the terminal back to the pytest process after the test."""
         try:
             return (yield)
         finally:
@@ -180,7 +189,10 @@ class RankDebugger:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Suspend the deadline before a failure is reported: the server stops all ranks soon after one has failed."""
+        """Suspend the deadline before a failure is reported.
+
+        The rank server would otherwise stop all ranks soon after one rank has failed.
+        """
         self.return_terminal()  # the debugger may still have it: at the end of its input pdb raises BdbQuit
         if call.excinfo is None or not self._config.getoption("usepdb", default=False):
             return (yield)
@@ -208,7 +220,10 @@ class RankDebugger:
 
 @contextmanager
 def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
-    """Return the terminal at the end of the block, around fixture teardown that runs outside of a test's protocol."""
+    """Hand the terminal back to the pytest process when the block ends.
+
+    Used around the teardown of fixtures that runs outside of ``pytest_runtest_protocol``.
+    """
     try:
         yield
     finally:
@@ -218,13 +233,16 @@ def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
 
 
 def report_stop_in_child(trigger: str, frame: FrameType | None) -> None:
-    """Report a breakpoint in a child process of the rank, which must not use the rank's terminal and server channel."""
+    """Report a breakpoint that is skipped in a child process of the rank.
+
+    A child process must not use the rank's terminal or the rank's connection to the server.
+    """
     sys.stderr.write(f"{trigger} in a child process of rank {current_rank().rank} is skipped\n")
 
 
 @contextmanager
 def suspend_deadline(channel: ServerChannel) -> Iterator[None]:
-    """Suspend the deadline of the running task within the block."""
+    """Suspend the deadline of the test that runs on this rank, until the block ends."""
     channel.hold(DEBUGGER_HOLD_REASON)
     try:
         yield

@@ -19,7 +19,7 @@ MAX_TEXT_LENGTH = 200  # characters of an error or an example that ranks exchang
 
 
 class ExampleStatus(Enum):
-    """Outcome of one example on one rank; ENDED means that the rank runs no further example."""
+    """The status of one Hypothesis example on one rank; ENDED means that the rank runs no further example."""
 
     PASSED = "passed"
     REJECTED = "rejected"
@@ -32,10 +32,11 @@ class ExampleStatus(Enum):
 
 @dataclass(frozen=True)
 class ExampleVerdict:
-    """Verdict of one rank on one example.
+    """The verdict of one rank on one Hypothesis example.
 
-    ``origin`` identifies the failure as Hypothesis does, ``arguments`` shows the drawn arguments, ``choices`` all drawn
-    values including those of ``data()``, and ``scores`` has the values that the test passed to ``target()``.
+    ``origin`` is the key by which Hypothesis identifies the failure. ``arguments`` is the text of the drawn arguments.
+    ``choices`` is the text of all drawn values, including those of ``data()``. ``scores`` contains the values that the
+    test passed to ``target()``.
     """
 
     status: ExampleStatus
@@ -57,7 +58,7 @@ def make_verdict(error: BaseException | None, arguments: str, example: Any) -> E
 
 
 def classify_error(error: BaseException | None) -> ExampleStatus:
-    """Return the status of an example whose body raised ``error``."""
+    """Return the status of an example in which the test's body raised ``error``."""
     from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
     if error is None:
@@ -73,9 +74,11 @@ def classify_error(error: BaseException | None) -> ExampleStatus:
 
 
 def find_error_origin(error: BaseException, visited: tuple[BaseException, ...] = ()) -> object:
-    """Return the key by which Hypothesis identifies a failure: type, file and line of the error and its inner errors.
+    """Return the key by which Hypothesis identifies a failure.
 
-    Inner errors are its context and the members of an exception group; ``visited`` guards against cycles.
+    The key consists of the type, file and line of the error and of its inner errors. Inner errors are the error's
+    ``__context__`` and the members of an exception group. ``visited`` contains the errors that were already visited,
+    which guards against cycles.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     location = (frames[-1][0].f_code.co_filename, frames[-1][1]) if frames else None
@@ -96,7 +99,7 @@ def format_arguments(drawn_values: dict[str, Any]) -> str:
 
 
 def _safe_repr(value: object) -> str:
-    """Return ``repr(value)``, or the name of its type if ``repr`` raises."""
+    """Return ``repr(value)``, or the name of the value's type if ``repr`` raises."""
     try:
         return repr(value)
     except Exception:  # noqa: BLE001 - a faulty repr of user code must not fail the example
@@ -104,7 +107,7 @@ def _safe_repr(value: object) -> str:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, truncated."""
+    """Return the type of an error and the first line of the error's message, truncated."""
     message = str(error).strip().partition("\n")[0]
     return _truncate_text(f"{type(error).__name__}: {message}" if message else type(error).__name__)
 
@@ -117,7 +120,10 @@ def _truncate_text(text: str) -> str:
 
 
 def format_test_traceback(error: BaseException | None) -> str:
-    """Format the traceback of a failure from the test's own frame on; the empty string if the example did not fail."""
+    """Format the traceback of a failure, starting at the test's own frame.
+
+    Returns the empty string if the example did not fail.
+    """
     if classify_error(error) is not ExampleStatus.FAILED or error is None or error.__traceback__ is None:
         return ""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))
@@ -126,9 +132,10 @@ def format_test_traceback(error: BaseException | None) -> str:
 def describe_by_rank(
     verdicts: list[ExampleVerdict], get_text: Callable[[ExampleVerdict], str], status: ExampleStatus | None = None
 ) -> str:
-    """Join the text of each verdict, equal ones once, as in "ranks 0-1, 3: x; rank 2: y".
+    """Describe the verdicts of all ranks in one line, as in "ranks 0-1, 3: x; rank 2: y".
 
-    ``verdicts`` are in rank order. If ``status`` is given, only verdicts with that status are included.
+    Ranks with the same text are listed together. ``verdicts`` are in rank order. If ``status`` is given, only verdicts
+    with that status are included.
     """
     ranks_by_text: dict[str, list[int]] = {}
     for rank, verdict in enumerate(verdicts):

@@ -36,10 +36,11 @@ Exchange = Callable[[Any], list[Any]]
 
 
 class ExampleFailed(AssertionError):
-    """An example failed on some ranks only, or differently on several ranks. All ranks raise this without a cause.
+    """A Hypothesis example failed on some ranks only, or failed differently on several ranks.
 
-    Hypothesis identifies a failure by the type, file and line of the error and of its chain of contexts. With a cause
-    on one rank only, that rank would see another failure than its peers and shrink to another example.
+    All ranks raise this error without a cause. Hypothesis identifies a failure by the type, file and line of the error
+    and of its chain of contexts. With a cause on one rank only, that rank would see another failure than the other
+    ranks and shrink to another example.
     """
 
 
@@ -48,9 +49,10 @@ class ExamplesDiverged(AssertionError):
 
 
 class _EngineAborted(BaseException):
-    """Abort Hypothesis' engine without shrinking: the engine shrinks only for subclasses of Exception.
+    """An exception that aborts Hypothesis' engine without shrinking.
 
-    Outside of the engine, ``error`` is raised instead.
+    Hypothesis shrinks only for subclasses of Exception. The code that calls its engine catches this exception and
+    raises ``error`` instead.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -59,7 +61,10 @@ class _EngineAborted(BaseException):
 
 
 def exchange_with_peers(value: Any) -> list[Any]:
-    """Return the ``value`` of every rank, in rank order; every rank has to call it after the same example."""
+    """Return the ``value`` of every rank, in rank order.
+
+    Every rank has to call this function after the same example.
+    """
     return exchange_as("a Hypothesis example", value)
 
 
@@ -67,10 +72,10 @@ def exchange_with_peers(value: Any) -> list[Any]:
 def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -> Iterator[None]:
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
 
-    Every rank has to enter this block around the call phase of the same item. Does nothing if the item is not a
-    Hypothesis test. The test keeps those of its settings that have the same effect on every rank; all patches are
-    undone at the end. Raises UsageError for a kind of test that cannot run on several ranks, ExamplesDiverged when the
-    ranks draw different examples, and the error of ``exchange`` when a peer has ended.
+    Every rank has to enter this block around the call phase of the same item. The block has no effect if the item is
+    not a Hypothesis test. The test keeps those of its settings that have the same effect on every rank; all patches are
+    undone at the end of the block. Raises UsageError for a kind of test that cannot run on several ranks,
+    ExamplesDiverged if the ranks draw different examples, and the error of ``exchange`` if another rank has ended.
     """
     function = _get_hypothesis_test(item)
     if function is None:
@@ -85,7 +90,10 @@ def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -
 
 
 def _get_hypothesis_test(item: pytest.Item) -> Any:
-    """Return the function that ``@given`` made of the item's test, or None. Raises UsageError if it is unsupported."""
+    """Return the function that ``@given`` made of the item's test, or None if the item is not a Hypothesis test.
+
+    Raises UsageError for a kind of Hypothesis test that cannot run on several ranks.
+    """
     test = getattr(item, "obj", None)
     if "hypothesis" not in sys.modules or test is None:
         return None
@@ -106,9 +114,9 @@ def _get_hypothesis_test(item: pytest.Item) -> Any:
 def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to patch for the duration of the test: owner, attribute name, new value.
 
-    ``hypothesis.inner_test`` is the documented hook. The other names are private, since no public API does the same:
-    @settings may not be applied twice, @seed cannot be undone, and nothing disables the inputs of the engine that
-    differ between ranks. The private names of the function are the same from Hypothesis 6.100 to 6.170.
+    ``hypothesis.inner_test`` is the documented hook. The other names are private, because Hypothesis has no public way
+    to apply @settings twice, to undo @seed, or to switch off the inputs that its engine generates differently on each
+    rank. The private names that this function patches are the same from Hypothesis 6.100 to 6.170.
     """
     from hypothesis.internal.conjecture import engine
 
@@ -156,7 +164,7 @@ def _make_synced_settings(test_settings: settings) -> settings:
 
 @contextmanager
 def _patch_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute for the duration of the block and restore it: pooled ranks run more tests afterwards."""
+    """Set an attribute until the block ends, then restore it, because pooled ranks run more tests afterwards."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -166,13 +174,13 @@ def _patch_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
-    """Return the test's body wrapped so that each example has the same outcome on every rank."""
+    """Return a function that runs the test's body and gives each example the same outcome on every rank."""
     inner = function.hypothesis.inner_test
     not_drawn = inspect.signature(function).parameters  # self, fixtures and parameters may differ between ranks
 
     @functools.wraps(inner)
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run one example, exchange the verdicts, and raise the common outcome."""
+        """Run the test's body on one example, exchange the verdicts of all ranks, and raise the common outcome."""
         __tracebackhide__ = True
         # Format the arguments before the body runs, because it may modify them.
         arguments = format_arguments({name: value for name, value in kwargs.items() if name not in not_drawn})
@@ -197,7 +205,7 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
 
 
 class _Peers:
-    """All ranks of the test, with which this rank exchanges its verdicts."""
+    """All ranks of the test; this rank exchanges its verdicts with the other ranks through this object."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -242,13 +250,13 @@ class _Peers:
             self._announce_end("ended its test")
 
     def _announce_end(self, message: str) -> None:
-        """Send ENDED to the other ranks. Raises ExamplesDiverged if one of them still runs examples."""
+        """Send the status ENDED to the other ranks. Raises ExamplesDiverged if another rank still runs examples."""
         verdicts = self._exchange_verdicts(ExampleVerdict(ExampleStatus.ENDED, message))
         if any(verdict.status is not ExampleStatus.ENDED for verdict in verdicts):
             raise _make_example_divergence_error(verdicts)
 
     def _exchange_verdicts(self, verdict: ExampleVerdict) -> list[ExampleVerdict]:
-        """Return every rank's verdict, in rank order."""
+        """Send this rank's verdict to the other ranks, and return every rank's verdict, in rank order."""
         while True:
             # A peer may wait in an exchange of the test itself, which this rank failed to reach. That exchange fails
             # with a mismatch, and the peer's verdict follows.
@@ -304,14 +312,17 @@ def _make_example_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDi
 
 
 def _get_example_data() -> Any:
-    """Return Hypothesis' ConjectureData of the running example, for which there is no public API."""
+    """Return the ConjectureData of the running example, an internal object of Hypothesis without a public API."""
     from hypothesis.control import current_build_context
 
     return current_build_context().data
 
 
 def _merge_scores(verdicts: list[ExampleVerdict], example: Any) -> None:
-    """Give every rank the highest score of any rank: scores determine which examples the engine varies next."""
+    """Give every rank the highest score of any rank.
+
+    Scores determine which examples Hypothesis' engine varies next, so they have to be equal on all ranks.
+    """
     for verdict in verdicts:
         for label, score in verdict.scores.items():
             example.target_observations[label] = max(score, example.target_observations.get(label, score))

@@ -25,9 +25,10 @@ _LOCATION_PATTERN = re.compile(r"\(([^()]+), line (\d+)\)")
 
 
 def replace_headline(item: pytest.Item, report: pytest.TestReport, headline: str, sections: Sections) -> ExceptionRepr:
-    """Copy a report's failure with ``headline`` as its line in the short summary and ``sections`` after its traceback.
+    """Return a copy of a report's failure with another line in the short summary and additional sections.
 
-    The original stays unchanged, because merged reports and problems share it.
+    ``headline`` becomes the line in the short summary, and ``sections`` follow the traceback. The original stays
+    unchanged, because the merged report and the problem share it.
     """
     longrepr = report.longrepr
     if not isinstance(longrepr, ExceptionChainRepr | ReprExceptionInfo):
@@ -52,7 +53,10 @@ def replace_headline(item: pytest.Item, report: pytest.TestReport, headline: str
 def build_longrepr(
     item: pytest.Item, location: tuple[str, int], headline: str, text: str, sections: Sections
 ) -> ExceptionRepr:
-    """Build a failure without an exception object: ``text``, then ``headline`` as the error line at ``location``."""
+    """Build a failure representation from texts, without an exception object.
+
+    The representation shows ``text``, then ``headline`` as the error line at ``location``.
+    """
     crash = ReprFileLocation(*location, headline)
     lines = [f"E   {line}" for line in headline.splitlines()]
     file = item.location[0] if location[0] == str(item.path) else location[0]
@@ -64,16 +68,19 @@ def build_longrepr(
 
 
 def add_sections(longrepr: ExceptionRepr, sections: Sections) -> ExceptionRepr:
-    """Add sections to the failure itself; unlike sections of the report, ``--show-capture=no`` does not hide them."""
+    """Add sections to the failure representation itself.
+
+    Sections of a report are hidden by ``--show-capture=no``; sections of the failure representation are not.
+    """
     for title, text in sections:
         longrepr.addsection(title, text)
     return longrepr
 
 
 def locate_failure(item: pytest.Item, message: str = "") -> tuple[str, int]:
-    """Return the item's file and the line that ``message`` names in it, as in ``(test_x.py, line 7)``.
+    """Return the item's file and the line that ``message`` names in that file, as in ``(test_x.py, line 7)``.
 
-    Without such a line in ``message``, return the line of the test function.
+    If ``message`` names no such line, return the line of the test function.
     """
     for file, line in _LOCATION_PATTERN.findall(message):
         if Path(file).name == item.path.name:

@@ -1,4 +1,4 @@
-"""Merge the output, logs and user properties of several ranks, with the rank in front of each line or key."""
+"""Merge the output, logs and user properties of several ranks, and add the rank to each line or key."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _STREAM_ORDER = ("stdout", "stderr")
 
 
 def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Collection[str]) -> list[tuple[str, str]]:
-    """Return the captured sections of the merged report of ``phase``, as title and text, each line with its rank.
+    """Return the captured sections of the merged report of ``phase``, as pairs of title and text.
 
-    ``phases`` are the phases whose output is included: pytest's reports repeat the output of earlier phases.
+    Each line of a text begins with its rank. ``phases`` are the phases whose output is included: pytest's reports
+    repeat the output of earlier phases.
     """
     texts: dict[str, str] = {}
     for rank_result in rank_results:
@@ -31,7 +32,10 @@ def merge_sections(rank_results: Sequence[RankResult], phase: str, phases: Colle
 
 
 def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield a rank's output in ``phases`` as sections; output outside of any phase counts as output of setup."""
+    """Yield the output that a rank wrote in ``phases`` as sections.
+
+    Output outside of any phase counts as output of setup.
+    """
     for part in rank_result.outcome.captured_output:
         label = part.phase if part.phase in PHASES else "setup"
         if label in phases:
@@ -39,13 +43,16 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a rank's report of ``phase``, or of its latest earlier report if there is none."""
+    """Yield the sections of a rank's report of ``phase``; without such a report, those of the latest earlier report."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 
 
 def get_section_order(title: str) -> tuple[int, int]:
-    """Return a sort key for pytest's order of sections: by phase, output before logs, sections of plugins last."""
+    """Return a sort key that puts sections into pytest's order.
+
+    Sections are ordered by phase, and within a phase, output precedes logs. Sections of plugins come last.
+    """
     match = _CAPTURE_TITLE.fullmatch(title)
     if match is None:
         return len(PHASES), 0
@@ -54,7 +61,7 @@ def get_section_order(title: str) -> tuple[int, int]:
 
 
 def merge_user_properties(rank_results: Sequence[RankResult], phase: str) -> list[tuple[str, object]]:
-    """Merge the user properties of all ranks: equal values once, different ones as ``key[rank 1]``."""
+    """Merge the user properties of all ranks: equal values are listed once, different values as ``key[rank 1]``."""
     by_rank: dict[int, dict[str, list[object]]] = {}
     for rank_result in rank_results:
         report = rank_result.latest_report(phase)

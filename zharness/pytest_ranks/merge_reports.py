@@ -47,7 +47,10 @@ _MERGED_FIELDS = {
 
 @dataclass(frozen=True)
 class JointResult:
-    """The results of one test on all its ranks; ``failures`` are the problems that make it fail, the cause first."""
+    """The results of one test on all its ranks.
+
+    ``failures`` are the problems that make the test fail, the cause first.
+    """
 
     item: pytest.Item
     rank_results: tuple[RankResult, ...]
@@ -57,7 +60,7 @@ class JointResult:
 
     @cached_property
     def failures_by_phase(self) -> dict[str, list[RankProblem]]:
-        """Return the failures by the phase in which they are reported, each list in order of blame."""
+        """Return the failures grouped by the phase in which they are reported, each list in order of blame."""
         by_phase: dict[str, list[RankProblem]] = {}
         for problem in self.failures:
             by_phase.setdefault(choose_reporting_phase(problem, self.failures), []).append(problem)
@@ -65,7 +68,10 @@ class JointResult:
 
     @cached_property
     def is_caused_by_skip(self) -> bool:
-        """Return whether the cause is a skip on some ranks; stopped ranks then waited for a rank that did not fail."""
+        """Return whether the cause of the failure is that some ranks skipped.
+
+        Ranks that were stopped then waited for a rank that had not failed.
+        """
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
     def get_reports(self, phase: str) -> list[pytest.TestReport]:
@@ -79,7 +85,7 @@ class JointResult:
 
 @dataclass(frozen=True)
 class PhaseVerdict:
-    """The outcome of one phase on all ranks; ``xfail_reason`` is set if an xfail mark decided it.
+    """The outcome of one phase on all ranks; ``xfail_reason`` is not None if an xfail mark decided the outcome.
 
     Attributes that plugins set on ``source_report`` are copied to the merged report.
     """
@@ -91,9 +97,9 @@ class PhaseVerdict:
 
 
 def merge_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestReport]:
-    """Return the merged reports of setup, call and teardown, for pytest_runtest_logreport.
+    """Return the merged reports of setup, call and teardown, which the caller passes to ``pytest_runtest_logreport``.
 
-    There is no report of the call if setup failed or was skipped.
+    The list contains no report of the call if setup failed or was skipped.
     """
     rank_results = collect_rank_results(item, outcome)
     problems = apply_xfail_mark(find_problems(rank_results), item)
@@ -109,14 +115,20 @@ def merge_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestR
 
 
 def judge_setup(result: JointResult) -> PhaseVerdict:
-    """Judge setup; it counts as passed if a failure is reported in the call: pytest shows a call only after setup."""
+    """Return the verdict on setup.
+
+    Setup counts as passed if a failure is reported in the call, because pytest shows a call only after a passed setup.
+    """
     if "call" in result.failures_by_phase and "setup" not in result.failures_by_phase:
         return PhaseVerdict("passed")
     return judge_phase(result, "setup")
 
 
 def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Judge one phase: failed if a failure is reported in it, skipped if all ranks skipped, xfailed, or passed."""
+    """Return the verdict on one phase: failed, skipped, xfailed or passed.
+
+    The phase is failed if a failure is reported in it, and skipped if all ranks skipped.
+    """
     if phase in result.failures_by_phase:
         return judge_failed_phase(result, phase)
     if result.rank_results and all(is_skipped(rank_result, phase) for rank_result in result.rank_results):
@@ -134,12 +146,12 @@ def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
 
 
 def is_expected_failure(problem: RankProblem, phase: str) -> bool:
-    """Return whether the problem is an expected failure in ``phase``."""
+    """Return whether the problem is a failure in ``phase`` that an xfail mark expects."""
     return problem.kind is ProblemKind.FAILED_AS_EXPECTED and problem.phase == phase
 
 
 def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Make the verdict of a failed phase: its first failure with traceback, all others as sections."""
+    """Return the verdict on a failed phase: its first failure with traceback, all other failures as sections."""
     failures = result.failures_by_phase[phase]
     cause, groups = failures[0], group_problems(failures)
     if cause.kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
@@ -154,7 +166,7 @@ def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
 
 
 def group_problems(problems: Iterable[RankProblem]) -> list[ProblemGroup]:
-    """Group equal problems of several ranks; groups are in the order of their first problems."""
+    """Group equal problems of several ranks; the groups have the order of their first problems."""
     groups: dict[tuple[object, ...], ProblemGroup] = {}
     for problem in problems:
         groups[problem.group_key] = (*groups.get(problem.group_key, ()), problem)
@@ -162,7 +174,7 @@ def group_problems(problems: Iterable[RankProblem]) -> list[ProblemGroup]:
 
 
 def make_longrepr(result: JointResult, problems: Sequence[RankProblem], sections: longreprs.Sections) -> Any:
-    """Build the failure of a report from the first group of equal problems, with ``sections`` after it."""
+    """Build the failure representation of a report from its first group of equal problems, followed by ``sections``."""
     group = group_problems(problems)[0]
     problem, headline = group[0], format_headline(result, group)
     if problem.report is None:
@@ -175,7 +187,7 @@ def make_longrepr(result: JointResult, problems: Sequence[RankProblem], sections
 
 
 def format_headline(result: JointResult, group: ProblemGroup) -> str:
-    """Format the line of the short summary: the ranks of the group and their problem."""
+    """Format the line of the short summary, which names the ranks of the group and their problem."""
     problem, ranks = group[0], [problem.rank for problem in group]
     if problem.report is None:
         return format_rank_sentence(ranks, format_problem_message(result, problem))
@@ -185,7 +197,10 @@ def format_headline(result: JointResult, group: ProblemGroup) -> str:
 
 
 def describe_partial_skip(result: JointResult, phase: str) -> str:
-    """Describe a skip on some ranks only: which ranks skipped in ``phase``, why, and how the other ranks ended."""
+    """Describe a skip on some ranks only.
+
+    The text names the ranks that skipped in ``phase``, the reason for the skip, and how the other ranks ended.
+    """
     skips = [problem for problem in result.problems if isinstance(getattr(problem.report, "longrepr", None), tuple)]
     skips = [problem for problem in skips if problem.phase == phase]
     ranks = {problem.rank for problem in skips}
@@ -195,7 +210,7 @@ def describe_partial_skip(result: JointResult, phase: str) -> str:
 
 
 def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
-    """Make the longrepr of a skip on all ranks: file and line of the first rank, and the reasons of all ranks."""
+    """Make the failure representation of a skip on all ranks: file and line of rank 0, and the reasons of all ranks."""
     reports = result.get_reports(phase)
     longrepr = reports[0].longrepr
     file, line = (longrepr[0], longrepr[1]) if isinstance(longrepr, tuple) else longreprs.locate_failure(result.item)
@@ -207,7 +222,7 @@ def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
 
 
 def format_by_ranks(texts: dict[int, str]) -> str:
-    """Return the text if it is the same on all ranks, else each text with its ranks, as in ``x (ranks 0, 2)``."""
+    """Return the text if it is the same on all ranks; otherwise each text with its ranks, as in ``x (ranks 0, 2)``."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_by_text.setdefault(text, []).append(rank)
@@ -217,12 +232,12 @@ def format_by_ranks(texts: dict[int, str]) -> str:
 
 
 def make_ranks_section(result: JointResult) -> list[tuple[str, str]]:
-    """Make the section "Ranks", with one line for each way in which ranks ended."""
+    """Make the section "Ranks", which has one line for each group of ranks that ended in the same way."""
     return [("Ranks", "\n".join(describe_ranks(result, result.rank_results)))] if result.rank_results else []
 
 
 def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> list[str]:
-    """Describe how each rank ended, in one sentence for ranks that ended the same way; the cause comes first."""
+    """Describe how each rank ended, with one sentence for ranks that ended in the same way; the cause comes first."""
     cause_rank = result.failures[0].rank if result.failures else -1
     groups: dict[tuple[object, ...], list[RankResult]] = {}
     for rank_result in sorted(rank_results, key=lambda rank_result: rank_result.rank != cause_rank):
@@ -235,7 +250,7 @@ def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> l
 
 
 def describe_rank(result: JointResult, rank_result: RankResult) -> tuple[str, ...]:
-    """Return predicates that describe what happened on one rank, in order of time."""
+    """Return the predicates that describe the problems of one rank, in order of time."""
     problems = get_rank_problems(result, rank_result.rank)
     return tuple(describe_problem(result, problem) for problem in problems) or describe_rank_without_problems(
         rank_result
@@ -271,12 +286,15 @@ def describe_problem(result: JointResult, problem: RankProblem) -> str:
 
 
 def format_problem_message(result: JointResult, problem: RankProblem) -> str:
-    """Return the message of a problem without a report; do not mention a failed rank if the cause is a skip."""
+    """Return the message of a problem without a report.
+
+    If the cause of the failure is a skip, the message does not mention a failed rank.
+    """
     return problem.message.replace(_STOPPED_REASON, "") if result.is_caused_by_skip else problem.message
 
 
 def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
-    """Make the section of a failure that is not the first; return no section without details to show."""
+    """Make the section that shows a failure other than the first; return no section if the failure has no details."""
     problem, ranks = group[0], format_ranks([problem.rank for problem in group])
     if problem.kind is ProblemKind.LEFT_BEHIND:
         return [(f"left behind by {ranks}", problem.details)]
@@ -287,7 +305,7 @@ def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
 
 
 def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
-    """Make one section for each different stack of ranks that hung, were stopped or raised outside of the test."""
+    """Make one section for each different stack of ranks that hung, were stopped, or raised outside of the test."""
     by_stack: dict[str, list[RankResult]] = {}
     for rank_result in rank_results:
         outcome = rank_result.outcome
@@ -338,7 +356,7 @@ def measure_phase(
 ) -> tuple[float, float, float]:
     """Return the earliest start, latest stop and longest duration of a phase over all ranks, in seconds.
 
-    A failed phase that no rank reported gets the time of the whole group minus that of earlier phases.
+    For a failed phase that no rank reported, return the time of the whole test minus that of the earlier phases.
     """
     reports = result.get_reports(phase)
     if reports:

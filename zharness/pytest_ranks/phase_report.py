@@ -10,7 +10,10 @@ PHASES = ("setup", "call", "teardown")
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """The report of one ``phase`` as plain data, made by the hook ``pytest_report_to_serializable`` on the rank."""
+    """The report of one ``phase`` of a test as plain data.
+
+    The hook ``pytest_report_to_serializable`` makes it on the rank.
+    """
 
     phase: str
     report: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Report faults that appear only when a rank pool is torn down, as failures of the last test that it ran."""
+"""Report problems that appear only when a rank pool is torn down, as failures of the last test that ran in the pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from zharness.world import GroupOutcome
 def make_pool_teardown_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestReport]:
     """Return a failed teardown report of ``item`` if a teardown raised, a rank failed or left anything behind.
 
-    ``outcome`` is how the ranks of the pool ended or tore down. Returns an empty list if nothing went wrong.
+    ``outcome`` describes how each rank of the pool ended or tore down its fixtures. Returns an empty list if no rank
+    had a problem.
     """
     leftovers = [f"rank {rank.rank} left behind: {leftover}" for rank in outcome.ranks for leftover in rank.leftovers]
     if not outcome.failures and not leftovers:

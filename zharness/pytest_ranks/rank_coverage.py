@@ -1,9 +1,9 @@
-"""Measure coverage on ranks when the pytest process measures its own.
+"""Measure code coverage on ranks if the pytest process measures its own coverage.
 
-A rank inherits the running measurement through its fork, with the same options, and saves it to a data file of its own
-when it exits. pytest-cov combines these files at the end of the session. After
-``coverage run --parallel-mode -m pytest`` the user runs ``coverage combine``; without ``--parallel-mode`` nothing would
-combine the files, so ranks save none. The measurement of a rank that crashes or is killed is lost.
+A rank inherits the running measurement through its fork, with the same options, and saves the measurement to a data
+file of its own when it exits. pytest-cov combines these files at the end of the session. After ``coverage run
+--parallel-mode -m pytest`` the user runs ``coverage combine``; without ``--parallel-mode`` nothing would combine the
+files, so ranks save none. The measurement of a rank that crashes or is killed is lost.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ PARTIAL_DATA_WARNINGS = ["no-data-collected", "module-not-imported", "module-not
 
 
 def get_current_coverage() -> Any:
-    """Return the ``Coverage`` object that measures this process, or None.
+    """Return the ``Coverage`` object that measures this process, or None if the process is not measured.
 
-    Does not import coverage: it is not a dependency, and a process that measures has imported it.
+    The function does not import the package coverage, which is not a dependency: a process that is measured has already
+    imported it.
     """
     coverage = sys.modules.get("coverage")
     return None if coverage is None else coverage.Coverage.current()
 
 
 def silence_worker_coverage() -> None:
-    """Disable coverage's no-data warnings in an xdist worker, since all of its tests may run on ranks."""
+    """Disable coverage's no-data warnings in an xdist worker, because all tests of the worker may run on ranks."""
     coverage = get_current_coverage()
     if coverage is not None:
         disable_partial_warnings(coverage)
@@ -37,7 +38,7 @@ def silence_worker_coverage() -> None:
 def set_up_rank_coverage(channel: ServerChannel) -> None:
     """Make this rank save its coverage data when it exits, if the pytest process measures in parallel mode.
 
-    Without parallel mode, stop measuring on this rank.
+    If the pytest process does not measure in parallel mode, stop measuring on this rank.
     """
     coverage = get_current_coverage()
     if coverage is None:
@@ -50,7 +51,7 @@ def set_up_rank_coverage(channel: ServerChannel) -> None:
 
 
 def disable_partial_warnings(coverage: Any) -> None:
-    """Disable the warnings that a process measured nothing or not everything."""
+    """Disable coverage's warnings that a process measured no code or only part of it."""
     disabled = coverage.get_option("run:disable_warnings")
     coverage.set_option("run:disable_warnings", [*disabled, *PARTIAL_DATA_WARNINGS])
 
@@ -58,7 +59,8 @@ def disable_partial_warnings(coverage: Any) -> None:
 def save_rank_coverage(coverage: Any, channel: ServerChannel) -> None:
     """Save the rank's coverage data to a file that coverage names after the process; called when the rank exits.
 
-    Suspends the deadline: after a failure a rank has half a second to exit, and many ranks write at the same time.
+    Suspends the rank's deadline, because a rank has only half a second to exit after a failure, and many ranks write
+    their files at the same time.
     """
     channel.hold("it saves its coverage data")
     coverage.stop()

@@ -24,7 +24,7 @@ _AFTER_RETURN = ", after its function had returned"
 
 
 class ProblemKind(Enum):
-    """The ways in which a rank does not pass; messages contain the values."""
+    """The kinds of problems because of which a rank does not pass; failure messages contain the enum's values."""
 
     FAILED = "failed"
     PASSED_UNEXPECTEDLY = "passed unexpectedly"  # under a strict xfail mark
@@ -39,10 +39,10 @@ class ProblemKind(Enum):
 
 
 class BlameLevel(Enum):
-    """Order of blame: a problem of a lower level is blamed first; within one level, the earliest problem is.
+    """Priority for choosing the cause of a failure: problems of the lowest level first, then the earliest problem.
 
-    Time alone would blame the wrong rank: peers see the closed connection of a crashed rank before the server sees the
-    crash. Of hung ranks, the one that is not in a collective is the one for which the others wait.
+    Time alone would blame the wrong rank: the other ranks see the closed connection of a crashed rank before the server
+    sees the crash. If several ranks hang, a rank that is not in a collective is blamed, because the others wait for it.
     """
 
     DEATH = 0
@@ -59,8 +59,8 @@ class RankProblem:
     """One reason why one rank did not pass.
 
     ``message`` is the exception message of a failed report, the reason of a skip, or otherwise a predicate that follows
-    "rank 1 ". ``pending_collective`` is the collective in which the rank waited, ``details`` a traceback or stack if
-    there is no report, and ``xfail_reason`` the reason of the xfail mark that expects the problem.
+    "rank 1 ". ``pending_collective`` is the collective in which the rank waited. ``details`` is a traceback or stack if
+    there is no report. ``xfail_reason`` is the reason of the xfail mark that expects the problem.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class RankProblem:
 
     @property
     def blame_order(self) -> tuple[int, int, int]:
-        """Return a sort key; the first problem in this order is the cause of the failure."""
+        """Return a sort key for problems: the problem with the smallest key is the cause of the failure."""
         return (self.blame.value, self.at_ns, self.rank)
 
     @property
@@ -89,7 +89,7 @@ class RankProblem:
 
 @dataclass(frozen=True)
 class TimedReport:
-    """The report of one phase on one rank, and when the phase ended (CLOCK_MONOTONIC, in nanoseconds)."""
+    """The report of one phase on one rank, and the time when the phase ended (CLOCK_MONOTONIC, in nanoseconds)."""
 
     at_ns: int
     report: pytest.TestReport
@@ -97,7 +97,7 @@ class TimedReport:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended, its reports by phase, and the phases of which it had to send a report."""
+    """The result of one test on one rank: how it ended, its reports by phase, and the phases that it had to report."""
 
     outcome: RankOutcome
     timed_reports: Mapping[str, TimedReport]
@@ -110,22 +110,22 @@ class RankResult:
 
     @property
     def missing_phases(self) -> tuple[str, ...]:
-        """Return the expected phases without a report, in order."""
+        """Return the phases of which the rank should have sent a report but sent none, in order."""
         return tuple(phase for phase in self.expected_phases if phase not in self.timed_reports)
 
     def latest_report(self, phase: str) -> pytest.TestReport | None:
-        """Return the report of ``phase`` or, if there is none, of the latest earlier phase."""
+        """Return the rank's report of ``phase`` or, if there is none, its report of the latest earlier phase."""
         phases = PHASES[: PHASES.index(phase) + 1]
         return next((self.timed_reports[name].report for name in reversed(phases) if name in self.timed_reports), None)
 
 
 def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[RankResult, ...]:
-    """Return the result of every rank, in rank order."""
+    """Return the result of the test on every rank, in rank order."""
     return tuple(make_rank_result(item, rank) for rank in outcome.ranks)
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Deserialize the reports of one rank; if a phase has several reports, as with subtests, keep the last."""
+    """Deserialize the reports of one rank; of several reports of a phase, as with subtests, keep the last."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)
@@ -163,13 +163,13 @@ def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Return whether the rank skipped in ``phase``. An expected failure is no skip, though pytest reports it as one."""
+    """Return whether the rank skipped in ``phase``; an expected failure is no skip, though pytest reports it as one."""
     timed_report = rank_result.timed_reports.get(phase)
     return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 
 
 def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> RankProblem | None:
-    """Make the problem that a failed or skipped report describes; return None for a passed report."""
+    """Return the problem that a failed or skipped report describes; return None for a passed report."""
     report = timed_report.report
     if report.passed:
         return None
@@ -206,7 +206,10 @@ def get_report_message(report: pytest.TestReport) -> str:
 
 
 def find_end_problems(rank_result: RankResult, reported_problems: Sequence[RankProblem]) -> list[RankProblem]:
-    """Return the problems that follow from how a rank ended, besides ``reported_problems`` of its reports."""
+    """Return the problems that follow from how a rank ended.
+
+    ``reported_problems`` are the problems that follow from the rank's reports; they are not returned again.
+    """
     outcome = rank_result.outcome
     failures = [problem for problem in reported_problems if problem.kind is ProblemKind.FAILED]
     if outcome.end is RankEnd.STOPPED or outcome.end is RankEnd.HUNG:
@@ -243,7 +246,7 @@ def find_end_problems(rank_result: RankResult, reported_problems: Sequence[RankP
 
 
 def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> RankProblem:
-    """Make the problem of a rank that hung or was stopped; ``is_blameless`` if it had reported no failure."""
+    """Return the problem of a rank that hung or was stopped; ``is_blameless``: the rank had reported no failure."""
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     waiting = f", waiting in {outcome.site}" if outcome.site else ""
     if outcome.end is RankEnd.STOPPED:
@@ -258,11 +261,11 @@ def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> R
 
 
 def make_crash_problem(rank_result: RankResult, reported_failures: Sequence[RankProblem]) -> RankProblem:
-    """Make the problem of a rank that crashed, or on which code around the test raised.
+    """Return the problem of a rank that crashed, or on which code around the test raised.
 
-    Normally a crash is blamed before all reported failures. It is ordered by time instead if the rank had reported a
-    failure earlier, or if the harness raised after the last phase: ranks wait for each other there, so a peer is the
-    cause.
+    Normally a crash is blamed before all reported failures. Crashes are ordered by time instead if the rank had
+    reported a failure earlier, or if the harness raised after the last phase: ranks wait for each other there, so
+    another rank is the cause.
     """
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     cause, *further = outcome.cause.split("\n")
@@ -315,7 +318,7 @@ XFAIL_KINDS = (
 def apply_xfail_mark(problems: Sequence[RankProblem], item: pytest.Item) -> tuple[RankProblem, ...]:
     """Turn crashes, hangs, partial skips and leftovers into expected failures if an xfail mark expects any failure.
 
-    pytest itself applies the mark on each rank, but only to failures of the test.
+    pytest itself applies the mark on each rank, but only to exceptions that the test raised.
     """
     reason = get_xfail_reason(item) if any(problem.kind in XFAIL_KINDS for problem in problems) else None
     if reason is None:
@@ -329,9 +332,9 @@ def apply_xfail_mark(problems: Sequence[RankProblem], item: pytest.Item) -> tupl
 
 
 def get_xfail_reason(item: pytest.Item) -> str | None:
-    """Return the reason of the xfail mark if its condition holds and it has neither ``raises`` nor ``run=False``.
+    """Return the reason of the item's xfail mark.
 
-    Otherwise return None.
+    Returns None if the mark's condition does not hold, or if the mark has ``raises`` or ``run=False``.
     """
     # There is no public function that evaluates the conditions of xfail marks.
     from _pytest.skipping import evaluate_xfail_marks
@@ -348,8 +351,8 @@ def get_xfail_reason(item: pytest.Item) -> str | None:
 def select_failures(problems: Iterable[RankProblem]) -> tuple[RankProblem, ...]:
     """Return the problems that make the test fail, in order of blame.
 
-    If a rank failed as expected, the consequences for its peers do not count as failures: peers were stopped while they
-    waited for that rank, or passed unexpectedly.
+    If a rank failed as expected, the consequences for the other ranks do not count as failures: those ranks were
+    stopped while they waited for the failed rank, or passed unexpectedly.
     """
     problems = sorted(problems, key=lambda problem: problem.blame_order)
     failures = [problem for problem in problems if problem.kind is not ProblemKind.FAILED_AS_EXPECTED]
@@ -361,16 +364,16 @@ def select_failures(problems: Iterable[RankProblem]) -> tuple[RankProblem, ...]:
 
 
 def is_consequence(problem: RankProblem) -> bool:
-    """Return whether the expected failure of a peer may have caused the problem."""
+    """Return whether the expected failure of another rank may have caused the problem."""
     return problem.kind in (ProblemKind.STOPPED, ProblemKind.SKIPPED) or problem.blame is BlameLevel.HUNG_IN_COLLECTIVE
 
 
 def choose_reporting_phase(problem: RankProblem, failures: Sequence[RankProblem]) -> str:
     """Return the phase whose merged report shows ``problem``; ``failures[0]`` is the cause of the test's failure.
 
-    This is the phase of the cause, with two exceptions. If the cause is in teardown, problems of earlier phases belong
-    to the call, so that a call that one rank did not finish is never reported as passed. A teardown failure that no
-    peer's failure explains belongs to teardown.
+    This phase is the phase of the cause, with two exceptions. If the cause is in teardown, problems of earlier phases
+    are shown in the call, so that a call that one rank did not finish is never reported as passed. A teardown failure
+    that no failure of another rank explains is shown in teardown.
     """
     cause = failures[0]
     if cause.phase == "teardown":

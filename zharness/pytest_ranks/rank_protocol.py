@@ -30,7 +30,7 @@ from zharness.world.rank import ServerChannel, seed_torch
 
 @dataclass(frozen=True)
 class SessionStop:
-    """A test stopped the whole session with ``pytest.exit`` or a KeyboardInterrupt."""
+    """The request of a test to stop the whole session, made with ``pytest.exit`` or a KeyboardInterrupt."""
 
     rank: int
     trigger: str  # "exit" or "keyboard"
@@ -40,7 +40,7 @@ class SessionStop:
 
 @dataclass(frozen=True)
 class RecordedWarning:
-    """A warning that pytest recorded on a rank, in a form that can be pickled."""
+    """A warning that pytest recorded on a rank, stored so that it can be pickled."""
 
     category: type[Warning]
     message: str
@@ -52,10 +52,10 @@ class RecordedWarning:
 
 @dataclass(frozen=True)
 class RankSideEffects:
-    """The result of one test on one rank, besides the phase reports.
+    """The effects of one test on one rank that are not in the phase reports.
 
-    ``leftovers`` describes threads and processes that the test did not end, ``changed_state`` names process-wide
-    settings that it changed.
+    ``leftovers`` describes threads and processes that the test did not end. ``changed_state`` names process-wide
+    settings that the test changed.
     """
 
     recorded_warnings: tuple[RecordedWarning, ...] = ()
@@ -69,7 +69,7 @@ class RankSideEffects:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Process-wide state that a test could leave for the next one: settings, threads and child processes."""
+    """The process-wide state that a test could leave for the next test: settings, threads and child processes."""
 
     fingerprint: ProcessFingerprint
     leftovers: dict[str, str]
@@ -80,12 +80,12 @@ class ProcessState:
         return cls(take_fingerprint(), find_leftovers())
 
     def describe_changes_since(self, states: Sequence[ProcessState]) -> str:
-        """Return the names of settings whose values differ from those in all of ``states``, separated by commas."""
+        """Return the names of settings that now differ from their values in all of ``states``, separated by commas."""
         changes = [set(state.fingerprint.list_changes(self.fingerprint)) for state in states]
         return ", ".join(sorted(set.intersection(*changes)))
 
     def leftovers_since(self, states: Sequence[ProcessState]) -> dict[str, str]:
-        """Return the threads and processes that exist in none of ``states``, as key and description."""
+        """Return the threads and processes that exist in none of ``states``, as a mapping from key to description."""
         return {
             key: description
             for key, description in self.leftovers.items()
@@ -94,18 +94,24 @@ class ProcessState:
 
 
 class ReportChannel(Protocol):
-    """The part of a rank's channel that sends reports before the test ends: ServerChannel or StoreChannel."""
+    """The interface through which a rank sends reports before the test ends: ServerChannel or StoreChannel."""
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send ``payload`` with the time of its event; a FAILED status makes the receiver stop the other ranks."""
+        """Send ``payload`` with the time of its event.
+
+        If ``status`` is FAILED, the receiver stops the other ranks.
+        """
 
     def label(self, phase: str) -> None:
-        """Mark the output that follows as belonging to ``phase``."""
+        """Mark all output that the rank writes from now on as output of ``phase``."""
 
 
 @dataclass(eq=False)  # hashable, because older versions of pytest keep plugins in a set
 class PhaseReporter:
-    """Pytest plugin of a rank that sends the report of each phase as soon as it is made, so that a crash loses none."""
+    """Pytest plugin of a rank that sends the report of each phase as soon as pytest makes it.
+
+    If the rank crashes, the reports of earlier phases are not lost.
+    """
 
     config: pytest.Config
     channel: ReportChannel
@@ -125,13 +131,13 @@ class PhaseReporter:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
-        """Label the output of setup."""
+        """Mark the output that follows as output of setup."""
         self.channel.label("setup")
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Label the output of the call and synchronize a Hypothesis test with the other ranks."""
+        """Mark the output that follows as output of the call, and synchronize Hypothesis with the other ranks."""
         self.channel.label("call")
         if self.wide_finalizers_before != count_wide_finalizers(item):
             self.state_before_call = ProcessState.capture()
@@ -140,7 +146,7 @@ class PhaseReporter:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        """Label the output of teardown."""
+        """Mark the output that follows as output of teardown."""
         self.channel.label("teardown")
         return (yield)
 
@@ -186,8 +192,8 @@ class PhaseReporter:
 def classify_report(report: pytest.TestReport) -> RankStatus:
     """Return FAILED for a failure, SKIPPED for a skip or an expected failure, and OK otherwise.
 
-    After SKIPPED the other ranks may wait for this rank forever. A test that passes under a strict xfail mark is OK,
-    because another rank may fail as expected.
+    After a report with SKIPPED, the other ranks may wait for this rank forever. A test that passes under a strict xfail
+    mark is OK, because another rank may fail as expected.
     """
     if report.failed:
         is_strict_xpass = isinstance(report.longrepr, str) and report.longrepr.startswith(STRICT_XPASS_PREFIX)
@@ -209,7 +215,7 @@ def is_importable(category: type[Warning]) -> bool:
 
 
 class RankTestRunner:
-    """Function that ranks inherit through the fork: it runs one test of the collected session in the calling rank."""
+    """A callable that runs one test of the collected session in the calling rank; ranks inherit it through the fork."""
 
     def __init__(
         self,
@@ -220,7 +226,7 @@ class RankTestRunner:
     ) -> None:
         """Prepare to run tests of ``session``; ``main_process_plugins`` are unregistered in each forked rank.
 
-        A process that torchrun started is already set up as a rank, and passes its ``reporter``.
+        A process that torchrun started is already set up as a rank, so its caller passes the existing ``reporter``.
         """
         self._session = session
         self._terminal = terminal
@@ -233,7 +239,7 @@ class RankTestRunner:
         """Run the item at ``index``; keep the fixtures that the item at ``next_index`` needs as well.
 
         If ``index`` is None, only tear down the fixtures that the item at ``next_index`` does not need. If ``fixture``
-        names a remote fixture, only set up that fixture.
+        is the name of a remote fixture, only set up that fixture.
         """
         items = self._session.items
         nextitem = None if next_index is None else items[next_index]
@@ -246,7 +252,7 @@ class RankTestRunner:
     def _run_item(
         self, reporter: PhaseReporter, item: pytest.Item, nextitem: pytest.Item | None, test_dir: str
     ) -> RankSideEffects:
-        """Run one item and return its side effects, compared with the state of the process before it."""
+        """Run one item and return its side effects, found by comparing the process's state with earlier states."""
         seed_generators(item.nodeid)
         item.stash[TEST_DIR] = Path(test_dir)
         before = self._take_previous_state()
@@ -273,9 +279,10 @@ class RankTestRunner:
         )
 
     def _take_previous_state(self) -> ProcessState:
-        """Return the state at the end of the last test, since nothing runs between tests; without it, capture one now.
+        """Return the process's state at the end of the last test, or the current state if none is stored.
 
-        The stored state is removed: if the next test does not end normally, it is no longer valid.
+        No other code runs between tests, so the two are equal. The stored state is removed, because it is no longer
+        valid if the next test does not end normally.
         """
         state, self._previous_state = self._previous_state, None
         return ProcessState.capture() if state is None else state
@@ -291,7 +298,10 @@ class RankTestRunner:
     def _collect_side_effects(
         self, reporter: PhaseReporter, stop: SessionStop | None, changed_state: str, leftovers: dict[str, str]
     ) -> RankSideEffects:
-        """Take warnings and inner reports from ``reporter``; report each leftover thread or process only once."""
+        """Return the side effects of a test, with the warnings and inner reports that ``reporter`` has kept.
+
+        Each leftover thread or process is reported only once.
+        """
         new_leftovers = tuple(text for key, text in leftovers.items() if key not in self._reported_leftovers)
         self._reported_leftovers.update(leftovers)
         side_effects = RankSideEffects(
@@ -302,7 +312,7 @@ class RankTestRunner:
         return side_effects
 
     def _get_reporter(self, test_dir: str) -> PhaseReporter:
-        """Return this rank's reporter; set up the rank at the first call."""
+        """Return this rank's reporter; the first call also sets up the rank."""
         if self._reporter is None:
             self._reporter = self._set_up_rank(test_dir)
         return self._reporter
@@ -349,7 +359,7 @@ def disable_capture(config: pytest.Config) -> None:
 
 
 def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
-    """Make ``base`` the base of this rank's ``tmp_path``: in a shared base, ranks would create equal directories."""
+    """Make ``base`` the base of this rank's ``tmp_path``, so that ranks do not create equal directories."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -357,7 +367,7 @@ def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
 
 
 def count_wide_finalizers(item: pytest.Item) -> list[tuple[str, int]]:
-    """Count the finalizers on the nodes above the item; the counts change when a fixture of wider scope is set up."""
+    """Count the finalizers on the nodes above the item; the counts change if a fixture of wider scope is set up."""
     stack = item.session._setupstate.stack
     # The first finalizer of a node is the teardown of the node itself, not that of a fixture.
     counts = [(node.nodeid, len(finalizers) - 1) for node, (finalizers, _) in stack.items() if node is not item]
