@@ -23,11 +23,11 @@ T = TypeVar("T", LayerKind, Act, Mark)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of a search: it draws ``batches`` batches of programs from ``seed``, over stages, world sizes and
-    dtypes.
+    """The options of a search, which draws ``batches`` batches of programs from ``seed``.
 
-    Two options exclude a known bug from the search. ``excluded_names`` are layers, verbs and marks that programs must
-    not use. ``max_outputs`` limits the outputs that a program keeps for backward at once.
+    Programs are drawn for all ``stages``, ``world_sizes`` and ``dtypes``. Two options exclude a known bug from the
+    search: ``excluded_names`` are layers, verbs and marks that programs must not use, and ``max_outputs`` limits the
+    outputs that a program keeps for backward at once.
     """
 
     stages: Sequence[int]
