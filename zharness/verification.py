@@ -32,7 +32,7 @@ from zharness.world import Isolation, is_rank
 class Verification:
     """The records of all laws, in the order of the matrix.
 
-    A verification is true if every law holds and gradients were compared at every stage.
+    ``bool(verification)`` is true if every law holds and gradients were compared at every stage.
     """
 
     records: tuple[Record, ...]
@@ -45,7 +45,7 @@ class Verification:
     def first_divergence(self) -> str:
         """Return the cell of the first law that does not hold, with its first wrong number and the module.
 
-        If all laws hold but the verification is false, return the reason. If it is true, return the empty string.
+        If all laws hold but ``bool(verification)`` is false, return the reason. If it is true, return the empty string.
         """
         failures = (record for record in self.records if not record.is_expected or record.verdict is Verdict.ERROR)
         first = next(failures, None)
@@ -140,7 +140,7 @@ def register_model(model: Any, batch: Any, loss: Any) -> str:
     draw = batch if batch is None or callable(batch) else make_batch_function(batch)
 
     def complete() -> Any:
-        """Return the model, with the batch and loss functions if any were given."""
+        """Return the model, with the functions ``batch`` and ``loss`` if the caller of ``verify`` gave them."""
         built = model if isinstance(model, nn.Module) else factory()
         return built if draw is None and loss is None else (built, draw, loss)
 
@@ -161,7 +161,7 @@ def make_batch_function(batch: Any) -> Callable[[torch.Generator], Any]:
         )
 
     def draw(generator: torch.Generator) -> Any:
-        """Draw SAMPLES rows, the same ones from each tensor."""
+        """Draw SAMPLES rows; the same row numbers are drawn from each tensor of the batch."""
         indices = torch.randint(min(rows), (SAMPLES,), generator=generator)
         return map_tensors(batch, lambda tensor: tensor[indices])
 

@@ -18,9 +18,9 @@ WORLD_SIZE_PARAM = "_world"  # test parameter with the world size, so that test 
 
 @dataclass(frozen=True)
 class RankRequirements:
-    """The ranks that one test needs.
+    """The requirements of one test on its ranks, from its markers and the command line.
 
-    ``timeout`` is in seconds; ``warm_engine`` names the engine that the rank server imports, or is empty.
+    ``timeout`` is in seconds. ``warm_engine`` is the engine that the rank server imports, or empty for no engine.
     """
 
     world_size: int
@@ -32,7 +32,7 @@ class RankRequirements:
 
 
 def get_closest_mark(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """Return the closest marker, of the function, the class, its base classes or the module; None if there is none.
+    """Return the closest marker (of the function, the class, its base classes or the module), or None if there is none.
 
     pytest's own get_closest_marker returns the marker of the most distant base class instead of the class's own.
     """
@@ -77,7 +77,7 @@ def has_world_size_parameter(item: pytest.Item) -> bool:
 
 
 def get_rank_requirements(item: pytest.Item) -> RankRequirements | None:
-    """Return the requirements of a test that has a world size; None for a test that runs in pytest's own process.
+    """Return the requirements of a test that has a world size, or None for a test that runs in pytest's own process.
 
     Raises UsageError for an invalid marker.
     """

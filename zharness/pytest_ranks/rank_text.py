@@ -22,7 +22,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def pluralize_predicate(predicate: str) -> str:
-    """Put a predicate about one rank into the plural: ``was stopped`` becomes ``were stopped``."""
+    """Change a predicate about one rank to the plural: ``was stopped`` becomes ``were stopped``."""
     for singular, plural in _PLURAL_PREFIXES.items():
         if predicate.startswith(singular):
             return plural + predicate.removeprefix(singular)
@@ -37,7 +37,7 @@ def format_rank_sentence(ranks: Collection[int], *predicates: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line that is not blank, stripped; the empty string if there is none."""
+    """Return the first line that is not blank, stripped, or the empty string if there is none."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 

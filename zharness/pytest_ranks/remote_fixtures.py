@@ -32,7 +32,10 @@ RUNNING_FIXTURE = pytest.StashKey[str]()
 
 @dataclass(frozen=True)
 class RemoteFixture:
-    """The name of a remote fixture and the ranks it runs on; with ``timeout`` None, the test's timeout applies."""
+    """The name of a remote fixture and the ranks on which it runs.
+
+    If ``timeout`` is None, the test's timeout applies.
+    """
 
     name: str
     world_size: int
@@ -40,7 +43,7 @@ class RemoteFixture:
     timeout: float | None = None
 
     def adapt_requirements(self, requirements: RankRequirements) -> RankRequirements:
-        """Change the test's requirements to those of the fixture: new ranks, forked by the same server."""
+        """Return the test's requirements, changed to those of the fixture: new ranks, forked by the same server."""
         timeout = requirements.timeout if self.timeout is None else self.timeout
         return replace(
             requirements, world_size=self.world_size, isolation=Isolation.FRESH, group=self.group, timeout=timeout
@@ -51,9 +54,9 @@ _remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the functio
 
 
 def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture) -> Any:
-    """Return a pytest fixture with value None that calls ``function`` on ranks of its own.
+    """Return a pytest fixture with the value None that calls ``function`` on ranks of its own.
 
-    The parameters of ``function`` are fixtures.
+    The names of the parameters of ``function`` are names of fixtures, which are passed to it.
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
@@ -113,9 +116,9 @@ def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, Re
 
 @contextmanager
 def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
-    """Limit ``item`` within the block to the setup of the remote fixture ``fixture_name`` and of fixtures it needs.
+    """Within the block, set up only the remote fixture ``fixture_name`` of ``item`` and the fixtures that it needs.
 
-    An empty ``fixture_name`` changes nothing.
+    If ``fixture_name`` is empty, the block changes nothing.
     """
     item.stash[RUNNING_FIXTURE] = fixture_name
     if not fixture_name:
@@ -135,9 +138,10 @@ def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
 
 
 def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pytest.TestReport | None:
-    """Make a passed call report for a rank that sets up a remote fixture and so does not run the test's body.
+    """Return a passed call report for a rank that sets up a remote fixture and so does not run the test's body.
 
-    Return None for other ranks and after a failed setup. Without it, the missing report would be a failure.
+    Returns None for other ranks and after a failed setup. Without this report, the rank would fail because the report
+    of its call is missing.
     """
     if not item.stash.get(RUNNING_FIXTURE, "") or not setup.passed:
         return None
@@ -150,7 +154,10 @@ def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pyt
 def make_remote_setup_reports(
     item: pytest.Item, remote: RemoteFixture, outcome: GroupOutcome
 ) -> list[pytest.TestReport]:
-    """Return the setup report of a test after one remote fixture; add a passed teardown report if it failed."""
+    """Return the setup report of a test after one remote fixture.
+
+    If the fixture failed, add a passed teardown report.
+    """
     reports = merge_reports(item, outcome)
     failed = next((report for report in reports if not report.passed), None)
     setup = copy.copy(failed or reports[0])
@@ -173,7 +180,7 @@ def describe_remote_setup(remote: RemoteFixture, report: pytest.TestReport) -> s
 
 
 def add_remote_setup(remote_reports: Sequence[pytest.TestReport], reports: Sequence[pytest.TestReport]) -> None:
-    """Add the output of remote fixtures to all ``reports`` of a test, and their duration to that of its setup."""
+    """Add the output of remote fixtures to all ``reports`` of a test, and their duration to the test's setup."""
     for report in reports:
         report.sections[:0] = [section for remote_report in remote_reports for section in remote_report.sections]
         if report.when == "setup":

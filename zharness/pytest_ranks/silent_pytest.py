@@ -1,4 +1,4 @@
-"""Silence pytest on the ranks of torchrun other than 0: no terminal output, no report files, a private basetemp."""
+"""Silence pytest on all ranks of torchrun except rank 0: no terminal output, no report files, a private basetemp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _FILE_WRITING_PLUGINS = (
 
 
 class DeferredTerminalOutput:
-    """Buffer pytest's terminal output until the plugin knows whether this process reports; then print or discard it."""
+    """Buffer for pytest's terminal output, which is printed or discarded once the plugin knows whether this process
+    reports.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -33,7 +35,7 @@ class DeferredTerminalOutput:
         self._buffer = io.StringIO()
 
     def start_buffering(self) -> None:
-        """Buffer all output from now on."""
+        """Buffer all terminal output of pytest from now on."""
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
             self._writer = reporter._tw
@@ -47,7 +49,7 @@ class DeferredTerminalOutput:
             self._terminal_file.flush()
 
     def discard(self) -> None:
-        """Discard the buffered output and all that follows."""
+        """Discard the buffered output and all later output."""
         if self._writer is not None:
             self._writer._file = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
 
@@ -62,7 +64,11 @@ def unregister_file_writers(config: pytest.Config) -> None:
 
 
 def use_private_basetemp(config: pytest.Config, rank: int) -> None:
-    """Use a directory for each rank beside that of ``--basetemp``, which rank 0 removes and creates again."""
+    """Use a separate base directory on each rank other than 0.
+
+    The directory has the name of ``--basetemp`` with the rank appended, since rank 0 deletes and recreates
+    ``--basetemp``.
+    """
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None and factory._given_basetemp is not None and factory._basetemp is None:
         basetemp = Path(factory._given_basetemp)
@@ -71,7 +77,7 @@ def use_private_basetemp(config: pytest.Config, rank: int) -> None:
 
 
 def find_capture_files(config: pytest.Config) -> Mapping[str, IO[Any]]:
-    """Return the files to which pytest's capture redirects "stdout" and "stderr"; an empty mapping without capture."""
+    """Return the files to which pytest's capture redirects "stdout" and "stderr"; without capture, an empty mapping."""
     capture = getattr(config.pluginmanager.getplugin("capturemanager"), "_global_capturing", None)
     files = {}
     for name, stream in (("stdout", getattr(capture, "out", None)), ("stderr", getattr(capture, "err", None))):

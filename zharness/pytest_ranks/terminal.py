@@ -1,4 +1,4 @@
-"""Let a rank borrow the terminal of the pytest process, for a debugger."""
+"""Functions with which a rank uses the terminal of the pytest process for a debugger."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zharness.errors import UsageError
 
 @dataclass(frozen=True)
 class Terminal:
-    """Duplicates of the pytest process's standard streams, and the rank that may borrow them.
+    """Duplicates of the pytest process's standard streams, and the rank that may use them.
 
-    ``foreground_pgid`` is the foreground process group of the terminal, or 0 if standard input is no terminal.
-    ``settings`` are the terminal's attributes. If ``unavailable_reason`` is not empty, no rank can borrow the streams,
-    and the descriptors are -1.
+    ``foreground_pgid`` is the foreground process group of the terminal, or 0 if standard input is not a terminal.
+    ``settings`` are the terminal's attributes. If ``unavailable_reason`` is not empty, no rank can use the streams, and
+    the descriptors are -1.
     """
 
     rank: int
@@ -89,7 +89,7 @@ def explain_unreadable_stdin() -> str:
 
 
 def get_foreground_pgid(descriptor: int) -> int:
-    """Return the foreground process group of a terminal; 0 if ``descriptor`` is not this session's terminal."""
+    """Return the foreground process group of a terminal, or 0 if ``descriptor`` is not this session's terminal."""
     try:
         return os.tcgetpgrp(descriptor)
     except OSError:
@@ -97,7 +97,7 @@ def get_foreground_pgid(descriptor: int) -> int:
 
 
 def get_terminal_state(descriptor: int) -> tuple[int, tuple[Any, ...]]:
-    """Return a terminal's foreground process group and its settings; (0, ()) if ``descriptor`` is no terminal."""
+    """Return a terminal's foreground process group and settings, or (0, ()) if ``descriptor`` is not a terminal."""
     pgid = get_foreground_pgid(descriptor)
     return pgid, tuple(termios.tcgetattr(descriptor)) if pgid else ()
 
@@ -120,7 +120,7 @@ def restore_settings(descriptor: int, settings: tuple[Any, ...]) -> None:
 
 
 def reclaim_terminal(terminal: Terminal) -> None:
-    """Take the terminal back into the pytest process if the rank that had borrowed it has died."""
+    """Restore the terminal for the pytest process if the rank that used the terminal has died."""
     pgid = get_foreground_pgid(terminal.stdin) if terminal.foreground_pgid else 0
     if pgid in (0, terminal.foreground_pgid):
         return
@@ -135,7 +135,7 @@ def reclaim_terminal(terminal: Terminal) -> None:
 
 @contextmanager
 def borrow_terminal(terminal: Terminal) -> Iterator[None]:
-    """Let a rank use the standard streams, foreground and key signals of the pytest process within the block."""
+    """Within the block, connect this rank to the standard streams, foreground and key signals of the pytest process."""
     with ExitStack() as stack:
         for part in (
             redirect_descriptors(terminal),
@@ -151,7 +151,8 @@ def borrow_terminal(terminal: Terminal) -> Iterator[None]:
 def redirect_descriptors(terminal: Terminal) -> Iterator[None]:
     """Redirect descriptors 0, 1 and 2 to the terminal within the block.
 
-    A descriptor that was redirected again meanwhile is not restored: pdb's "continue" resumes ``capfd`` earlier.
+    A descriptor that other code redirects inside the block is not restored: pdb's "continue" resumes ``capfd`` before
+    the block ends.
     """
     copies = (terminal.stdin, terminal.stdout, terminal.stderr)
     before = [os.dup(descriptor) for descriptor in range(3)]
@@ -187,7 +188,7 @@ def replace_std_streams() -> Iterator[None]:
 
 
 class UnbufferedStdin(io.RawIOBase):
-    """Standard input without read-ahead: later lines of a script belong to the next debugger, on another rank."""
+    """Standard input without read-ahead, since later lines of a script belong to the next debugger, on another rank."""
 
     def readable(self) -> bool:
         """Return True: standard input can be read."""
@@ -210,7 +211,9 @@ class UnbufferedStdin(io.RawIOBase):
 
 @contextmanager
 def enter_foreground(terminal: Terminal) -> Iterator[None]:
-    """Put this rank into the terminal's foreground within the block; its own process group could not read otherwise."""
+    """Put this rank into the terminal's foreground within the block, since only a foreground process group can read
+    from it.
+    """
     if not terminal.foreground_pgid:
         yield
         return
@@ -225,7 +228,7 @@ def enter_foreground(terminal: Terminal) -> Iterator[None]:
 
 @contextmanager
 def set_key_signals() -> Iterator[None]:
-    """Let Ctrl-C interrupt the debugger and ignore Ctrl-Z within the block; Ctrl-Z would suspend only this rank."""
+    """Within the block, make Ctrl-C interrupt the debugger and ignore Ctrl-Z, which would suspend only this rank."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -27,7 +27,7 @@ from zharness.world.task import Group
 
 @dataclass(frozen=True)
 class CollectionQuery:
-    """Question of rank 0 to every other rank: did it collect the tests ``nodeids``, and does it see ``file``?"""
+    """Query from rank 0 to every other rank: did the rank collect the tests ``nodeids``, and does it see ``file``?"""
 
     nodeids: tuple[str, ...]
     file: str
@@ -109,7 +109,7 @@ class TorchrunTestController(RankTestController):
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Run the test on the ranks; if the group broke, mark ranks that failed because of a lost peer as stopped."""
+        """Run the test on the ranks; mark ranks that failed only because another rank was lost as stopped."""
         outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture)
         return mark_cut_off_ranks(outcome) if self._leader.is_group_broken else outcome
 
@@ -173,12 +173,15 @@ class TorchrunTestRunner:
 
 
 def mark_cut_off_ranks(outcome: GroupOutcome) -> GroupOutcome:
-    """Mark ranks as stopped if they failed only because a peer had crashed or closed its connection."""
+    """Mark ranks as stopped if they failed only because another rank had crashed or closed its connection."""
     return replace(outcome, ranks=tuple(map(mark_if_cut_off, outcome.ranks)))
 
 
 def mark_if_cut_off(rank: RankOutcome) -> RankOutcome:
-    """Mark a rank as stopped and drop its failure if it only reports a lost peer; keep the output of the phase."""
+    """Mark a rank as stopped and drop its failure if the failure only reports a lost rank.
+
+    Keep the output of the phase.
+    """
     for note in rank.notes:
         phase_report = load_phase_report(note)
         if (

@@ -53,7 +53,7 @@ def get_torchrun_plugin(config: pytest.Config) -> TorchrunPlugin | None:
 
 
 class TorchrunPlugin:
-    """The plugin of one process of the launch; rank 0 has a ``leader``, every other rank a follower."""
+    """The pytest plugin of one process of the launch: rank 0 has a ``leader``, every other rank has a follower."""
 
     def __init__(self, config: pytest.Config, launch: Launch) -> None:
         self.engaged = False  # whether tests on ranks or cells were collected
@@ -76,7 +76,7 @@ class TorchrunPlugin:
             self._terminal_output.start_buffering()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep collection errors: they may explain to rank 0 why this rank lacks a test."""
+        """Keep collection errors, which may explain to rank 0 why this rank did not collect a test."""
         if report.failed:
             self._collection_errors.append(f"{report.nodeid}: {report.longreprtext}")
 
@@ -158,7 +158,7 @@ class TorchrunPlugin:
         return True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Remember the running test for the report of a lost rank."""
+        """Remember the running test, so that the report of a lost rank can name the test."""
         self._running_nodeid = nodeid
 
     @pytest.hookimpl(tryfirst=True)
@@ -171,7 +171,9 @@ class TorchrunPlugin:
 
     @pytest.hookimpl(trylast=True, specname="pytest_sessionfinish")
     def pytest_set_follower_status(self, session: pytest.Session) -> None:
-        """Pass the final exit status to the followers, after all other plugins could change it."""
+        """Pass the final exit status to the followers, after all other plugins have had the chance to change the
+        status.
+        """
         if self.leader is not None:
             self.leader.follower_status = int(session.exitstatus)
 
@@ -184,7 +186,7 @@ class TorchrunPlugin:
     def _report_lost_rank(self, outcome: GroupOutcome | None, message: str) -> int:
         """Write the session's report after a rank was lost, with the running test as failed; return the exit status.
 
-        Fixtures are not torn down, because their teardown could hang as well.
+        The function does not tear down fixtures, because their teardown could hang as well.
         """
         config = self._config
         capture = config.pluginmanager.getplugin("capturemanager")

@@ -18,7 +18,7 @@ MAX_LISTED_CELLS = 8  # differences of one kind that are listed one by one in a 
 
 
 class DifferenceKind(Enum):
-    """How a cell differs between two runs; the order is that of the report."""
+    """The kinds of differences of a cell between two runs, in the order in which the report lists them."""
 
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before
@@ -40,7 +40,7 @@ _DIFFERENCE_KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell that differs; ``before`` is None for a new cell, ``after`` for a removed one."""
+    """A cell that differs between two runs; ``before`` is None for a new cell, ``after`` is None for a removed cell."""
 
     kind: DifferenceKind
     before: Record | None
@@ -56,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The differences, the worst kind first, and the number of cells that both runs have."""
+    """The differences between two runs, the worst kind first, and the number of cells that both runs have."""
 
     differences: tuple[Difference, ...]
     shared_count: int
@@ -107,12 +107,12 @@ def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
 
 
 def comparison_key(cell: Cell, ambiguous_engines: set[str]) -> Cell:
-    """Return the cell under which a record is compared: without release, unless the engine has several in one run."""
+    """Return the cell under which a record is compared: without its release, unless a run has several of the engine."""
     return cell if strip_release(cell).engine in ambiguous_engines else strip_release(cell)
 
 
 def classify_difference(before: Record | None, after: Record | None) -> Difference | None:
-    """Return how a cell differs; None if it does not."""
+    """Return the kind of difference between two records of a cell, or None if they do not differ."""
     if after is None:
         return Difference(DifferenceKind.REMOVED, before, None)
     if before is None:

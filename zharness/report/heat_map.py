@@ -56,7 +56,7 @@ def ratio_magnitude(value: JsonNumber) -> float:
 
 
 def ratio_character(ratio: float) -> str:
-    """Return the character that stands for a ratio of error to bound."""
+    """Return the character that represents a ratio of error to bound in the map."""
     if ratio <= 1:
         return RATIO_CHARACTERS[ratio > 0]
     power = math.ceil(math.log10(ratio)) if math.isfinite(ratio) else len(RATIO_CHARACTERS)

@@ -22,7 +22,7 @@ from zharness.run.outcomes import records_exit_code
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that a run writes: JSON lines while cells run, an HTML page and JUnit XML at the end."""
+    """The files that a run writes: JSON lines while cells run; an HTML page and JUnit XML at the end of the run."""
 
     jsonl: Path | None = None
     html: Path | None = None

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """The status of a record's law, without regard to expected failures: an excused failure is BROKEN."""
+    """The status of a record's law, without regard to expected failures: the law of an excused failure is BROKEN."""
 
     HOLDS = "holds"
     BROKEN = "broken"
@@ -45,7 +45,7 @@ class Change:
 
 
 def law_status(record: Record) -> LawStatus:
-    """Return whether the law of ``record`` holds."""
+    """Return whether the law of ``record`` holds, is broken, or has an unknown status."""
     if record.verdict.is_broken:
         return LawStatus.BROKEN
     return LawStatus.HOLDS if record.verdict in (Verdict.PASS, Verdict.CONTRACT) else LawStatus.UNKNOWN
@@ -58,14 +58,15 @@ def failure_signature(record: Record) -> str:
 
 
 def strip_release(cell: Cell) -> Cell:
-    """Return ``cell`` with its engine's name without release, so that releases can be compared."""
+    """Return ``cell`` with the release removed from its engine's name, so that cells of two releases compare equal."""
     return replace(cell, engine=split_release(cell.engine)[0])
 
 
 def classify_change(before: Record, after: Record) -> ChangeKind | None:
-    """Return how one cell changed; None if it did not, or if the law holds now and its status was unknown before.
+    """Return how one cell changed from the record ``before`` to the record ``after``, or None if it did not change.
 
-    Two failures with the same signature do not count as a change.
+    Also return None if the law holds now and its status was unknown before. Two failures with the same signature do not
+    count as a change.
     """
     was, now = law_status(before), law_status(after)
     if was is now:

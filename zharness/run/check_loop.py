@@ -50,11 +50,11 @@ class RunReporter(Protocol):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How cells are run.
+    """The options that determine how the cells of a run are run.
 
-    ``timeout`` is in seconds, for the ranks of one cell; ``seed`` is mixed into the seed of every cell; ``jobs`` is the
-    number of cells at a time, 0 for one per core; ``shuffle_seed`` sets the order in which cells run, None keeps the
-    order of the matrix.
+    ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
+    ``jobs`` is the number of cells that run at a time; 0 selects one per core. ``shuffle_seed`` determines the order in
+    which cells run; None keeps the order of the matrix.
     """
 
     timeout: float = 60.0
@@ -136,7 +136,10 @@ def sort_as_planned(records: Iterable[Record], cells: Sequence[PlannedCell]) -> 
 
 
 def requested_engines(request: Request) -> list[str]:
-    """Return the engines of the cell ids in ``request``, and its other engines unless it consists of cell ids only."""
+    """Return the engines that the cells of ``request`` need.
+
+    These are the engines named in cell ids, and also the request's ``engines`` unless all its patterns are cell ids.
+    """
     from_ids = [Cell.parse(text).engine for text in request.patterns if is_cell_id(text)]
     others = [] if from_ids and len(from_ids) == len(request.patterns) else list(request.engines)
     return list(dict.fromkeys([*from_ids, *others]))
@@ -174,7 +177,7 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner]) -> Iterat
 
 
 def write_with_progress(records: Iterable[Record], record_file: RecordFile | None, cell_count: int) -> Iterator[Record]:
-    """Yield ``records``, after writing each to ``record_file`` and counting it on a progress bar."""
+    """Yield ``records``, after writing each record to ``record_file`` and counting it on a progress bar."""
     unexpected = 0
     with progress_bar(cell_count) as bar:
         for record in records:
@@ -187,5 +190,8 @@ def write_with_progress(records: Iterable[Record], record_file: RecordFile | Non
 
 
 def progress_bar(total: int) -> tqdm[NoReturn]:
-    """Create a progress bar on standard error that disappears when full; disabled if that is not a terminal."""
+    """Create a progress bar on standard error that disappears when full.
+
+    Disable it if standard error is not a terminal.
+    """
     return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())

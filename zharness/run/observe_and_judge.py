@@ -1,4 +1,4 @@
-"""The two halves of a cell: observe an engine on every rank, and judge the evidence in a separate process."""
+"""Run the two halves of a cell: observe an engine on every rank, and judge the evidence in a separate process."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mi
 class Judgement:
     """The result of all comparisons of a cell: the first mismatch, the loosest tier and the largest ratio.
 
-    In every compared tensor, the judge would have found a relative scale error above ``smallest_scale_error``, and the
-    loss of ``wrong_elements`` elements. ``undetermined`` of ``elements`` are smaller than their bound. ``exhibit`` is
-    the data about the mismatch that the report shows.
+    In every compared tensor, the comparisons would have detected a relative scale error above ``smallest_scale_error``,
+    and ``wrong_elements`` wrong elements. ``elements`` is the number of compared elements; ``undetermined`` counts
+    those that are smaller than their bound. ``exhibit`` is the data about the mismatch that the report shows.
     """
 
     comparisons: int
@@ -58,7 +58,7 @@ class Judgement:
 
     @property
     def is_inconclusive(self) -> bool:
-        """Return whether so many elements are smaller than their bound that a judgement without mismatch is no pass."""
+        """Return whether no mismatch was found, but too many elements are smaller than their bound for a pass."""
         return self.undetermined > MAX_UNDETERMINED_SHARE * self.elements
 
 
@@ -93,7 +93,7 @@ def build_cell_context(
 def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     """Return the engine options of a cell: those of its configuration file, or of its named engine variant.
 
-    For a user's model, the engine's default options for such models apply where the cell sets no other.
+    For a user's model, the engine's default options for such models also apply unless the cell overrides them.
     """
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
@@ -139,10 +139,11 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
 
 
 def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
-    """Return the plain model of a cell.
+    """Return the specification of the plain PyTorch model of a cell.
 
     A user's model gets autograd nodes at the same places as in the engine, so that gradients are added in the same
-    order. Models of the workload do not need them: no engine puts a node between the uses of one of their tensors.
+    order. Models of the workload do not need such nodes: no engine puts a node between the uses of one of their
+    tensors.
     """
     spec, junctions = model_spec(cell.model), capabilities.junctions
     if junctions is None or not is_user_model(cell.model):
@@ -160,7 +161,10 @@ def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) 
 
 
 def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, capabilities: Capabilities) -> Judgement:
-    """Judge the evidence in the same way as ``judge``, against a given ``baseline`` of the cell."""
+    """Judge the evidence of every rank against the given ``baseline`` of the cell.
+
+    ``judge`` builds the baseline itself.
+    """
     conditions = read_process_conditions()
     require_clean_torch(conditions)
     ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, capabilities, cell.variant)
@@ -268,7 +272,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
 
 @contextmanager
 def raise_as_usage_error(subject: str) -> Iterator[None]:
-    """Run a block of the user's code; convert its exception to a UsageError that begins with ``subject``."""
+    """Convert an exception that the user's code raises in the block to a UsageError that begins with ``subject``."""
     try:
         yield
     except EngineContractError as error:

@@ -1,4 +1,4 @@
-"""The outcome of a record in one word, and the exit code of several records."""
+"""Name the outcome of a record in one word, and determine the exit code for several records."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 
 @dataclass(frozen=True)
 class Request:
-    """The cells to run: glob patterns of laws or whole cell ids, and the axes of the matrix.
+    """The cells to run: glob patterns of laws or whole cell ids, and the values of each axis of the matrix.
 
-    An empty tuple selects all values.
+    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values.
     """
 
     patterns: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell, and the reason if it is unsupported; the reason is empty for a cell that is run.
+    """A cell, with the reason why it is unsupported; the reason is empty for a cell that is run.
 
     ``refused_feature`` is the feature that the engine does not claim, if the cell is unsupported only for that reason.
     """
@@ -224,12 +224,12 @@ def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
 
 
 def unsupported_reason(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return why a cell is unsupported; the empty string if it is run."""
+    """Return the reason why a cell is unsupported, or '' if the cell is run."""
     return plan_cell(law, cell, capabilities).unsupported_reason
 
 
 def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return why the matrix has no such cell, even if the engine claimed every feature; else the empty string."""
+    """Return the reason why the matrix excludes this cell regardless of the engine's features, or '' if it does not."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
     if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
@@ -244,7 +244,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return why no tolerance can be justified for a cell; else the empty string."""
+    """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself

@@ -37,7 +37,7 @@ SEED = 0x5EED  # seed of every program's weights; the batches also depend on the
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """The verdict of programs that ran one after the other; the cause is empty for a pass."""
+    """The verdict on programs that ran one after the other, and its cause, which is empty for a pass."""
 
     verdict: Verdict
     cause: str = ""
@@ -177,7 +177,7 @@ class ProgramRunner:
         return ProgramOutcome(verdict_of_judge_failure(judged.cause), judged.cause.describe())
 
     def close(self) -> None:
-        """End both servers."""
+        """End the rank server and the judges' server, and with them their ranks."""
         self._server.close()
         self._judge_server.close()
 

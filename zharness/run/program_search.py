@@ -23,10 +23,11 @@ T = TypeVar("T", LayerKind, Act, Mark)
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The programs to search: ``batches`` batches drawn from ``seed``, over stages, world sizes and dtypes.
+    """The options of a search, which draws ``batches`` batches of programs from ``seed``.
 
-    Two options exclude a known bug from the search: ``excluded_names`` are layers, verbs and marks that programs must
-    not use, and ``max_outputs`` limits the outputs that a program keeps for backward at once.
+    Programs are drawn for all ``stages``, ``world_sizes`` and ``dtypes``. Two options exclude a known bug from the
+    search: ``excluded_names`` are layers, verbs and marks that programs must not use, and ``max_outputs`` limits the
+    outputs that a program keeps for backward at once.
     """
 
     stages: Sequence[int]
@@ -101,7 +102,7 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
     verdict = outcomes[failing].verdict
 
     def fails_alike(batch: ProgramBatch) -> bool:
-        """Return whether a smaller batch fails with the same verdict."""
+        """Return whether a smaller batch fails with the same verdict as the first failing batch."""
         # A wrong number that shrinks into a hang is another bug, and each run of a hang takes the time-out.
         return fails(batch) and outcomes[batch].verdict is verdict
 

@@ -14,13 +14,13 @@ MAX_LISTED_SKIPS = 5  # skipped lines that are listed one by one in a terminal
 
 @dataclass(frozen=True)
 class LoadedRecords:
-    """The records of one or more files, and a description of each line that is not a record."""
+    """The records of one or more files, and a description of each line in the files that is not a record."""
 
     records: tuple[Record, ...]
     skipped_lines: tuple[str, ...]
 
     def describe_skipped(self) -> str:
-        """Describe the skipped lines for a terminal; the empty string if there are none."""
+        """Describe the skipped lines for a terminal; return the empty string if no line was skipped."""
         if not self.skipped_lines:
             return ""
         unlisted = len(self.skipped_lines) - MAX_LISTED_SKIPS

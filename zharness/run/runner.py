@@ -1,4 +1,4 @@
-"""The runner: it runs planned cells on rank servers, which it forks before anything else, and records them."""
+"""Run planned cells on rank servers, which the runner forks before any tensor operation, and record the cells."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if 
 
 
 class WithheldPolicy(Enum):
-    """What to do with cells that need a feature which the engine does not claim: skip them or run them."""
+    """Whether cells that need a feature that the engine does not claim are skipped or run."""
 
     SKIP = "left"
     TRY = "tried"  # if the law holds nevertheless, the record names the feature as withheld
@@ -128,7 +128,10 @@ class Runner:
         return replace(record, seconds=time.monotonic() - began)
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
-        """Build the record of an unsupported cell; with the policy TRY, run the cell to see whether its law holds."""
+        """Return the record of an unsupported cell.
+
+        With the policy TRY, run the cell to find out whether its law holds.
+        """
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:
             return record
@@ -224,7 +227,7 @@ class Runner:
             server.pin_to_cores(cores)
 
     def close(self) -> None:
-        """End every server; this also deletes the evidence of all cells, which is in the servers' folders."""
+        """End every server; this also deletes the evidence of all cells, which is stored in the servers' folders."""
         for server in (*self._servers.values(), self._judge_server):
             server.close()
 

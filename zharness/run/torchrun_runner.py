@@ -79,7 +79,7 @@ class TorchrunRunner(Runner):
                 raise UsageError(f"rank {rank}: {problem}")
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that an engine claims at a stage; to read them, build it on the launch's ranks."""
+        """Return the capabilities that an engine claims at a stage; this builds the engine on the launch's ranks."""
         self._leader.task_title = f"the probe of {engine}"
         return super().claims(engine, stage)
 
@@ -96,9 +96,9 @@ class TorchrunRunner(Runner):
         return super().run(planned)
 
     def lost_cell_record(self, outcome: GroupOutcome | None, message: str) -> Record | None:
-        """Build the record of the cell that ran when a rank was lost; None if no cell had started.
+        """Return the record of the cell that ran when a rank was lost; None if no cell had started.
 
-        ``outcome`` is that of the lost task, if known; ``message`` is the cause otherwise.
+        ``outcome`` is the outcome of the lost task, if it is known; otherwise ``message`` is the cause in the record.
         """
         blank = self._current_record
         if blank is None:
@@ -125,7 +125,7 @@ class TorchrunRunner(Runner):
         return make_judged_record(self._judge_server.submit(judge_task), blank_record)
 
     def close(self) -> None:
-        """End the judges' server. The leader is closed by its owner."""
+        """End the judges' server. This does not end the leader, which the caller closes."""
         self._judge_server.close()
 
 

@@ -80,7 +80,7 @@ def verdict_of_judge_failure(cause: RankOutcome) -> Verdict:
 
 
 def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
-    """Return the verdict of a judgement, and its cause; the cause of a pass is empty."""
+    """Return the verdict of a judgement, and the cause of the verdict; the cause of a pass is empty."""
     if judgement.mismatch is not None:
         return Verdict.FAIL, judgement.mismatch.describe()
     if judgement.is_inconclusive:
