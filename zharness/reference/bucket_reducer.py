@@ -11,18 +11,17 @@ from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
 
 class BucketReducer:
-    """Reduces the gradients of buckets in rounds, while backward computes these gradients.
+    """Reduce buckets in rounds while gradients are made.
 
-    A round reduces the buckets from first to last. A bucket is reduced as soon as all its gradients exist and all
-    earlier buckets are reduced, or at the latest when autograd's graph task (one run of its engine) ends.
-    ``reduce(bucket, has_more)`` is the collective that reduces one bucket: in it the ranks exchange which gradients of
-    the bucket they have, and whether they have any in later buckets, and it returns whether any rank has either. So a
-    bucket that is complete early on one rank, and only at the end on another, is reduced in the same collective on
-    both, and the round ends on all ranks together, when no rank has gradients left.
+    A round reduces the buckets from first to last: each as soon as all its gradients are there and all buckets before
+    it are reduced, the others at the end of autograd's graph task. ``reduce(bucket, has_more)`` is a collective in
+    which the ranks exchange which gradients of the bucket they have, and whether they have any in later buckets; it
+    returns whether any rank has either. So a bucket that is complete early on one rank and only at the end on another
+    is reduced in the same collective, and the round ends on all ranks together, when no rank has gradients left.
 
-    A gradient that is computed after its bucket was reduced stays in ``parameter.grad`` until the outer graph task
-    ends, the next round starts, or the accumulation boundary is reached. All ranks have to run the same number of
-    backwards, but these backwards may use different parameters on each rank.
+    A gradient that is made after its bucket was reduced stays in ``parameter.grad`` until the outer graph task ends, or
+    the next round, or the accumulation boundary. All ranks have to run the same backwards; the parameters that those
+    use may differ.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce: Callable[[Bucket, bool], bool]) -> None:
@@ -52,10 +51,7 @@ class BucketReducer:
         self._end_of_backward.reset()
 
     def _reduce_next_bucket(self) -> bool:
-        """Reduce the next bucket, and return whether any rank has gradients in that or in later buckets.
-
-        This is a collective.
-        """
+        """Reduce the next bucket; return whether any rank has gradients in it or in later buckets. Collective."""
         bucket = self._buckets[self._next_bucket]
         self._pending_params.difference_update(param.parameter for param in bucket.members)
         self._missing_counts[self._next_bucket] = len(bucket.members)

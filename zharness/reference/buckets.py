@@ -19,11 +19,7 @@ DEFAULT_BUCKET_SIZE = 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of the same dtypes that are sent in one collective.
-
-    The collective sends a matrix with one row for each of the N ranks. Row r has rank r's padded shard of each
-    parameter (member) in turn.
-    """
+    """Parameters of the same dtypes, sent as N rows; row r has rank r's padded shard of each member in turn."""
 
     members: tuple[ModelParam, ...]
 
@@ -42,10 +38,7 @@ class Bucket:
         return Bucket(tuple(param for param in self.members if param.name in names))
 
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum the members' full tensors over the ranks, and return this rank's row of the sum. This is a collective.
-
-        ``full_tensors`` has this rank's full tensor of each member.
-        """
+        """Sum one full tensor for each member over the ranks, and return this rank's row of the sum. Collective."""
         packed = [_pack_rows(full, param.layout) for full, param in zip(full_tensors, self.members, strict=True)]
         rows = torch.cat(packed, dim=1)
         own_row = rows.new_empty(rows.shape[1])
@@ -54,10 +47,9 @@ class Bucket:
         return own_row
 
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum the members' full tensors over the ranks, and return the sums in one flat tensor. This is a collective.
+        """Sum one full tensor for each member over the ranks; returns the sums in one flat tensor. Collective.
 
-        ``full_tensors`` has this rank's full tensor of each member. The flat tensor is split into N equal parts
-        regardless of where members begin and end: rank r sums the r-th part, then the parts are all-gathered.
+        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, across members.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
@@ -72,10 +64,7 @@ class Bucket:
         return [part.view(param.layout.shape) for part, param in zip(parts, self.members, strict=True)]
 
     def split_shards(self, row: Tensor, rank: int) -> list[Tensor]:
-        """Split ``row``, the row of ``rank``, into the elements that ``rank`` owns of each member.
-
-        The returned tensors are views without padding.
-        """
+        """Return the elements that ``rank`` owns of each member, as views of its row without padding."""
         parts = torch.split(row, self.shard_lengths)
         return [part[: param.layout.owned_numel(rank)] for part, param in zip(parts, self.members, strict=True)]
 

@@ -25,11 +25,9 @@ from zharness.reference.uneven_ranks.negotiation import (
 
 
 class ShardCollectives:
-    """The collectives of stage 3 on the sharded parameters of one engine.
+    """The collectives on sharded parameters. ``model_params`` has the same order on all ranks.
 
-    ``model_params`` must have the same order on all ranks. ``divisor`` turns a sum of gradients over ranks and
-    micro-batches into their mean. Inside ``allow_uneven_ranks`` each collective becomes a round in which the ranks
-    first announce what they need (see ``uneven_ranks.negotiation``).
+    Inside ``allow_uneven_ranks`` each of them becomes a round of the negotiation.
     """
 
     def __init__(self, model_params: Sequence[ModelParam], comm: Comm, divisor: int) -> None:
@@ -41,10 +39,7 @@ class ShardCollectives:
         self._order = CollectiveOrder(comm)
 
     def all_gather_bucket(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """All-gather every rank's ``row`` of the bucket into a tensor of shape (N, length of a row).
-
-        This is a collective.
-        """
+        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). Collective."""
         self._record_collective(RequestKind.ALL_GATHER_PARAM, bucket.members, row.dtype)
         return all_gather_rows(row, self._comm)
 
@@ -61,17 +56,11 @@ class ShardCollectives:
         return full / (self._remaining_divisor(param) * param.predivide_factor)
 
     def reduce_grad(self, param: ModelParam, full: Tensor) -> Tensor:
-        """Reduce-scatter the gradient ``full`` in the reduce dtype, and return this rank's shard of the mean.
-
-        This is a collective.
-        """
+        """Reduce-scatter ``full`` to this rank's shard of the mean, summed in the reduce dtype. Collective."""
         return self._run_or_negotiate(RequestKind.REDUCE_GRAD, param, param.cast_for_reduce(full))
 
     def reduce_grads(self, params: Sequence[ModelParam], full_grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return what ``reduce_grad`` returns for each of several parameters of the same dtypes. This is a collective.
-
-        The gradients are reduced in one collective, except inside ``allow_uneven_ranks``.
-        """
+        """Run ``reduce_grad`` for parameters of the same dtypes, in one collective unless ranks are uneven."""
         if not self.is_even or not params:
             return [self.reduce_grad(param, full) for param, full in zip(params, full_grads, strict=True)]
         bucket, dtypes = Bucket(tuple(params)), params[0].dtypes
@@ -101,25 +90,18 @@ class ShardCollectives:
         self._negotiation.require_even(operation)
 
     def check_same_collectives(self) -> None:
-        """Raise UsageError on every rank if the ranks ran different collectives since the last check.
-
-        This is a collective.
-        """
+        """Raise UsageError on every rank if the ranks ran different collectives since the last check. Collective."""
         self._order.check_same_on_all_ranks(self._model_params[0].parameter.device)
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """Return the divisor that turns the reduced sum into the mean.
+        """Return the divisor that makes the reduced sum the mean. It is 1 for a parameter with a master weight.
 
-        The divisor is 1 for a parameter with a master weight: autograd would round the mean to the parameter's dtype,
-        so ``Gradients`` divides the sum in the master weight's dtype.
+        Autograd rounds a gradient to its parameter's dtype, so ``Gradients`` divides that sum in the master's dtype.
         """
         return 1 if param.has_master else self._divisor / param.predivide_factor
 
     def _run_or_negotiate(self, kind: RequestKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """Run a collective immediately, or inside ``allow_uneven_ranks`` in a round that all ranks negotiate.
-
-        This is a collective.
-        """
+        """Run a collective immediately, or in a negotiated round inside ``allow_uneven_ranks``. Collective."""
         request = CollectiveRequest(kind, self._param_indices[param.name], ALL_DTYPES.index(local_tensor.dtype))
         if not self.is_even:
             return self._negotiation.run_round(request, local_tensor)[request]
@@ -131,10 +113,7 @@ class ShardCollectives:
         self._order.record(int(kind), [self._param_indices[param.name] for param in params], dtype)
 
     def _run_collective(self, request: CollectiveRequest, local_tensor: Tensor) -> Tensor:
-        """All-gather shards, or reduce-scatter full gradients to this rank's shard of the mean.
-
-        This is a collective.
-        """
+        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean. Collective."""
         param = self._model_params[request.param_index]
         if request.kind is not RequestKind.REDUCE_GRAD:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)

@@ -113,10 +113,7 @@ class Gradients:
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Reduce all gradients, and return full copies of them on the CPU in their parameters' shapes.
-
-        This is a collective.
-        """
+        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. Collective."""
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -142,10 +139,9 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """Exchange which of the ``candidates`` have a gradient, one byte for each.
+        """Exchange which ``candidates`` have a gradient: one byte for each. Collective if parameters are replicated.
 
-        This is a collective if the parameters are replicated. Returns the names of the candidates with a gradient on
-        any rank, and whether ``has_more`` is true on any rank.
+        Returns the names of those with a gradient on any rank, and whether ``has_more`` is true on any rank.
         """
         flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
@@ -165,10 +161,7 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
-        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards.
-
-        This is a collective.
-        """
+        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards. Collective."""
         if not bucket.members:
             return
         for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
@@ -185,10 +178,9 @@ class Gradients:
         self._reduced_grads[param.name] = grad_shard if before is None else before.add_(grad_shard)
 
     def _reduce(self, bucket: Bucket) -> list[Tensor]:
-        """Reduce the bucket's gradients and set ``parameter.grad`` to None. Collective for replicated parameters.
+        """Reduce the bucket's gradients and set ``parameter.grad`` to None; an unused parameter contributes zeros.
 
-        A parameter without a gradient contributes zeros. Returns one tensor for each member, in the shape of the tensor
-        that the optimizer updates and in the optimizer's dtype.
+        Returns one tensor for each member, in the shape of its leaf and the optimizer's dtype.
         """
         comm, master_dtype = self._context.comm, bucket.members[0].dtypes.master_dtype
         local_grads = [_take_local_grad(param) for param in bucket.members]
@@ -220,10 +212,7 @@ class Gradients:
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
-        """Return the 2-norm of all reduced gradients together, in float64.
-
-        This is a collective if gradients are sharded.
-        """
+        """Compute the 2-norm of all reduced gradients together, in float64. Collective if they are sharded."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:

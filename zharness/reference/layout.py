@@ -143,10 +143,7 @@ def pad_flat(values: Tensor, length: int) -> Tensor:
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row``, a 1-D tensor of equal length, into a tensor of shape (N, length).
-
-    This is a collective.
-    """
+    """All-gather every rank's ``row`` (1-D, of the same length on all ranks) to shape (N, length). Collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)

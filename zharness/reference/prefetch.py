@@ -27,11 +27,7 @@ from zharness.reference.torch_func import torch_fallback
 
 @dataclass(frozen=True)
 class PrefetchedBucket:
-    """An all-gathered bucket with the shards of each parameter.
-
-    ``shards`` maps the parameter's name to the shards of all N ranks, with shape (N, shard length). ``shard_versions``
-    has the version counter that this rank's shard had when it was gathered.
-    """
+    """An all-gathered bucket: each member's shards by name, shape (N, k), and the version of this rank's shard."""
 
     bucket: Bucket
     dtype: torch.dtype
@@ -61,10 +57,7 @@ class ReadSequence:
     elements: int = 0
 
     def can_add(self, param: ModelParam, dtype: torch.dtype, max_elements: int) -> bool:
-        """Return whether ``param``, read in ``dtype``, fits into the sequence.
-
-        All parameters of a sequence have one dtype, and at most ``max_elements`` elements in all.
-        """
+        """Return whether the sequence stays in one dtype and within ``max_elements`` with this parameter."""
         more = 0 if param.name in self.members else param.layout.numel
         return dtype == self.dtype and self.elements + more <= max_elements
 
@@ -108,10 +101,7 @@ class Prefetcher:
         copy_shards_to_full(current.shards[param.name], full, param.layout)
 
     def _record_read(self, read: tuple[str, bool], param: ModelParam, dtype: torch.dtype) -> None:
-        """Append the parameter to the current sequence, or begin a new sequence that starts with ``read``.
-
-        ``read`` has the parameter's name, and True in a backward.
-        """
+        """Append the parameter to the current sequence, or begin another sequence with ``read``."""
         if self._current_sequence is None or not self._current_sequence.can_add(param, dtype, self._max_elements):
             self._learn_sequence()
             self._current_sequence = ReadSequence(read, dtype)

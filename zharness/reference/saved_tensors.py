@@ -1,7 +1,4 @@
-"""Reshard parameters after a module's forward, by replacing the unsharded tensors that autograd saved.
-
-Each saved tensor is replaced by a pack and an unpack hook, which all-gathers the parameter again in backward.
-"""
+"""Reshard after a module's forward: replace what its graph saved of unsharded parameters by pack and unpack hooks."""
 
 from __future__ import annotations
 

@@ -87,10 +87,7 @@ class ParamUnsharder:
         return running.tensors_by_read[key]
 
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Unshard ``parameters``; reading one as an attribute then returns this tensor until ``end_edit``.
-
-        This is a collective.
-        """
+        """Unshard ``parameters`` for editing; attribute reads give these tensors until ``end_edit``. Collective."""
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
@@ -104,10 +101,7 @@ class ParamUnsharder:
         self._editable_params.clear()
 
     def unshard_for_deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Put full Parameters for ``module``'s own sharded ones into ``memo``, the memo of a deep copy.
-
-        This is a collective.
-        """
+        """Put full Parameters for ``module``'s own shards into the ``memo`` of a running deep copy. Collective."""
         for parameter in module._parameters.values():
             if parameter in self._sharded_params and id(parameter) not in memo:
                 full = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context).unshard().clone()
@@ -193,10 +187,7 @@ class ParamUnsharder:
         return running
 
     def _leave_forward(self, running: ModuleForward) -> None:
-        """End a forward, also one that raised an error: free its tensors.
-
-        After the outermost forward the prefetched bucket is freed too.
-        """
+        """End a forward, also one that raised: drop its tensors, and the prefetched bucket after the outermost one."""
         self._running_forwards.pop()
         running.tensors_by_read.clear()
         if not self._running_forwards:

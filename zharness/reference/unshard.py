@@ -58,10 +58,7 @@ class SavedView:
 
 @dataclass(frozen=True)
 class BackwardGather:
-    """A parameter that was unsharded for one backward, which is one graph task of autograd.
-
-    ``remaining_uses`` is the number of autograd nodes that have not read the parameter yet.
-    """
+    """A parameter that was unsharded for one backward (autograd graph task), and how many more nodes will unpack it."""
 
     graph_task_id: int
     unsharded: Tensor
@@ -118,9 +115,7 @@ class UnshardedParam:
         return SavedView(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack_hook(self, view: SavedView) -> Tensor:
-        """Return the saved tensor at ``view`` for the autograd node that runs now, as autograd's unpack hook.
-
-        This is a collective.
+        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). Collective.
 
         Raises StaleGraphError if the parameter was changed since its forward.
         """
@@ -307,10 +302,7 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        """Return the result of ``collective``, run for each row if ``tensor`` is batched by ``is_grads_batched``.
-
-        This is a collective.
-        """
+        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. Collective."""
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
         run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad
