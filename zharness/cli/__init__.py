@@ -88,7 +88,7 @@ def cli() -> None:
     "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one for each core, pinned to it."
 )
 @click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
-@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
+@click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
 def check(
     patterns: tuple[str, ...],
@@ -295,7 +295,9 @@ def mutants(
     type=click.IntRange(1),
     help="The largest number of outputs that a drawn program keeps for backward at once.",
 )
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one run.")
+@click.option(
+    "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one run, in seconds."
+)
 def program(
     texts: tuple[str, ...],
     engine: str,

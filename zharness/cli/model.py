@@ -14,7 +14,12 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
 @click.option(
     "--config", default="", metavar="FILE", help="A DeepSpeed JSON configuration: optimizer, clipping, stage ..."
 )
-@click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
+@click.option(
+    "--engine",
+    default="reference",
+    show_default=True,
+    help="Engine to check: NAME, NAME==RELEASE or package.module:factory.",
+)
 @click.option(
     "--stage",
     "stages",

@@ -286,9 +286,9 @@ def describe_problem(result: JointResult, problem: RankProblem) -> str:
 
 
 def format_problem_message(result: JointResult, problem: RankProblem) -> str:
-    """Return the message of a problem without a report.
+    """Return the message for a problem on a rank that sent no pytest report.
 
-    If the cause of the failure is a skip, the message does not mention a failed rank.
+    If a skip on another rank caused the problem, the message does not say that a rank failed.
     """
     return problem.message.replace(_STOPPED_REASON, "") if result.is_caused_by_skip else problem.message
 

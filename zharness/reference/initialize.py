@@ -61,8 +61,8 @@ def initialize(
     builds one; without it, ``config["scheduler"]`` is built. The scheduler is stepped after each optimizer step that
     was not skipped. ``training_data`` is returned as a loader of micro-batches, which uses ``collate_fn``.
 
-    Raises ConfigError on every rank, with the model unchanged: for a key, a dtype or an optimizer that the engine does
-    not support, if the ranks differ, and for a model that belongs to another engine.
+    Raises ConfigError on every rank, and leaves the model unchanged, if the engine does not support a key, a dtype or
+    the optimizer, if ``config`` or ``model`` differs between ranks, or if ``model`` belongs to another engine.
     """
     comm = Comm()
     device = infer_device(model, comm)

@@ -93,7 +93,7 @@ class Parameters:
             _shard_in_place(param, self._comm.rank)
 
     def _local_elements(self, param: ModelParam) -> Tensor:
-        """Return this rank's elements of a full parameter, in the shape of the parameter's leaf."""
+        """Return the elements of a full parameter that this rank's optimizer updates, shaped as its leaf tensor."""
         values = param.parameter.detach()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return values

@@ -58,7 +58,7 @@ def parse_overlay_entry(path: Path) -> CacheEntry | None:
 
 
 def parse_checkout_entry(path: Path) -> CacheEntry | None:
-    """Return the entry for the links to a checkout in ``path``, or None if this folder has no checkout stamp."""
+    """Return the cache entry of a folder of links to a checkout, or None if the folder has no stamp file."""
     try:
         return CacheEntry(
             path, (path / checkout.STAMP_FILE).read_text(), "links to a checkout, its extensions", folder_size(path)

@@ -37,7 +37,7 @@ class Launch:
         return self.local_world_size == self.world_size
 
     def describe(self) -> str:
-        """Describe the launch in words, such as ``4 ranks that torchrun started by 2 agents``."""
+        """Describe the launch by its ranks and by the agents (torchrun processes) that started them."""
         machines = -(-self.world_size // self.local_world_size)
         where = "on this machine" if machines == 1 else f"by {machines} agents"
         return f"{self.world_size} rank{'s' * (self.world_size > 1)} that torchrun started {where}"
