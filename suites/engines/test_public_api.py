@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 import zharness
+from zharness import world
+from zharness.cell import Cell
+from zharness.run import PlannedCell, Record, Verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +46,13 @@ def test_mypy_sees_the_type_of_every_public_name(tmp_path: Path, monkeypatch: py
     assert not errors
     assert len(revealed) == len(names), report
     assert all('"def (' in line for line in revealed), report
+
+
+def test_the_older_names_of_public_objects_work() -> None:
+    cell = Cell.parse("training.grads[reference-zero3-w2-fp32-mlp]")
+    record = Record(cell, 0, Verdict.FAIL, "1.0", "2.13.0", expected_failure="upstream", smallest_scale_error=0.5)
+    assert (record.case, record.excuse, record.smallest, record.expected) == (cell, "upstream", 0.5, True)
+    assert (record.stale, record.documented, record.withheld, record.modules) == ("", "", "", "")
+    assert (record.verdict.broken, PlannedCell(cell).case) == (True, cell)
+    assert (world.End, world.Work) == (world.RankEnd, world.RankTask)
+    assert (world.Collectives, world.here) == (world.CollectiveMode, world.current_rank)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from suites.meta.documents import PAGES, ROOT
+
 WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 DOCUMENTED_COMMAND = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
 ENVIRONMENT = re.compile(r"torch(\d+|_newest)|lint|actionlint")
@@ -37,8 +37,7 @@ def workflow_steps(name: str) -> Iterator[dict[str, Any]]:
 
 def documented_commands() -> set[tuple[str, ...]]:
     """Return every documented command: lines after a prompt, each part of a joined line, inline code."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     lines = ["".join(match) for match in DOCUMENTED_COMMAND.findall(text)]
     return {split_command(part) for line in lines for part in re.split(r" && | {2,}", line)}
 
