@@ -14,6 +14,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
+from zharness.engines.capabilities import Capabilities as Capabilities
+from zharness.engines.capabilities import EngineOption as EngineOption
+from zharness.engines.capabilities import Feature as Feature
 from zharness.errors import EngineContractError
 
 if TYPE_CHECKING:
@@ -32,88 +35,6 @@ class Reduction(Enum):
 
     MEAN = "mean"
     SUM = "sum"
-
-
-class Feature(Enum):
-    """The features that an engine claims or refuses; laws test a claim, and a refusal needs a reason."""
-
-    ENGINE_BACKWARD = "engine.backward(loss)"
-    TENSOR_BACKWARD = "loss.backward()"
-    SCALE_BACKWARD = "engine.scale(loss).backward()"
-    RETAIN_GRAPH = "a second backward on a retained graph"
-    TORCH_FUNC = "torch.func transforms of the engine"
-    ENGINE_ACCUMULATION = "accumulation divided and bounded by the engine"
-    CALLER_ACCUMULATION = "accumulation divided and bounded by the caller"
-    NO_SYNC = "local accumulation without reduction"
-    SUM = "gradients summed over ranks"
-    CLIP = "clipping by the global norm"
-    PARAM_GROUPS = "several parameter groups"
-    SCHEDULE = "a learning-rate schedule"
-    CHECKPOINT = "save and load"
-    RANK_BUFFERS = "buffers saved and loaded by each rank for itself"
-    RESHARD = "a checkpoint of one stage loaded at every other"
-    UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
-    AUTOGRAD = "every way in which torch runs a backward"
-    TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
-    RECOMPUTATION = "activation checkpointing"
-    PARAMETERS = "parameters of every kind"
-    OUTSIDE_FORWARD = "weights read outside the model's own forward"
-    SUBMODULES = "submodules called outside the model's own forward"
-    NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"
-    SPARSE_GRADIENTS = "gradients that a backward makes sparse"
-    OWN_WEIGHT_GRADIENTS = "autograd.grad of weights: this rank's own gradients, to be differentiated again"
-    REDUCED_WEIGHT_GRADIENTS = "autograd.grad of weights: the reduced gradients' shards, to be differentiated again"
-    UNFREEZING = "parameters unfrozen after construction"
-    EDITS = "full weights edited by one rank and seen by all"
-    DEFERRED = "a model built on the meta device"
-    AUTOCAST = "a configuration section that runs forwards under torch.autocast"
-    LOSS_SCALER = "a dynamic loss scale, and steps skipped at an overflow"
-    AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
-    MASTERS = "masters, gradients and optimizer state in configured dtypes"
-    WIRES = "a configured reduce dtype, and elements sent per dtype, counted by the engine"
-    VARIATIONS = "training in which one setting varies"
-    VARIANTS = "named sets of options that must not change a number"
-    STEADINESS = "global state restored at close, and no read of uninitialized memory"
-    RESOURCES = "bytes allocated on this rank, counted by the engine"
-    TRAFFIC = "bytes sent and gathered, counted by the engine"
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The stages, dtypes, features and options that an engine claims.
-
-    - ``refuses`` maps each feature that the engine refuses to the reason, which quotes the engine's documentation if
-      possible. Every other feature is claimed.
-    - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
-      C judge such gradients.
-    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. It determines
-      the bound of the reduction.
-    - ``variants`` are named sets of engine options that must not change a number.
-    - ``absent`` is the reason why the engine cannot be built in this environment, so that no cell runs; it is empty if
-      the engine can be built.
-    - ``own_model`` has engine options for users' models (``--model package.module:factory``).
-    - ``junctions(model, options)`` returns the modules of the plain model at whose inputs the engine inserts a node
-      into the autograd graph, because autograd adds gradients in another order there.
-    - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
-      the world size is a power of two; it is empty if the engine computes a sum.
-    """
-
-    stages: frozenset[int]
-    dtypes: frozenset[str] = frozenset({"fp32"})
-    refuses: Mapping[Feature, str] = field(default_factory=dict)
-    own_kernels: Mapping[int, str] = field(default_factory=dict)
-    wires: Mapping[str, str] = field(default_factory=dict)
-    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    absent: str = ""
-    own_model: Mapping[str, Any] = field(default_factory=dict)
-    junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
-    scaled_sum: str = ""
-
-    def refusal(self, feature: Feature) -> str | None:
-        """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
-        if feature is Feature.VARIANTS and not self.variants:
-            return "the engine names no variants"
-        return self.refuses.get(feature)
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class ScriptWriter:
         refused = {feature.name: claims.refusal(feature) for feature in features if claims.refusal(feature) is not None}
         owners = [owner for owner in AccumulationOwner if is_owner_claimed(owner, claims)]
         self.imports += ["from types import SimpleNamespace", "import torch"]
-        kernels, variants = dict(claims.own_kernels), {key: dict(value) for key, value in claims.variants.items()}
+        kernels, options = dict(claims.own_kernels), dict(claims.neutral_options)
         config = [
             f"stage={settings.stage}",
             *([f'dtype="{settings.dtype_name}"'] if settings.dtype_name != "fp32" else []),
@@ -247,7 +247,7 @@ class ScriptWriter:
             f"ELEMENTS = {settings.element_count}",
             f"OWNERS = [{', '.join(owner_names)}]",
             f"Feature = SimpleNamespace({', '.join(f'{feature.name}={feature.name!r}' for feature in features)})",
-            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, variants={variants!r}, refusal={refused!r}.get)",
+            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, neutral_options={options!r}, refusal={refused!r}.get)",
             f"TRAINING = {settings.training or None}",
             f"MAKE = {factory_expression(settings.engine)}",
             f"OPTIONS = {dict(settings.options)!r}",

@@ -98,7 +98,7 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
         return merge_options(defaults, configuration_for(cell.engine_variant).options)
-    return merge_options(defaults, capabilities.variants[cell.engine_variant])
+    return merge_options(defaults, capabilities.engine_options[cell.engine_variant].options)
 
 
 def build_rank_context(

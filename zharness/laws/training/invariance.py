@@ -62,7 +62,7 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def observe_config_invariance(ctx: RankContext) -> None:
     """Make one step without options, and one step for each combination of engine variants."""
-    for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.variants)]):
+    for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.neutral_options)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))

@@ -1,0 +1,142 @@
+"""Define what an engine claims: the features that laws test, and the options that cells set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Feature(Enum):
+    """The features that an engine claims or refuses; laws test a claim, and a refusal needs a reason."""
+
+    ENGINE_BACKWARD = "engine.backward(loss)"
+    TENSOR_BACKWARD = "loss.backward()"
+    SCALE_BACKWARD = "engine.scale(loss).backward()"
+    RETAIN_GRAPH = "a second backward on a retained graph"
+    TORCH_FUNC = "torch.func transforms of the engine"
+    ENGINE_ACCUMULATION = "accumulation divided and bounded by the engine"
+    CALLER_ACCUMULATION = "accumulation divided and bounded by the caller"
+    NO_SYNC = "local accumulation without reduction"
+    SUM = "gradients summed over ranks"
+    CLIP = "clipping by the global norm"
+    PARAM_GROUPS = "several parameter groups"
+    SCHEDULE = "a learning-rate schedule"
+    CHECKPOINT = "save and load"
+    RANK_BUFFERS = "buffers saved and loaded by each rank for itself"
+    RESHARD = "a checkpoint of one stage loaded at every other"
+    UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
+    AUTOGRAD = "every way in which torch runs a backward"
+    TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
+    RECOMPUTATION = "activation checkpointing"
+    PARAMETERS = "parameters of every kind"
+    OUTSIDE_FORWARD = "weights read outside the model's own forward"
+    SUBMODULES = "submodules called outside the model's own forward"
+    NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"
+    SPARSE_GRADIENTS = "gradients that a backward makes sparse"
+    OWN_WEIGHT_GRADIENTS = "autograd.grad of weights: this rank's own gradients, to be differentiated again"
+    REDUCED_WEIGHT_GRADIENTS = "autograd.grad of weights: the reduced gradients' shards, to be differentiated again"
+    UNFREEZING = "parameters unfrozen after construction"
+    EDITS = "full weights edited by one rank and seen by all"
+    DEFERRED = "a model built on the meta device"
+    AUTOCAST = "a configuration section that runs forwards under torch.autocast"
+    LOSS_SCALER = "a dynamic loss scale, and steps skipped at an overflow"
+    AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
+    MASTERS = "masters, gradients and optimizer state in configured dtypes"
+    WIRES = "a configured reduce dtype, and elements sent per dtype, counted by the engine"
+    VARIATIONS = "training in which one setting varies"
+    VARIANTS = "named sets of options that must not change a number"
+    STEADINESS = "global state restored at close, and no read of uninitialized memory"
+    RESOURCES = "bytes allocated on this rank, counted by the engine"
+    TRAFFIC = "bytes sent and gathered, counted by the engine"
+
+
+@dataclass(frozen=True)
+class EngineOption:
+    """One value of an option of an engine, which a cell may set.
+
+    - ``options`` is merged into ``EngineConfig.options``.
+    - ``refuses`` maps each feature that the engine refuses while the option is set to the reason.
+    - ``excludes`` maps the name of each option that cannot be set together with this one to the reason. Options that
+      give different values to one key exclude each other anyway.
+    - ``absent`` is the reason why this machine cannot run the option (no compiler, no libaio); it is empty if it can.
+    - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
+      empty if the option must not change any number.
+    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    """
+
+    options: Mapping[str, Any]
+    refuses: Mapping[Feature, str] = field(default_factory=dict)
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    absent: str = ""
+    changes_numbers: str = ""
+    wires: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The stages, dtypes, features and options that an engine claims.
+
+    - ``refuses`` maps each feature that the engine refuses to the reason, which quotes the engine's documentation if
+      possible. Every other feature is claimed.
+    - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
+      C judge such gradients.
+    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. It determines
+      the bound of the reduction.
+    - ``variants`` are named options that a cell may set, alone or together: an EngineOption, or the bare options if
+      they must not change a number and need no more facts.
+    - ``absent`` is the reason why the engine cannot be built in this environment, so that no cell runs; it is empty if
+      the engine can be built.
+    - ``own_model`` has engine options for users' models (``--model package.module:factory``).
+    - ``junctions(model, options)`` returns the modules of the plain model at whose inputs the engine inserts a node
+      into the autograd graph, because autograd adds gradients in another order there.
+    - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
+      the world size is a power of two; it is empty if the engine computes a sum.
+    """
+
+    stages: frozenset[int]
+    dtypes: frozenset[str] = frozenset({"fp32"})
+    refuses: Mapping[Feature, str] = field(default_factory=dict)
+    own_kernels: Mapping[int, str] = field(default_factory=dict)
+    wires: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, EngineOption | Mapping[str, Any]] = field(default_factory=dict)
+    absent: str = ""
+    own_model: Mapping[str, Any] = field(default_factory=dict)
+    junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
+    scaled_sum: str = ""
+
+    def refusal(self, feature: Feature) -> str | None:
+        """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
+        if feature is Feature.VARIANTS and not self.variants:
+            return "the engine names no variants"
+        return self.refuses.get(feature)
+
+    @property
+    def engine_options(self) -> Mapping[str, EngineOption]:
+        """The named options, each as an EngineOption."""
+        return {
+            name: value if isinstance(value, EngineOption) else EngineOption(value)
+            for name, value in self.variants.items()
+        }
+
+    @property
+    def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:
+        """The options that this machine can run and that must not change any number, by name."""
+        return {
+            name: dict(option.options)
+            for name, option in self.engine_options.items()
+            if not option.absent and not option.changes_numbers
+        }
+
+    def with_options(self, names: Sequence[str]) -> Capabilities:
+        """Return the capabilities of an engine on which the named options are set."""
+        chosen = [self.engine_options[name] for name in names]
+        refuses, wires = dict(self.refuses), dict(self.wires)
+        for option in chosen:
+            refuses.update(option.refuses)
+            wires.update(option.wires)
+        return replace(self, refuses=refuses, wires=wires)
