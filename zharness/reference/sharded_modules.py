@@ -249,7 +249,10 @@ class ModuleClassSwap:
         for name, submodule in module.named_modules():
             base = type(submodule)
             if isinstance(submodule, torch.jit.ScriptModule):
-                raise ConfigError(f"module {name!r} is compiled by torch.jit: stage 3 cannot see it read its weights")
+                raise ConfigError(
+                    f"module {name!r} is compiled by torch.jit, so stage 3 cannot unshard the weights that it reads; "
+                    "pass the module uncompiled"
+                )
             if base in self._sharded_classes.values():
                 continue
             if base not in self._sharded_classes:

@@ -102,7 +102,7 @@ class CollectiveNegotiation:
     def require_even(self, operation: str) -> None:
         """Raise UsageError inside ``engine.uneven()``, where ``operation`` is not available."""
         if self.mode is CollectiveMode.NEGOTIATED:
-            raise UsageError(f"{operation} was requested inside uneven(); leave that block before it")
+            raise UsageError(f"{operation} was requested inside uneven(); end that block first")
 
     def run_round(self, request: CollectiveRequest, local_tensor: Tensor | None) -> dict[CollectiveRequest, Tensor]:
         """Run every collective that any rank requests in this round, and return the results by request.
