@@ -146,9 +146,9 @@ def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
     assert Engine({"1": {CASE: PASS, OTHER: PASS}}).matrix("1", known=known) == 0
     assert "1: 1 cells compared, 1 only before, 1 only now" in capsys.readouterr().out
     engine = Engine({"1": {OTHER: PASS}, "2": {CASE: PASS}})
-    with pytest.raises(UsageError, match="nothing was compared: of 2 cells before and 1 now, none is in both"):
+    with pytest.raises(UsageError, match="nothing was compared: the 2 cells before and the 1 now have none in common"):
         engine.matrix("1", known=known)
-    with pytest.raises(UsageError, match="nothing was compared: of 1 cells before and 1 now"):
+    with pytest.raises(UsageError, match="nothing was compared: the 1 cells before and the 1 now"):
         compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
 
 

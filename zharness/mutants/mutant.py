@@ -162,7 +162,9 @@ class Mutant:
         """
         right = engines.capabilities(self.over, stage)
         if right is None:
-            raise HarnessFault(f"mutant {self.name}: the claim of {self.over!r} is unknown until the engine is built")
+            raise HarnessFault(
+                f"mutant {self.name} cannot be planned: the capabilities of {self.over!r} are unknown until it is built"
+            )
         return self.build.claims(right)
 
 

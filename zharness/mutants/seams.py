@@ -121,7 +121,7 @@ def skips_on_overflow(engine: ReferenceEngine) -> bool:
 
 
 def loss_scaler(engine: ReferenceEngine) -> LossScale:
-    """Return the object that holds and moves the loss scale."""
+    """Return the object that stores and updates the loss scale."""
     return engine.engine._loss_scale
 
 
@@ -189,7 +189,7 @@ def wrap_reduce_pending(engine: ReferenceEngine, wrap: Callable[[ReducePending],
 
 
 def wrap_reduce_bucket(engine: ReferenceEngine, wrap: Callable[[ReduceBucket], ReduceBucket]) -> None:
-    """Wrap the reduction of one bucket; it takes ``grad`` from the bucket's parameters and returns their shares."""
+    """Wrap the reduction of one bucket, which sets its parameters' ``grad`` to None and returns reduced gradients."""
     replace_attribute(_gradients(engine), "_reduce", wrap(_gradients(engine)._reduce))
 
 
@@ -237,7 +237,7 @@ def wrap_clear_grads(engine: ReferenceEngine, wrap: Callable[[Callable[[], None]
 
 
 def keep_hooks_at_close(engine: ReferenceEngine) -> None:
-    """Let ``close`` drop the gradients and leave the hooks on the parameters."""
+    """Make ``close`` keep the hooks on the parameters; it still drops the gradients."""
     replace_attribute(_gradients(engine), "close", _gradients(engine).clear)
 
 
@@ -285,7 +285,7 @@ def wrap_cast_for_reduce(
 
 
 def take_local_grad(param: ModelParam) -> Tensor:
-    """Take a parameter's local gradient and leave None; zeros if there is none."""
+    """Return a parameter's local gradient, or zeros if it has none, and set its ``grad`` to None."""
     return _take_local_grad(param)
 
 

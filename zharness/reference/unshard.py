@@ -285,8 +285,8 @@ class AllGatherParam(torch.autograd.Function):
 class GradCollective(Enum):
     """The two collectives on gradients, reduce-scatter and all-gather, each of which is the adjoint of the other."""
 
-    REDUCE_SCATTER = "every rank's full gradient to this rank's shard of the mean"
-    ALL_GATHER = "every rank's shard to the full tensor, divided"
+    REDUCE_SCATTER = "reduce-scatter every rank's full gradient to this rank's shard of the mean"
+    ALL_GATHER = "all-gather every rank's shard to the full tensor, and divide it"
 
     @property
     def adjoint(self) -> GradCollective:

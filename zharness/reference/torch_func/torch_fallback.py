@@ -37,8 +37,8 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 class GraphTaskPhase(Enum):
     """Whether a graph task, which is one run of autograd's engine, is running."""
 
-    RUNNING = "a parameter has its gradient, and the graph task has not ended"
-    NOT_RUNNING = "not begun, or ended"
+    RUNNING = "the graph task has computed a gradient and has not ended"
+    NOT_RUNNING = "the graph task has not begun, or has ended"
 
 
 class EndOfBackward:
