@@ -1,4 +1,4 @@
-"""The wrapper around a correct engine that every mutant subclasses, and base classes that several mutants share."""
+"""Define the wrapper around a correct engine that every mutant subclasses, and further base classes of mutants."""
 
 from __future__ import annotations
 

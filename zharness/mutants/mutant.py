@@ -1,4 +1,4 @@
-"""The data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
+"""Define the data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Origin(Enum):
 
     @property
     def is_blind(self) -> bool:
-        """Whether the authors wrote this series without having seen the laws."""
+        """Return whether the authors wrote this series without having seen the laws."""
         return self.name.startswith("BLIND_")
 
 

@@ -1,4 +1,4 @@
-"""All places where mutants use parts of the reference engine behind its adapter, except those that only stage 3 has.
+"""Define how mutants change private parts of the reference engine, except those that only stage 3 has.
 
 If the reference engine is rewritten, this file has to change, but no mutant. A function that is called
 ``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private

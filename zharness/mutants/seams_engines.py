@@ -1,4 +1,4 @@
-"""All places where mutants use private parts of torch, its optimizers and the adapters of its engines.
+"""Define how mutants change private parts of torch, its optimizers and the adapters of its engines.
 
 The functions ``optimizer`` and ``schedule`` also accept the reference engine.
 """

@@ -1,4 +1,4 @@
-"""All places where mutants use private parts of the reference engine that only stage 3 has."""
+"""Define how mutants change private parts of the reference engine that only stage 3 has."""
 
 from __future__ import annotations
 

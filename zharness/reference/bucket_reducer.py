@@ -1,4 +1,4 @@
-"""Stage 2: reduce buckets of gradients while backward runs, in the same order on all ranks."""
+"""Reduce buckets of gradients at stage 2 while backward runs, in the same order on all ranks."""
 
 from __future__ import annotations
 

@@ -100,9 +100,7 @@ class Engine:
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise UsageError(
-                f"a loss is a tensor of one element, but got {got}; for out.backward(g) pass (out * g).sum()"
-            )
+            raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) pass (out * g).sum()")
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
@@ -183,9 +181,7 @@ class Engine:
     def _require_phase(self, *phases: EnginePhase) -> None:
         """Raise UsageError unless the engine is in one of ``phases``."""
         if self._phase not in phases:
-            raise UsageError(
-                f"the engine is {self._phase.value}, but this method needs an engine that is {phases[0].value}"
-            )
+            raise UsageError(f"the engine is {self._phase.value}, but this method needs it to be {phases[0].value}")
 
     def zero_grad(self) -> None:
         """Drop all gradients, reduced or not, and begin a new accumulation window.

@@ -215,7 +215,7 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """Does the same as ``ReduceGrad`` for several parameters, once all of their gradients are complete on this rank.
+    """Reduces like ``ReduceGrad``, but for several parameters, once all of their gradients are complete on this rank.
 
     An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
     reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.

@@ -1,4 +1,4 @@
-"""The catalogue of bug reproductions in ``repro/``: parse the scripts, run them on a release, judge their output.
+"""Parse the bug reproductions in ``repro/``, run them on a release, and judge their output.
 
 Each script also runs without this package, under ``torchrun``. The second paragraph of a script's docstring, its
 header, has lines of the form ``key: value``, which give the fields of ``Repro``.
