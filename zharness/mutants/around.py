@@ -57,7 +57,7 @@ class Around:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The right engine's optimizer."""
+        """Return the optimizer of the correct engine."""
         found: torch.optim.Optimizer = seams_engines.optimizer(self.right)
         return found
 

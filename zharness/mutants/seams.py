@@ -39,7 +39,7 @@ BroadcastEdit: TypeAlias = Callable[[ModelParam, Tensor, int], None]
 
 
 def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine] = ReferenceEngine) -> ReferenceEngine:
-    """Build the right reference engine behind an ``adapter``, which may be a mutant's own class."""
+    """Build the correct reference engine behind an ``adapter``, which may be a mutant's own class."""
     return adapter(build_reference(model, config).engine)
 
 
@@ -164,7 +164,7 @@ def _gradients(engine: ReferenceEngine) -> Gradients:
 
 
 def reduce_pending(engine: ReferenceEngine) -> dict[str, Tensor]:
-    """Reduce all pending gradients, and return every reduced gradient. Collective."""
+    """Reduce all pending gradients, and return every reduced gradient. This is a collective."""
     return _gradients(engine).reduce_pending()
 
 
@@ -254,12 +254,12 @@ def wrap_reduced_tensors(
 
 
 def grad_norm(engine: ReferenceEngine) -> float:
-    """Return the global norm of the reduced gradients, still scaled. Collective."""
+    """Return the global norm of the reduced gradients, still scaled. This is a collective."""
     return _gradients(engine).norm()
 
 
 def grads_are_finite(engine: ReferenceEngine) -> bool:
-    """Return whether the reduced gradients are finite on every rank. Collective."""
+    """Return whether the reduced gradients are finite on every rank. This is a collective."""
     return _gradients(engine).is_finite()
 
 
@@ -369,7 +369,7 @@ def local_elements(engine: ReferenceEngine, param: ModelParam) -> Tensor:
 
 
 def publish(engine: ReferenceEngine, names: Iterable[str]) -> None:
-    """Copy updated leaves into the model's parameters. Collective."""
+    """Copy updated leaves into the model's parameters. This is a collective."""
     _parameters(engine).publish(names)
 
 

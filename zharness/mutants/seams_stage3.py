@@ -50,7 +50,7 @@ def wrap_all_gather_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective
 
 
 def all_gather_undivided(engine: ReferenceEngine, param: ModelParam, shard: Tensor) -> Tensor:
-    """All-gather the shards of a gradient without dividing them. Collective."""
+    """All-gather the shards of a gradient without dividing them. This is a collective."""
     return _collectives(engine)._run_or_negotiate(RequestKind.ALL_GATHER_GRAD, param, shard)
 
 
@@ -71,7 +71,7 @@ def wrap_unshard(engine: ReferenceEngine, wrap: Callable[[Unshard], Unshard]) ->
 
 
 def unshard_if_sharded(engine: ReferenceEngine, value: Any) -> Any:
-    """Return the full tensor of a sharded parameter, and any other value unchanged. Collective at stage 3."""
+    """Return the full tensor of a sharded parameter, and any other value unchanged. This is a collective at stage 3."""
     unsharder = _unsharder(engine)
     return value if unsharder is None else unsharder.unshard_if_sharded(value)
 

@@ -143,7 +143,7 @@ def pad_flat(values: Tensor, length: int) -> Tensor:
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row`` (1-D, of the same length on all ranks) to shape (N, length). Collective."""
+    """All-gather every rank's 1-D ``row`` of one common length to shape (N, length). This is a collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)

@@ -115,7 +115,7 @@ class UnshardedParam:
         return SavedView(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack_hook(self, view: SavedView) -> Tensor:
-        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). Collective.
+        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). This is a collective.
 
         Raises StaleGraphError if the parameter was changed since its forward.
         """
@@ -302,7 +302,7 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. Collective."""
+        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. This is a collective."""
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
         run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad
