@@ -38,7 +38,7 @@ class Bucket:
         return Bucket(tuple(param for param in self.members if param.name in names))
 
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Reduce-scatter one full tensor for each member, and return this rank's row of the sum. This is a collective."""
+        """Reduce-scatter one full tensor per member, and return this rank's row of the sum. This is a collective."""
         packed = [_pack_rows(full, param.layout) for full, param in zip(full_tensors, self.members, strict=True)]
         rows = torch.cat(packed, dim=1)
         own_row = rows.new_empty(rows.shape[1])
