@@ -127,6 +127,7 @@ def test_metadata_cannot_select_an_unsafe_reader_or_files_outside_the_checkpoint
     path = build_engine(steps=1).save_checkpoint(shared_tmp_path, "t")
     engine = build_engine(steps=2)
     content = (path / ".metadata").read_bytes()
+    dist.barrier()  # rank 0 overwrites the file below
 
     def bytes_entry(metadata: Any) -> None:
         metadata.state_dict_metadata["weights/weight"] = BytesStorageMetadata()
