@@ -274,7 +274,7 @@ def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.M
     monkeypatch.setattr(repros, "run_repro", run)
     trial = compare_releases.make_repro_trial(repros.find_repro("deepspeed", "7913"))
     assert [trial(release)[0] for release in "123"] == [Outcome.BAD, Outcome.GOOD, Outcome.SKIPPED]
-    with pytest.raises(UsageError, match="reproduction 7913 is none of fsdp2"):
+    with pytest.raises(UsageError, match="7913 must name one reproduction of fsdp2, but matches none"):
         repros.find_repro("fsdp2", "7913")
 
 
