@@ -109,11 +109,11 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
         ),
         (
             'engine = "ddp"\n' + ENTRY + 'check = "training"',
-            r":3: .* has both 'law' and 'check'; expected 'law', or its older name 'check'",
+            r":3: .* has both 'law' and 'check'; expected one of them",
         ),
         (
             'engine = "ddp"\n' + ENTRY.replace('law = "training.grads"\n', ""),
-            r":3: .* has neither 'law' nor 'check'; expected 'law', or its older name 'check'",
+            r":3: .* has neither 'law' nor 'check'; expected one of them",
         ),
         ('engin = "ddp"\n' + ENTRY, r"unknown key in .*'engin'"),
         ("engine =", r"ours.toml is not valid TOML"),

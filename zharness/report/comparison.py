@@ -22,9 +22,9 @@ class DifferenceKind(Enum):
 
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before
-    FAILS_DIFFERENTLY = "fails otherwise"
+    FAILS_DIFFERENTLY = "fails differently"
     NEWLY_HOLDING = "newly holding"
-    INCONCLUSIVE = "shows nothing any more"
+    INCONCLUSIVE = "no longer decided"
     REMOVED = "gone"
     ADDED = "new"
 

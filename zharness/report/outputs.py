@@ -71,7 +71,7 @@ class Outputs:
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
-            step_summary.render_details("What did not pass", render_failures(records)),
+            step_summary.render_details("Cells that did not pass", render_failures(records)),
         )
         if self.html is not None:
             write_page(records, seconds, self.html, skipped, comparison)

@@ -112,7 +112,8 @@ def check_model(
     request = check_request.build_request()
     validate_request(request)
     report_status(
-        f"{check_request.model}: build it, run it twice in plain PyTorch, and build {check_request.engine} around it"
+        f"{check_request.model}: building it, running it twice in plain PyTorch, and building {check_request.engine} "
+        "around it"
     )
     for key in configuration_for(check_request.config).ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
@@ -215,4 +216,7 @@ def skip_unbuildable_stage(planned: PlannedCell, failure_records: Mapping[Cell, 
     failure = next((record for cell, record in failure_records.items() if cell.stage == planned.cell.stage), None)
     if failure is None or planned.unsupported_reason or planned.cell in failure_records:
         return planned
-    return replace(planned, unsupported_reason=f"the engine cannot be built around the model, see {failure.cell.law}")
+    return replace(
+        planned,
+        unsupported_reason=f"the engine cannot be built around the model; see the failure of {failure.cell.law}",
+    )

@@ -58,8 +58,8 @@ class TorchrunRunner(Runner):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UsageError(
-                f"several releases of {', '.join(repeated)}: torchrun's ranks run all cells, and a process can import "
-                "only one release; start torchrun once for each"
+                f"got several releases of {', '.join(repeated)}; torchrun's ranks run all cells, and a process can "
+                "import only one release: start torchrun once for each release"
             )
         super().__init__(
             {}, timeout, seed, user_expected_failures=user_expected_failures, withheld_policy=withheld_policy
@@ -90,7 +90,7 @@ class TorchrunRunner(Runner):
         if planned.cell.world_size > ranks and not planned.unsupported_reason:
             planned = replace(
                 planned,
-                unsupported_reason=f"world size {planned.cell.world_size}: torchrun started {ranks} ranks",
+                unsupported_reason=f"the cell needs {planned.cell.world_size} ranks, and torchrun started {ranks}",
                 refused_feature=None,
             )
         return super().run(planned)

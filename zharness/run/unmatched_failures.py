@@ -29,7 +29,7 @@ def describe_unmatched_failures(
         ]
         descriptions += [
             f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of {entry.check} "
-            f"({entry.upstream}), or an earlier entry matches them all; delete it, or narrow its releases"
+            f"({entry.upstream}), or an earlier entry matches them all; delete this entry, or narrow its releases"
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)

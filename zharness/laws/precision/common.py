@@ -116,7 +116,9 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
     """
     sent = engine.observe().wire
     if isinstance(sent, Absent):
-        raise EngineContractError(f"observe().wire: {sent.reason}; expected elements by collective and dtype")
+        raise EngineContractError(
+            f"observe().wire is absent: {sent.reason}; expected the number of sent elements by (collective, dtype)"
+        )
     return sent
 
 

@@ -35,7 +35,9 @@ PAGE_SCRIPTS = (
     "cell.js",
 )
 MAIN_SCRIPT = "main.js"
-MISSING_JINJA_MESSAGE = 'the page needs jinja2; install it with: pip install "zharness[report]"'
+MISSING_JINJA_MESSAGE = (
+    'the HTML page needs jinja2, which is not installed; install it with: pip install "zharness[report]"'
+)
 # The style sheet that Plot adds to each chart of class "chart"; the policy has to allow it by its hash.
 PLOT_STYLE = """:where(.chart) {
   --plot-background: white;

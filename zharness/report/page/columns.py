@@ -32,12 +32,12 @@ OUTCOME_MEANINGS = {
     "stale": "the law holds, but was expected to fail",
     "error": "the harness itself failed",
     "fail": "the law is broken: a number is wrong",
-    "crash": "the engine raised, or took its process down",
+    "crash": "the engine raised an exception, or its process died",
     "hang": "the engine hung",
-    "undetermined": "no wrong number, but most are smaller than their bound, which proves nothing",
+    "undetermined": "no wrong number was found, but most are smaller than their bound, which proves nothing",
     "excused": "the law is broken, and was expected to be",
     "contract": "the law holds with the remedy that the engine documents",
-    "unsupported": "not claimed by the engine, or not stated for this dtype",
+    "unsupported": "the engine does not support the cell, or the law does not apply to this dtype",
     "pass": "the law holds",
 }
 # The parts of a training step; errors of unscaling and clipping are reported as the optimizer's.
