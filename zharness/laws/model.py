@@ -145,7 +145,7 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="model.configured",
-        statement="each step of the configured training is the replay of its optimizer, clipping and accumulation",
+        statement="each step of the configured training follows the formulas of its optimizer and clipping",
         tier=Tier.STAGED,
         models=(),
         observe=observe_configured,

@@ -1,4 +1,4 @@
-"""Draw the error of a failing cell over its parameter, as a small map for the terminal."""
+"""Draw the errors in the elements of a failing cell's parameter as a small map for the terminal."""
 
 from __future__ import annotations
 

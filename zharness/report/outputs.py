@@ -29,7 +29,7 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written; called before a long run."""
+        """Raise UsageError if the page or the XML file cannot be written. Call it before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:

@@ -48,7 +48,7 @@ OpenSink = Callable[[], RecordFile | None]
 
 @dataclass(frozen=True)
 class ModelCheckRequest:
-    """The model to check, by the path of its factory, and the axes of its cells.
+    """The model to check, named by the path of its factory, and the settings of its cells.
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file sets it.
     ``steps`` is the number of training steps of the law ``model.configured``.
@@ -174,7 +174,7 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
-    """Set the number of training steps of a cell whose law has one."""
+    """Return the cell with ``steps`` training steps if its law trains a configurable number of steps."""
     if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))

@@ -52,7 +52,7 @@ class PlannedCell:
 
     @property
     def case(self) -> Cell:
-        """Return ``cell``, by its older name, which tests that use the fixture ``cell`` may read."""
+        """Return ``cell``; this is the older name of the field, which users' tests may read."""
         return self.cell
 
 
@@ -66,7 +66,8 @@ def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """Return the cells of ``request`` in the order of the matrix, each once.
 
-    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError for anything that does not exist.
+    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError if ``request`` names an engine, stage,
+    dtype, model, world size or law that does not exist.
     """
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]

@@ -34,7 +34,7 @@ PREPARATION_TIMEOUT = 600.0  # seconds for the imports of all engines
 
 
 class TorchrunRunner(Runner):
-    """Runs cells one after the other on the ranks of a torchrun launch.
+    """A runner that runs cells one after the other on the ranks that torchrun started.
 
     All cells share the ranks' processes, so state that one engine leaves there may affect the next: DeepSpeed's stage 3
     replaces torch.nn.functional.linear permanently and keeps the first process group. Cells of one world size share a

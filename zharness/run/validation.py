@@ -55,7 +55,7 @@ def matches_type(value: Any, expected_type: Any) -> bool:
 
 @cache
 def leaf_types(expected_type: Any) -> frozenset[type] | None:
-    """Return the classes that match a type without parts; None for a type with parts.
+    """Return the classes that match ``expected_type``; None for a type with parts, such as ``list[int]``.
 
     An integer matches float, as in JSON; a bool does not match int.
     """

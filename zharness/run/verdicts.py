@@ -1,4 +1,4 @@
-"""Derive the verdict of a cell from the ends of its ranks, the judgement, and the expected failure that covers it."""
+"""Derive a cell's verdict from the outcomes of its ranks, the judgement, and the expected failure that covers it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "hook_count",
-        "a backward makes O(parameters) Python calls, with checkpoints and without, and a later one no more",
+        "a backward makes O(parameters) Python calls, with or without checkpointing, and not more in later steps",
         observe_hook_count,
         judge_hook_count,
         Feature.STEADINESS,

@@ -1,4 +1,4 @@
-"""Write the records as one self-contained HTML page: assets/ inlined, the records compressed inside, nothing fetched.
+"""Write one self-contained HTML page, which contains assets/ and the compressed records and fetches nothing.
 
 The charts of a cell use Observable Plot, inlined with d3 (490 KB together): axes, scales and labels of four kinds of
 chart are more code than this package should own, and pictures drawn by matplotlib would take 50 KB and more for every

@@ -65,9 +65,10 @@ def record_as_row(record: Record) -> dict[str, Any]:
 
 
 def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the columns of the records: ``texts`` dictionary-encoded, ``numbers``, and ``sparse`` by record number.
+    """Return the columns of the records.
 
-    ``size`` is the number of records.
+    ``size`` is the number of records. ``texts`` has dictionary-encoded columns, and ``numbers`` has lists. ``sparse``
+    has dictionaries from the index of a record to its value, without empty values.
     """
     rows = [record_as_row(record) for record in records]
     return {
