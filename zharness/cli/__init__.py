@@ -47,7 +47,7 @@ def cli() -> None:
     "stages",
     callback=parse_integer_option,
     metavar="0,1,2,3",
-    help="ZeRO stages; by default all stages of the engine.",
+    help="ZeRO stages to run; by default all stages of the engine.",
 )
 @click.option(
     "--world-size",
@@ -55,11 +55,11 @@ def cli() -> None:
     callback=parse_integer_option,
     metavar="1,2,4",
     show_default="2; under torchrun, the number of ranks that it started",
-    help="Numbers of ranks.",
+    help="World sizes: the numbers of ranks on which each law runs.",
 )
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", metavar="fp32,bf16", show_default=True)
 @click.option(
-    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Names of models; by default all."
+    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models to train; by default all models."
 )
 @click.option("--variant", "engine_variant", default="", help="Engine variant: the name of a set of engine options.")
 @click.option(
@@ -75,7 +75,7 @@ def cli() -> None:
     is_flag=True,
     help="Also run cells that need a feature that the engine does not claim, and report the cells that pass.",
 )
-@click.option("--seed", default=0, show_default=True, help="Seed of the weights and data of every cell.")
+@click.option("--seed", default=0, show_default=True, help="Seed for the weights and the data of every cell.")
 @click.option(
     "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."
 )
@@ -218,7 +218,7 @@ for command in (
     "models",
     callback=parse_name_option,
     metavar="NAME,...",
-    help="Names of models; by default the first of each law.",
+    help="Models to train; by default the first model of each law.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."

@@ -30,7 +30,9 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     metavar="0,1,2,3",
     help="ZeRO stages to check; by default the stage that --config sets, or all stages of the engine.",
 )
-@click.option("--world-size", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks.")
+@click.option(
+    "--world-size", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks that train the model."
+)
 @click.option(
     "--dtype",
     default="",

@@ -94,7 +94,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             "stages",
             callback=parse_integer_option,
             metavar="0,1,2,3",
-            help="ZeRO stages; by default all stages of the engine.",
+            help="ZeRO stages to run; by default all stages of the engine.",
         ),
         click.option(
             "--world-size",
@@ -103,7 +103,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             default="2",
             show_default=True,
             metavar="1,2,4",
-            help="Numbers of ranks.",
+            help="World sizes: the numbers of ranks on which each law runs.",
         ),
         click.option(
             "--dtype",
@@ -112,14 +112,14 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             default="fp32",
             show_default=True,
             metavar="fp32,bf16",
-            help="Dtypes to train in.",
+            help="Dtypes in which the models train.",
         ),
         click.option(
             "--model",
             "models",
             callback=parse_name_option,
             metavar="NAME,...",
-            help="Names from `zharness list models`; by default all.",
+            help="Models to train; by default all models.",
         ),
         click.option(
             "--timeout",
