@@ -43,7 +43,7 @@ class Verdict(Enum):
 
     @property
     def broken(self) -> bool:
-        """Return ``is_broken``, of which this is the older name."""
+        """Return ``is_broken``; this is the older name of that property."""
         return self.is_broken
 
 

@@ -31,7 +31,7 @@ WARMUP_BACKWARDS = 2
 
 
 class ScalarParameters(nn.Module):
-    """A model with ``count`` parameters of one element, all of which one forward uses."""
+    """A model with ``count`` parameters of one element; every forward uses all of them."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ScalarParameters(nn.Module):
 
 
 class CheckpointedLayers(nn.Module):
-    """A model with ``count`` layers of one parameter each, every one of which is checkpointed separately."""
+    """A model with ``count`` layers of one parameter each; activation checkpointing wraps each layer separately."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
