@@ -40,7 +40,7 @@ def test_a_wrong_shard_is_shown_on_the_lines_of_its_rank() -> None:
         "  rank 0 |            |",
         "  rank 1 |============|",
         "  rank 1 |============|",
-        "  . within the bound, : up to 10 x the bound, each of -=+*#%@ another factor of 10",
+        "  . within the bound, : up to 10 x, then -=+*#%@ 10 x each",
     ]
 
 

@@ -150,7 +150,7 @@ def test_a_cell_id_plans_one_cell_which_has_to_exist() -> None:
 
 def test_a_dtype_that_is_not_claimed_is_unsupported() -> None:
     cells = plan(Request(patterns=("training.grads",), engines=("ddp",), dtypes=("bf16",)), claims)
-    assert all("claims fp32 only" in cell.unsupported_reason for cell in cells)
+    assert all("supports only the dtypes fp32" in cell.unsupported_reason for cell in cells)
 
     def generous(engine: str, stage: int) -> Capabilities:
         return Capabilities(stages=frozenset(range(4)), dtypes=frozenset({"fp32", "bf16"}))
@@ -173,7 +173,7 @@ def test_no_cell_of_an_engine_runs_if_this_torch_cannot_build_it() -> None:
 def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
     cells = plan(Request(patterns=("precision",), dtypes=("fp32", "bf16")), claims)
     assert {cell.cell.dtype for cell in cells if not cell.unsupported_reason} == {"fp32"}
-    assert any("stated for fp32 only" in cell.unsupported_reason for cell in cells)
+    assert any("applies only to the dtypes fp32" in cell.unsupported_reason for cell in cells)
 
 
 def test_a_plain_backward_is_unsupported_for_a_dtype_that_needs_a_loss_scale() -> None:

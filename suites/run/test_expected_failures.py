@@ -148,7 +148,7 @@ def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_
     assert not describe_unmatched_failures(whole, claims, (needed, other_release))
     (description,) = describe_unmatched_failures(whole, claims, (idle,))
     assert description.startswith(f"{idle.location}: no cell of ddp")
-    assert "delete it" in description
+    assert "delete this entry" in description
     shadowed = replace(needed, location="ours.toml:99")
     (description,) = describe_unmatched_failures(whole, claims, (needed, shadowed))
     assert description.startswith("ours.toml:99")

@@ -9,7 +9,7 @@ from zharness.parity.mismatch_report import JsonNumber, MismatchReport, ShardRan
 
 # Blank: no error. Then: within the bound, up to ten times the bound, and one character for each further power of ten.
 RATIO_CHARACTERS = " .:-=+*#%@"
-LEGEND = ". within the bound, : up to 10 x the bound, each of -=+*#%@ another factor of 10"
+LEGEND = ". within the bound, : up to 10 x, then -=+*#%@ 10 x each"
 MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
 
 
