@@ -207,9 +207,8 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
     options = cell_setting(variant).options
     for name in options:
         if name not in known:
-            raise UsageError.unknown_name(
-                f"variant of engine {engine!r}:", name, list(known) or ("(the engine has none)",)
-            )
+            names = list(known) or ["(the engine has none)"]
+            raise UsageError.unknown_name(f"variant of engine {engine!r}:", name, names)
     reason = find_exclusion({name: known[name] for name in options})
     if reason:
         raise UsageError(f"got the setting {variant!r} of engine {engine!r}, in which {reason}; leave one of them out")

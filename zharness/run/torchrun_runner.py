@@ -110,7 +110,7 @@ class TorchrunRunner(Runner):
     def _observe_and_judge(
         self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any], isolation: Isolation
     ) -> Record:
-        """Run the cell on the launch's ranks for any ``isolation``, write their evidence into files, and judge it here."""
+        """Run the cell on the launch's ranks, write their evidence into files, and judge it. Ignore ``isolation``."""
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)
