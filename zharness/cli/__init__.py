@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -181,7 +182,21 @@ def mutants(
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Number of micro-batches that the engine accumulates for one optimizer step.",
+    help="Number of micro-batches that are accumulated for one optimizer step.",
+)
+@click.option(
+    "--window-owner",
+    type=click.Choice(["engine", "caller"]),
+    default="engine",
+    show_default=True,
+    help="Who counts the micro-batches of a window and divides by their number.",
+)
+@click.option(
+    "--option",
+    "engine_options",
+    multiple=True,
+    metavar="NAME",
+    help="An option of the engine to set, by the name that cells use (`zharness hunt` draws them). May be repeated.",
 )
 @click.option(
     "--reduction",
@@ -221,6 +236,8 @@ def program(
     optimizer: str,
     clip: float | None,
     window: int,
+    window_owner: str,
+    engine_options: tuple[str, ...],
     reduction: str,
     batches: int,
     seed: int,
@@ -252,14 +269,15 @@ def program(
     if clip is not None and not clip < float("inf"):
         raise UsageError(f"--clip: got {clip}; expected a finite number above 0")
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
+    settings = replace(settings, window_owner=window_owner, options=engine_options)
     if texts:
         return run_given_programs(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
         )
-    if settings.with_default_settings != settings:
+    if settings.with_default_settings != settings or engine_options:
         raise UsageError(
-            "--clip, --window and --reduction apply only to programs on the command line, and none was given; "
-            "give a program, or leave these options out"
+            "--clip, --window, --window-owner, --reduction and --option apply only to programs on the command line, "
+            "and none was given; give a program, or leave these options out"
         )
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
     return run_program_search(engine, search, timeout, get_release_environment)

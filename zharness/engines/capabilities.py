@@ -70,6 +70,8 @@ class EngineOption:
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    - ``has_torch_kernels`` is True if local gradients come from torch's kernels while the option is set, although the
+      engine has kernels of its own otherwise.
     """
 
     options: Mapping[str, Any]
@@ -78,6 +80,7 @@ class EngineOption:
     absent: str = ""
     changes_numbers: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
+    has_torch_kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,4 +145,5 @@ class Capabilities:
         for option in chosen:
             refuses.update(option.refuses)
             wires.update(option.wires)
-        return replace(self, refuses=refuses, wires=wires)
+        own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
+        return replace(self, refuses=refuses, wires=wires, own_kernels=own_kernels)

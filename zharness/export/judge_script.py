@@ -46,7 +46,7 @@ from zharness.parity.junctions import with_junctions
 from zharness.parity.snapshot import EvidenceWriter, RankEvidence
 from zharness.run.configuration import cell_setting, configuration_for
 from zharness.run.observe_and_judge import engine_options
-from zharness.run.program_runner import SEED
+from zharness.run.program_runner import SEED, program_options
 from zharness.workload.program_model import program_model_spec
 from zharness.workload.programs import Program
 from zharness.workload.user_model import is_user_model
@@ -192,6 +192,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
 
 def build_program_script_spec(engine: str, program: Program, claims: Capabilities) -> JudgeScriptSpec:
     """Return the description of a script that runs and judges a program in the same way as the laws ``any_order``."""
+    options, claims = program_options(program, claims), claims.with_options(program.options)
     scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
 
     def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
@@ -208,7 +209,7 @@ def build_program_script_spec(engine: str, program: Program, claims: Capabilitie
         engine=engine,
         claims=claims,
         seed=SEED,
-        config=EngineConfig(program.stage, program.dtype, loss_scale=scale),
+        config=EngineConfig(program.stage, program.dtype, loss_scale=scale, options=options),
         model=render_model,
         baseline_model=lambda _: "SPEC",
         observe=partial(render_lambda, observe_program),

@@ -10,10 +10,12 @@ from zharness.export.header import WRONG_NUMBER_PHRASE, render_docstring
 from zharness.export.judge_script import build_program_script_spec, render_judge_script
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
+from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.program_executor import observe_program
-from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command
+from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command, program_options
 from zharness.run.record import Verdict
+from zharness.workload.model_shape import ModelShape, shape_after_layer
 from zharness.workload.models import ModelSpec
 from zharness.workload.program_model import (
     BLOCK_CLASSES,
@@ -30,11 +32,9 @@ from zharness.workload.programs import (
     Layer,
     LayerKind,
     Mark,
-    ModelShape,
     Program,
     Verb,
     iter_verbs,
-    shape_after_layer,
 )
 
 PACKAGE_LAYERS = {
@@ -76,11 +76,14 @@ def render_program_script(
     model, observe_text = render_program_model(writing, program), render_observe(writing, program)
     signature = WRONG_NUMBER_PHRASE if outcome.verdict is not Verdict.CRASH else extract_exception(outcome.cause)
     head, ok = render_program_header(engine, version, program, outcome, signature)
+    options, claims = program_options(program, claims), claims.with_options(program.options)
     setting = ScriptSettings(
         engine=engine,
         stage=program.stage,
         seed=SEED,
         claims=claims,
+        options=options,
+        reduce_dtype=DTYPES[claims.wires.get(program.dtype, program.dtype)],
         exact=False,
         zeros_allowed=claims.refusal(Feature.NO_GRADIENT) is not None,
         element_count=sum(p.numel() for p in program_model_spec(program.layers).model(SEED).parameters()),
@@ -104,7 +107,8 @@ def render_program_header(
     """Return the script's docstring, and the line that the script prints if the law holds."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
     head = render_docstring(
-        title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks.",
+        title=f"A small program goes wrong on {engine} {version} at stage {program.stage}, {program.world_size} ranks"
+        f"{''.join(f', {name}' for name in program.options)}.",
         engine=engine,
         version=version,
         ranks=program.world_size,

@@ -133,7 +133,7 @@ class MatchingProgramRunner(ProgramRunner):
         self.wanted_signature = FailureSignature(Verdict.PASS, "")
         self.program_count = 0
 
-    def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
+    def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
         """Return the outcome of ``programs``, or a pass if they fail in another way than the wanted one.
 
         An error of the harness is always returned.
@@ -144,7 +144,7 @@ class MatchingProgramRunner(ProgramRunner):
         if any(explain_unsupported(program, self.claims(engine, program.stage)) for program in programs):
             return PASS_OUTCOME
         self.program_count += len(programs)
-        outcome = super().run(engine, programs)
+        outcome = super().run(engine, programs, isolation)
         if outcome.verdict is Verdict.ERROR:
             return outcome
         return (

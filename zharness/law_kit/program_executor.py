@@ -143,6 +143,7 @@ class ProgramExecutor:
         """Run the verb's backward, and record whether it changed the caller's output, loss or inputs."""
         output = result.output
         loss = second_loss(output) if Mark.OTHER in verb.marks else self.ctx.spec.loss(output, result.batch.target)
+        loss = loss / self.program.caller_divisor
         caller_tensors = {"output": output, "loss": loss}
         before = {name: tensor.detach().clone() for name, tensor in caller_tensors.items()}
         retain = Mark.RETAIN in verb.marks
@@ -248,7 +249,7 @@ def observe_program(ctx: RankContext, program: Program, other_engine_count: int 
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)
         folder = stack.enter_context(shared_folder()) if saves else Path()
-        owner = AccumulationOwner.ENGINE if program.window > 1 else AccumulationOwner.CALLER
+        owner = AccumulationOwner(program.window_owner) if program.window > 1 else AccumulationOwner.CALLER
         engine = ctx.build_engine(
             optimizer=OPTIMIZERS[program.optimizer],
             clip=program.clip,

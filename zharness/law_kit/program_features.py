@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from zharness.engines.protocol import Capabilities, Feature, Reduction
+from collections.abc import Sequence
+
+from zharness.engines.options import find_exclusion
+from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature, Reduction
+from zharness.errors import UsageError
+from zharness.law_kit.setting import OWNER_FEATURES
 from zharness.workload.programs import GRAPH_ACTS, Act, LayerKind, Mark, Program, is_accumulating, iter_verbs
 
 # Features that layers, acts and marks require; everything else is part of every training.
@@ -37,6 +42,10 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not support stage {program.stage} with dtype {program.dtype}"
+    reason = explain_unusable_options(program.options, capabilities)
+    if reason:
+        return reason
+    capabilities = capabilities.with_options(program.options)
     if program.stage in capabilities.own_kernels:
         return (
             f"the engine's local gradients are not those of torch's kernels: {capabilities.own_kernels[program.stage]}"
@@ -51,6 +60,20 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     return ""
 
 
+def explain_unusable_options(names: Sequence[str], capabilities: Capabilities) -> str:
+    """Return the reason why the options ``names`` cannot be set together on this machine, or '' if they can.
+
+    Raises UsageError for an option that the engine does not have at this stage.
+    """
+    known = capabilities.engine_options
+    for name in names:
+        if name not in known:
+            raise UsageError.unknown_name("option of the engine at this stage", name, sorted(known))
+        if known[name].absent:
+            return f"this machine cannot run the option {name}: {known[name].absent}"
+    return find_exclusion({name: known[name] for name in names})
+
+
 def find_required_features(program: Program) -> list[Feature]:
     """Return the features that ``program`` requires in addition to plain training."""
     used = [LAYER_FEATURES.get(layer.kind) for layer in program.walk()]
@@ -61,6 +84,7 @@ def find_required_features(program: Program) -> list[Feature]:
         Feature.RETAIN_GRAPH for _, verb, caller in iter_verbs(program) if verb.act in GRAPH_ACTS and caller.outputs
     ]
     used += [Feature.CALLER_ACCUMULATION for _, verb, caller in iter_verbs(program) if is_accumulating(caller, verb)]
-    used += [Feature.CLIP] * (program.clip is not None) + [Feature.ENGINE_ACCUMULATION] * (program.window > 1)
+    used += [Feature.CLIP] * (program.clip is not None)
+    used += [OWNER_FEATURES[AccumulationOwner(program.window_owner)]] * (program.window > 1)
     used += [Feature.SUM] * (program.reduction == Reduction.SUM.value)
     return list(dict.fromkeys(feature for feature in used if feature is not None))

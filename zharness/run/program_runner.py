@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zharness.engines import Capabilities, EngineConfig
+from zharness.engines.options import merge_options
 from zharness.errors import UsageError
 from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.program_executor import observe_program
@@ -57,16 +59,32 @@ def format_program_command(engine: str, programs: Sequence[Program]) -> str:
     rest += f" --clip {first.clip}" if first.clip is not None else ""
     rest += f" --window {first.window}" if first.window > 1 else ""
     rest += f" --reduction {first.reduction}" if first.reduction != DEFAULT_SETTINGS.reduction else ""
+    rest += f" --window-owner {first.window_owner}" if first.window_owner != DEFAULT_SETTINGS.window_owner else ""
+    rest += "".join(f" --option {shlex.quote(name)}" for name in first.options)
     return f"zharness program {axes} {rest} {shlex.join(map(str, programs))}"
+
+
+def program_options(program: Program, capabilities: Capabilities) -> dict[str, Any]:
+    """Return the engine options that ``program`` sets by name, merged."""
+    options: dict[str, Any] = {}
+    for name in program.options:
+        options = merge_options(options, capabilities.engine_options[name].options)
+    return options
 
 
 def observe_programs(engine: str, programs: Sequence[Program], evidence_dir: str, capabilities: Capabilities) -> None:
     """On every rank: run the programs in turn, and write the evidence of each into its own folder."""
     for number, program in enumerate(programs):
-        config = EngineConfig(stage=program.stage, dtype=program.dtype, loss_scale=LOSS_SCALES[program.dtype])
+        config = EngineConfig(
+            stage=program.stage,
+            dtype=program.dtype,
+            loss_scale=LOSS_SCALES[program.dtype],
+            options=program_options(program, capabilities),
+        )
         folder = program_evidence_dir(evidence_dir, number)
+        claims = capabilities.with_options(program.options)
         ctx = observe_and_judge.build_rank_context(
-            engine, program_model_spec(program.layers), SEED, config, capabilities, folder
+            engine, program_model_spec(program.layers), SEED, config, claims, folder
         )
         seed_torch(SEED)
         observe_program(ctx, program)
@@ -102,7 +120,8 @@ def build_program_judge_context(program: Program, evidence_dir: Path, capabiliti
     """Read the evidence of ``program`` from ``evidence_dir``, and combine it with its baseline."""
     dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
     baseline = Baseline(program_model_spec(program.layers), SEED, program.world_size, dtype, scale)
-    return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, capabilities)
+    claims = capabilities.with_options(program.options)
+    return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, claims)
 
 
 class ProgramRunner:
@@ -130,8 +149,8 @@ class ProgramRunner:
             self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]
 
-    def run(self, engine: str, programs: Sequence[Program]) -> ProgramOutcome:
-        """Run ``programs`` one after the other in the same ranks.
+    def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
+        """Run ``programs`` one after the other in the same ranks, which are those of a pool or new ones.
 
         The programs may differ only in their text. Raises UsageError if the engine does not claim a feature that one of
         them needs.
@@ -143,14 +162,19 @@ class ProgramRunner:
                 raise UsageError(f"{engine} cannot run {str(program)!r}: {reason}")
         evidence_dir = tempfile.mkdtemp(dir=self._judge_server.scratch_dir)
         try:
-            return self._run_and_judge(engine, tuple(programs), evidence_dir, claims)
+            return self._run_and_judge(engine, tuple(programs), evidence_dir, claims, isolation)
         finally:
             shutil.rmtree(evidence_dir, ignore_errors=True)
 
     def _run_and_judge(
-        self, engine: str, programs: tuple[Program, ...], evidence_dir: str, capabilities: Capabilities
+        self,
+        engine: str,
+        programs: tuple[Program, ...],
+        evidence_dir: str,
+        capabilities: Capabilities,
+        isolation: Isolation,
     ) -> ProgramOutcome:
-        """Run the programs on pooled ranks of their stage and judge their evidence."""
+        """Run the programs on ranks of their stage and judge their evidence."""
         stage, world_size = programs[0].stage, programs[0].world_size
         observe_task = RankTask(
             observe_programs,
@@ -158,7 +182,7 @@ class ProgramRunner:
             world_size,
             self.timeout,
             group=Group.REUSED,
-            isolation=Isolation.POOLED,
+            isolation=isolation,
             pool=f"stage {stage}",
         )
         observed = self._server.submit(observe_task)

@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zharness.errors import UsageError
+from zharness.workload.model_shape import ModelShape, shape_after_layer
 from zharness.workload.programs import (
     BLOCK_KINDS,
+    ENGINE,
     GRAPH_ACTS,
     SOURCE_KINDS,
     WIDTH_PRESERVING_KINDS,
     CallerState,
     Layer,
     LayerKind,
-    ModelShape,
     Program,
     Verb,
     apply_verb,
     explain_illegal_verb,
     is_accumulating,
-    shape_after_layer,
 )
 
 UNLIMITED_OUTPUTS = 100  # more outputs than any program keeps
@@ -86,13 +86,18 @@ def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
 
 
 def legal_verbs(
-    layers: Sequence[Layer], candidates: Sequence[Verb], limits: CallerLimits = NO_LIMITS, window: int = 1
+    layers: Sequence[Layer],
+    candidates: Sequence[Verb],
+    limits: CallerLimits = NO_LIMITS,
+    window: int = 1,
+    window_owner: str = ENGINE,
 ) -> tuple[Verb, ...]:
     """Return the candidates that are legal in their order and within the engine's ``limits``.
 
-    ``layers`` are the layers of the program's model. ``window`` is the number of micro-batches per step.
+    ``layers`` are the layers of the program's model. ``window`` is the number of micro-batches per step, which
+    ``window_owner`` counts.
     """
-    caller, legal = CallerState(window=window), []
+    caller, legal = CallerState(window=window, window_owner=window_owner), []
     for verb in candidates:
         if limits.allows(caller, verb) and not explain_illegal_verb(layers, caller, verb):
             legal.append(verb)
@@ -117,7 +122,8 @@ def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iter
     """Yield legal programs that lack some verbs, a layer or a mark of ``program``, or have smaller layer sizes."""
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
-        legal = replace(candidate, layers=layers, verbs=legal_verbs(layers, candidate.verbs, limits, program.window))
+        verbs = legal_verbs(layers, candidate.verbs, limits, program.window, program.window_owner)
+        legal = replace(candidate, layers=layers, verbs=verbs)
         if layers[0].kind in SOURCE_KINDS and program_size(legal) < program_size(program):
             yield legal
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zharness.workload.model_shape import ModelShape, shape_after_layer
 from zharness.workload.models import SAMPLES, Batch, ModelSpec
-from zharness.workload.programs import Layer, LayerKind, ModelShape, join_words, shape_after_layer
+from zharness.workload.programs import Layer, LayerKind, join_words
 
 
 class ProgramModelBuilder:

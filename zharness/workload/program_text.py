@@ -6,19 +6,18 @@ import re
 from dataclasses import replace
 
 from zharness.errors import UsageError
+from zharness.workload.model_shape import ModelShape, shape_after_layer
 from zharness.workload.programs import (
     BLOCK_KINDS,
     Act,
     Layer,
     LayerKind,
     Mark,
-    ModelShape,
     Program,
     Verb,
     explain_illegal_verb,
     iter_verbs,
     join_words,
-    shape_after_layer,
 )
 
 _LAYER_TOKEN = re.compile(r"(?P<close>\])|(?P<name>[a-z]+)(?:\((?P<sizes>[0-9, ]*)\))?(?P<open>\[)?")

@@ -10,10 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from zharness.errors import UsageError
-
-WeightShape = tuple[int, int]  # (outputs, inputs)
-
 
 class LayerKind(Enum):
     """The kinds of layers. ``x`` and ``tokens`` begin a model; all others map (samples, width) to (samples, width)."""
@@ -158,6 +154,9 @@ class Verb:
         return f"{self.act.value}:{','.join(mark.value for mark in self.marks)}" if self.marks else self.act.value
 
 
+ENGINE, CALLER = "engine", "caller"  # who may own an accumulation window
+
+
 @dataclass(frozen=True)
 class Program:
     """A small model, a sequence of calls on it, and the settings of the engine.
@@ -166,8 +165,10 @@ class Program:
     - ``verbs`` are the calls, in order.
     - ``optimizer`` is a key of ``zharness.law_kit.program_steps.OPTIMIZERS``.
     - ``clip`` is the norm to which gradients are clipped, or None for no clipping.
-    - ``window`` is the number of micro-batches per step; the engine counts them and divides by their number.
+    - ``window`` is the number of micro-batches per step. ``window_owner``, ``engine`` or ``caller``, counts them and
+      divides by their number.
     - ``reduction`` is ``mean`` or ``sum``.
+    - ``options`` are names of options of the engine, which it claims.
     """
 
     layers: tuple[Layer, ...]
@@ -179,11 +180,18 @@ class Program:
     clip: float | None = None
     window: int = 1
     reduction: str = "mean"
+    window_owner: str = ENGINE
+    options: tuple[str, ...] = ()
+
+    @property
+    def caller_divisor(self) -> int:
+        """The number by which the caller divides its losses: its window, or 1 if the engine owns the window."""
+        return self.window if self.window_owner == CALLER else 1
 
     @property
     def with_default_settings(self) -> Program:
         """A copy of the program without gradient clipping and accumulation, and with mean reduction."""
-        return replace(self, clip=None, window=1, reduction="mean")
+        return replace(self, clip=None, window=1, window_owner=ENGINE, reduction="mean")
 
     @property
     def model(self) -> str:
@@ -204,72 +212,6 @@ def join_words(items: Iterable[object]) -> str:
     return " ".join(map(str, items))
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The properties of a sequence of layers that decide which layers may follow.
-
-    ``width`` is the output width. ``weights`` are the shapes of the weights that may be tied. ``trained_count`` is the
-    number of layers that are trained in every micro-batch.
-    """
-
-    width: int = 0
-    weights: tuple[WeightShape, ...] = ()
-    trained_count: int = 0
-
-    def find_tieable_weight(self) -> WeightShape | None:
-        """Return the shape of the nearest earlier weight that a tied layer could use, or None if there is none."""
-        return next((shape for shape in reversed(self.weights) if shape[1] == self.width), None)
-
-
-def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
-    """Return the shape of the model with ``layer`` appended. Raises UsageError if the layer does not fit."""
-    kind, sizes, width = layer.kind, layer.sizes, model_shape.width
-    if len(sizes) != SIZE_COUNTS.get(kind, 0) or not all(size > 0 for size in sizes):
-        raise UsageError(f"layer {layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
-    if (kind in SOURCE_KINDS) != (width == 0):
-        raise UsageError(
-            f"layer {layer}: expected {' or '.join(k.value for k in SOURCE_KINDS)} as the first layer, and only there"
-        )
-    after = replace(model_shape, trained_count=model_shape.trained_count + (kind in TRAINED_KINDS))
-    if kind in BLOCK_KINDS:
-        return shape_after_block(model_shape, layer)
-    if kind is LayerKind.INPUTS:
-        return replace(after, width=sizes[0])
-    if kind is LayerKind.TOKENS:
-        return replace(after, width=sizes[1], weights=((sizes[0], sizes[1]),))
-    if kind in (LayerKind.LINEAR, LayerKind.MATRIX):
-        return replace(after, width=sizes[0], weights=(*model_shape.weights, (sizes[0], width)))
-    if kind in (LayerKind.FROZEN, LayerKind.READ):
-        return replace(after, width=sizes[0])
-    if kind is LayerKind.CONV:
-        return replace(after, width=sizes[0] * width)
-    if kind is LayerKind.TIED:
-        shape = model_shape.find_tieable_weight()
-        if shape is None:
-            raise UsageError(
-                f"layer tied: no earlier layer linear, matrix or tokens has a weight with {width} inputs to share"
-            )
-        return replace(after, width=shape[0])
-    return after
-
-
-def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
-    """Return the shape of the model with ``block`` appended. Raises UsageError if the block does not fit."""
-    after = model_shape
-    for layer in block.inner:
-        after = shape_after_layer(after, layer)
-    if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
-        raise UsageError(
-            f"block {block} ends with width {after.width}; expected {model_shape.width}, the width of its input"
-        )
-    if block.kind is LayerKind.REENTRANT and not model_shape.trained_count:
-        raise UsageError(
-            f"block {block}: no layer before it is trained, so torch's reentrant checkpoint gives it no gradients"
-        )
-    # Layers that only every second micro-batch uses do not count: the other micro-batches would have no gradient.
-    return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after
-
-
 class PendingGradients(Enum):
     """The states that the gradients can have between two verbs, since the last step or zero_grad."""
 
@@ -284,8 +226,9 @@ class CallerState:
     """The state that the code that calls the engine has between two verbs.
 
     ``outputs`` lists the micro-batch number of each kept output. ``pending`` is the state of the gradients. ``window``
-    is the number of micro-batches per step, and ``micro_batches_counted`` is how many micro-batches of the current
-    window the engine has counted. ``micro_batches_drawn`` and ``save_count`` count from the start of the program.
+    is the number of micro-batches per step, and ``micro_batches_counted`` is how many of the current window its owner
+    has counted: the engine counts steps, the caller backwards. ``micro_batches_drawn`` and ``save_count`` count from
+    the start of the program.
     """
 
     outputs: tuple[int, ...] = ()
@@ -294,11 +237,17 @@ class CallerState:
     save_count: int = 0
     window: int = 1
     micro_batches_counted: int = 0
+    window_owner: str = ENGINE
 
     @property
     def is_boundary(self) -> bool:
         """Whether the next step is an accumulation boundary, so that gradients are complete before it."""
-        return self.micro_batches_counted + 1 == self.window
+        return self.micro_batches_counted + (not self.is_window_of_caller) == self.window
+
+    @property
+    def is_window_of_caller(self) -> bool:
+        """Whether the caller accumulates several micro-batches, and divides their losses."""
+        return self.window > 1 and self.window_owner == CALLER
 
     @property
     def has_reduced_gradients(self) -> bool:
@@ -322,6 +271,12 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
         return "with a window above 1, the engine divides losses, so backward needs engine.backward or engine.scale"
     if act is Act.BACKWARD and not caller.outputs:
         return "no output is kept for a backward"
+    if caller.is_window_of_caller:
+        left = caller.window - caller.micro_batches_counted
+        if act is Act.STEP and left:
+            return f"the caller's window lacks {left} backwards"
+        if (act in BACKWARD_ACTS and not left) or (act is Act.NO_SYNC and left == 1):
+            return "the last backward of the caller's window has to reduce the gradients, and a step has to follow"
     if act is Act.STEP and not (
         caller.has_reduced_gradients if caller.is_boundary else caller.pending is not PendingGradients.NOTHING
     ):
@@ -362,6 +317,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
         caller,
         micro_batches_drawn=caller.micro_batches_drawn + (act in MICRO_BATCH_ACTS),
         save_count=caller.save_count + (verb == Verb(Act.SAVE)),
+        micro_batches_counted=caller.micro_batches_counted + (caller.is_window_of_caller and act in BACKWARD_ACTS),
     )
     if act is Act.FORWARD:
         return replace(caller, outputs=(*caller.outputs, caller.micro_batches_drawn - 1))
@@ -378,7 +334,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
             caller,
             outputs=(),
             pending=PendingGradients.NOTHING,
-            micro_batches_counted=(caller.micro_batches_counted + 1) % caller.window,
+            micro_batches_counted=0 if caller.is_boundary else caller.micro_batches_counted + 1,
         )
     if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
         return replace(caller, pending=PendingGradients.NOTHING, micro_batches_counted=0)
@@ -387,7 +343,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
 
 def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
     """Yield, for each verb, its number from 1, the verb, and the state of the caller before the verb."""
-    caller = CallerState(window=program.window)
+    caller = CallerState(window=program.window, window_owner=program.window_owner)
     for number, verb in enumerate(program.verbs, start=1):
         yield number, verb, caller
         caller = apply_verb(caller, verb)
