@@ -11,8 +11,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
     5  laws, mutants
     6  run
     7  report, releases, kill_matrix, doctor, export
-    8  plugin, cli, conformance, verification, compat
-    9  __main__
+    8  hunt
+    9  plugin, cli, conformance, verification, compat
+    10 __main__
 
 [Note: a cell from command to verdict]
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.

@@ -35,12 +35,13 @@ FLOORS = {
     "kill_matrix": 7,
     "doctor": 7,
     "export": 7,
-    "plugin": 8,
-    "cli": 8,
-    "conformance": 8,
-    "verification": 8,
-    "compat": 8,
-    "__main__": 9,
+    "hunt": 8,
+    "plugin": 9,
+    "cli": 9,
+    "conformance": 9,
+    "verification": 9,
+    "compat": 9,
+    "__main__": 10,
 }
 # zharness/__init__.py exports the public API, so it may import any floor. Files of the package import
 # nothing from it but its version and its path.

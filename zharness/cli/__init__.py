@@ -14,6 +14,7 @@ import zharness
 from zharness.cli import cells, releases
 from zharness.cli.check import check
 from zharness.cli.doctor import doctor
+from zharness.cli.hunt import hunt
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
 from zharness.errors import UsageError, ZHarnessError
@@ -33,6 +34,7 @@ def cli() -> None:
     zharness mutants                              engines broken on purpose, and which law finds each
     zharness repro 7352                           a real bug, on a release that has it and one that does not
     zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and what changed
+    zharness hunt deepspeed --minutes 60          search for failures that no law and no finding knows
     zharness doctor                               whether this machine can run zharness, and what to fix
 
     Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
@@ -98,6 +100,7 @@ for command in (
     model,
     cells.export,
     cells.shrink,
+    hunt,
 ):
     cli.add_command(command)
 

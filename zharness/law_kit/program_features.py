@@ -42,9 +42,9 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not support stage {program.stage} with dtype {program.dtype}"
-    reason = explain_unusable_options(program.options, capabilities)
-    if reason:
-        return reason
+    unusable = explain_unusable_options(program.options, capabilities)
+    if unusable:
+        return unusable
     capabilities = capabilities.with_options(program.options)
     if program.stage in capabilities.own_kernels:
         return (

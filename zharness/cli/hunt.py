@@ -1,0 +1,125 @@
+"""The command ``zharness hunt``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zharness.cli.cells import make_script_runner
+from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.errors import UsageError
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("engine")
+@click.option("--minutes", type=float, help="Time after which no further program is drawn; default 10.")
+@click.option(
+    "--draws",
+    type=click.IntRange(1),
+    metavar="N",
+    help="End after the N-th draw of the log; without --minutes, the time is not limited then.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the draws; the n-th draw is always the same.")
+@click.option(
+    "--stage",
+    "stages",
+    callback=parse_integer_option,
+    metavar="0,1,2,3",
+    help="Stages to draw; by default those that the engine claims.",
+)
+@click.option(
+    "--world-size", "world_sizes", callback=parse_integer_option, default="1,2,3", show_default=True, metavar="1,2,3"
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=parse_name_option,
+    metavar="fp32,bf16",
+    help="Dtypes to draw; by default those that the engine claims.",
+)
+@click.option(
+    "--without",
+    callback=parse_name_option,
+    metavar="i,tied,...",
+    help="Layers, verbs, marks (see `zharness program --help`) and engine options to leave out, because a known bug "
+    "in them hides others.",
+)
+@click.option(
+    "--outputs", type=click.IntRange(1), help="Maximum number of outputs that a program keeps for later backwards."
+)
+@click.option(
+    "-o", "--output", type=FOLDER, metavar="DIR", help="Folder of the scripts and of the log; default hunt-ENGINE."
+)
+@click.option("--jsonl", type=OUTPUT, help="The log; default hunt.jsonl in the folder.")
+@click.option(
+    "--all-new", is_flag=True, help="Treat no failure as known, although expected failures or repro/ record it."
+)
+@click.option("--no-verify", is_flag=True, help="Do not run the exported scripts.")
+@click.option(
+    "--timeout", type=SECONDS, default=30.0, show_default=True, help="Time limit for the ranks of one run, in seconds."
+)
+def hunt(
+    engine: str,
+    minutes: float | None,
+    draws: int | None,
+    seed: int,
+    stages: tuple[int, ...],
+    world_sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    without: tuple[str, ...],
+    outputs: int | None,
+    output: Path | None,
+    jsonl: Path | None,
+    all_new: bool,
+    no_verify: bool,
+    timeout: float,
+) -> int:
+    """Hunt for unknown failures of ENGINE: NAME, NAME==RELEASE or package.module:factory.
+
+    Programs (see `zharness program`) are drawn together with up to two options of the engine, the stage, the
+    accumulation window and its owner, the dtype, the optimizer and the world size, and run beside plain PyTorch. Pairs
+    of an option and another value that no draw has run yet come first.
+
+    Each alarm is confirmed on new ranks, shrunk in all of these at once to the smallest program that fails alike, and
+    grouped with the alarms of the same cause. A cause that an expected failure or a script in repro/ records is known.
+    A new one is exported as a script that runs without zharness, and the script is run.
+
+    A call with the same folder and options resumes: it repeats no draw and keeps the groups. Ctrl-C ends the ranks and
+    keeps what was found.
+
+    \b
+    zharness hunt deepspeed --minutes 60
+    zharness hunt deepspeed==0.18.8 --minutes 10 --stage 1,2 --without retain,xb
+    zharness hunt fsdp2 --draws 200 --seed 7 -o found
+
+    Exit codes: 0 no alarm or known ones only, 1 a new alarm, 2 wrong usage, 3 the harness itself failed.
+    """
+    from zharness.hunt.command import HuntOptions, run_hunt
+    from zharness.hunt.hunter import HuntLimits
+    from zharness.releases.rank_environment import get_release_environment
+    from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
+
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UsageError(f"--minutes: got {minutes:g}; expected a finite number above 0")
+    for size in world_sizes:
+        if size < 1:
+            raise UsageError(f"--world-size: got {size}; expected integers above 0")
+    if minutes is None and draws is None:
+        minutes = 10.0
+    options = HuntOptions(
+        HuntLimits(None if minutes is None else 60 * minutes, draws),
+        seed,
+        stages,
+        world_sizes,
+        dtypes,
+        without,
+        outputs or UNLIMITED_OUTPUTS,
+        output,
+        jsonl,
+        not all_new,
+        timeout,
+    )
+    return run_hunt(engine, options, get_release_environment, None if no_verify else make_script_runner(engine))

@@ -1,0 +1,221 @@
+"""Draw programs with settings; the n-th draw depends on the seed and on earlier draws, but not on their outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature
+from zharness.hunt.space import MAX_OPTIONS, NO_OPTION, Pair, Repertoire, Space, Value, list_program_pairs
+from zharness.law_kit.program_features import explain_unsupported
+from zharness.law_kit.setting import Setting
+from zharness.workload.legal_programs import legal_layers, legal_verbs
+from zharness.workload.programs import (
+    ALLOWED_MARKS,
+    SIZE_COUNTS,
+    SOURCE_KINDS,
+    TRAINED_KINDS,
+    Act,
+    Layer,
+    LayerKind,
+    Mark,
+    Program,
+    Verb,
+)
+
+ATTEMPTS = 40  # to draw a program that has the wanted pair of values
+MAX_SIZE = 5  # inputs or outputs of a layer
+MAX_CHANNELS = 2
+MAX_LAYERS = 3  # per model and per block, not counting the first layer
+MAX_DEPTH = 2
+MAX_PHRASES = 4
+OPTIMIZERS = ("sgd", "adamw", "adam", "nesterov")
+CLIPS = (0.05, 0.2, 1.0)
+MARK_PROBABILITY = 0.12
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The n-th program of a hunt. ``wanted`` is the pair of values for which it was drawn, if any."""
+
+    number: int
+    program: Program
+    wanted: Pair | None
+
+
+@dataclass
+class Coverage:
+    """The pairs of values that draws have covered, of all that can be covered."""
+
+    missing: set[Pair]
+    covered: set[Pair] = field(default_factory=set)
+
+    def add(self, program: Program) -> None:
+        """Count the pairs of ``program`` as covered."""
+        pairs = list_program_pairs(program) & (self.missing | self.covered)
+        self.covered |= pairs
+        self.missing -= pairs
+
+    @property
+    def total(self) -> int:
+        """The number of pairs that can be covered."""
+        return len(self.missing) + len(self.covered)
+
+
+def iter_draws(space: Space, seed: int, coverage: Coverage) -> Iterator[Draw]:
+    """Yield draws without end. While pairs are missing in ``coverage``, each draw has one of these.
+
+    A pair that no attempt brings about is removed from ``coverage``.
+    """
+    number = 0
+    while True:
+        number += 1
+        random = Random(f"{seed} {number}")  # noqa: S311 - draws examples
+        program = wanted = None
+        while program is None:
+            wanted = random.choice(sorted(coverage.missing)) if coverage.missing else None
+            program = draw_program(space, random, wanted or ())
+            if program is None and wanted is not None:
+                coverage.missing.discard(wanted)
+        coverage.add(program)
+        yield Draw(number, program, wanted)
+
+
+def draw_program(space: Space, random: Random, wanted: tuple[Value, ...]) -> Program | None:
+    """Draw a program that has the ``wanted`` values; return None if no attempt gives one."""
+    for _ in range(ATTEMPTS):
+        program = attempt_program(space, random, wanted)
+        if program is not None and not explain_unsupported(program, space.claims_at[program.stage]):
+            pairs = list_program_pairs(program)
+            if len(wanted) < 2 or (wanted[0], wanted[1]) in pairs:
+                return program
+    return None
+
+
+def attempt_program(space: Space, random: Random, wanted: tuple[Value, ...]) -> Program | None:
+    """Draw a setting and a program in it. The result may lack a wanted verb or layer; it is None if no stage fits."""
+    required = [name for axis, name in wanted if axis == "option" and name]
+    fixed = {axis: text for axis, text in wanted if axis != "option"}
+    stages = [int(fixed["stage"])] if "stage" in fixed else list(space.stages)
+    random.shuffle(stages)
+    found = ((stage, space.complete_options(stage, required)) for stage in stages)
+    stage, options = next(((stage, names) for stage, names in found if names is not None), (0, None))
+    if options is None:
+        return None
+    if NO_OPTION not in wanted:
+        options = add_options(space, random, stage, options, len(required))
+    repertoire = space.get_repertoire(stage, options)
+    window = draw_window(random, repertoire, fixed.get("window"))
+    world_size = random.choice(space.world_sizes)
+    kind = LayerKind(fixed["layer"]) if "layer" in fixed else None
+    layers = tuple(draw_model(random, repertoire, kind))
+    act = Act(fixed["verb"]) if "verb" in fixed else None
+    verbs = draw_verbs(random, repertoire, window, act)
+    owner = window.owner.value if window.accumulation_steps > 1 else AccumulationOwner.ENGINE.value
+    steps = window.accumulation_steps
+    claims = repertoire.claims
+    return Program(
+        layers=layers,
+        verbs=legal_verbs(layers, verbs, repertoire.limits, steps, owner),
+        stage=stage,
+        world_size=world_size,
+        dtype=draw_dtype(random, repertoire, fixed.get("dtype")),
+        optimizer=random.choice(OPTIMIZERS),
+        clip=random.choice(CLIPS) if claims.refusal(Feature.CLIP) is None and random.random() < 1 / 4 else None,
+        window=steps,
+        reduction="sum" if may_sum(claims, world_size) and random.random() < 1 / 8 else "mean",
+        window_owner=owner,
+        options=options,
+    )
+
+
+def add_options(
+    space: Space, random: Random, stage: int, options: tuple[str, ...], required_count: int
+) -> tuple[str, ...]:
+    """Return ``options``, to which compatible ones may be added, so that at most MAX_OPTIONS are drawn or required."""
+    for _ in range(random.randint(0, MAX_OPTIONS - required_count)):
+        others = [name for name in space.list_options(stage) if name not in options]
+        candidate = space.complete_options(stage, (*options, random.choice(others))) if others else None
+        options = candidate or options
+    return options
+
+
+def draw_window(random: Random, repertoire: Repertoire, wanted: str | None) -> Setting:
+    """Return the wanted window; without a wanted one, return that of one micro-batch half of the time."""
+    if wanted is not None:
+        return next(window for window in repertoire.windows if window.window == wanted)
+    return repertoire.windows[0] if random.random() < 1 / 2 else random.choice(repertoire.windows)
+
+
+def draw_dtype(random: Random, repertoire: Repertoire, wanted: str | None) -> str:
+    """Return the wanted dtype; without a wanted one, return fp32 most of the time."""
+    return wanted or (repertoire.dtypes[0] if random.random() < 2 / 3 else random.choice(repertoire.dtypes))
+
+
+def may_sum(claims: Capabilities, world_size: int) -> bool:
+    """Return whether the engine can sum gradients over ranks without rounding the sum again."""
+    is_exact = not claims.scaled_sum or world_size & (world_size - 1) == 0
+    return claims.refusal(Feature.SUM) is None and is_exact
+
+
+def draw_model(random: Random, repertoire: Repertoire, wanted: LayerKind | None) -> list[Layer]:
+    """Return the layers of a legal model, among them a layer of the ``wanted`` kind, if it fits where it is put."""
+    source = wanted if wanted in SOURCE_KINDS else random.choice(repertoire.sources)
+    assert source is not None
+    layers = draw_layers(random, repertoire, MAX_DEPTH)
+    if wanted is not None and wanted not in SOURCE_KINDS:
+        layers.insert(random.randint(0, len(layers)), draw_layer(random, repertoire, wanted, MAX_DEPTH))
+    drawn = legal_layers([draw_layer(random, repertoire, source, 0), *layers])
+    # A layer that is always used keeps every micro-batch differentiable.
+    return drawn if drawn[-1].kind in TRAINED_KINDS else [*drawn, Layer(LayerKind.LINEAR, (random.randint(1, 3),))]
+
+
+def draw_layers(random: Random, repertoire: Repertoire, depth: int) -> list[Layer]:
+    """Return one to MAX_LAYERS layers, in which blocks are nested at most ``depth`` deep."""
+    kinds = repertoire.leaves + (repertoire.blocks if depth else ())
+    return [draw_layer(random, repertoire, random.choice(kinds), depth) for _ in range(random.randint(1, MAX_LAYERS))]
+
+
+def draw_layer(random: Random, repertoire: Repertoire, kind: LayerKind, depth: int) -> Layer:
+    """Return a layer of ``kind`` with drawn sizes and inner layers."""
+    if kind in repertoire.blocks:
+        return Layer(kind, (), tuple(draw_layers(random, repertoire, max(0, depth - 1))))
+    largest = MAX_CHANNELS if kind is LayerKind.CONV else MAX_SIZE
+    return Layer(kind, tuple(random.randint(1, largest) for _ in range(SIZE_COUNTS.get(kind, 0))))
+
+
+def draw_verbs(random: Random, repertoire: Repertoire, window: Setting, wanted: Act | None) -> list[Verb]:
+    """Return verbs, not all legal, that end with a whole window; the ``wanted`` act is in between."""
+    phrases = [draw_phrase(random, repertoire, window) for _ in range(random.randint(1, MAX_PHRASES))]
+    if wanted is not None:
+        act = make_verb(random, repertoire, wanted)
+        before = [Verb(Act.SAVE)] if wanted is Act.LOAD else []
+        phrases.insert(random.randint(0, len(phrases)), [*before, act])
+    return [verb for phrase in [*phrases, list(window_verbs(window))] for verb in phrase]
+
+
+def draw_phrase(random: Random, repertoire: Repertoire, window: Setting) -> list[Verb]:
+    """Return the verbs of a window with some marks, or a single verb."""
+    if random.random() < 3 / 5:
+        return [make_verb(random, repertoire, verb.act) for verb in window_verbs(window)]
+    return [make_verb(random, repertoire, random.choice(repertoire.acts))]
+
+
+def window_verbs(window: Setting) -> Iterator[Verb]:
+    """Yield the verbs that train on one window; the engine counts steps, and its caller makes one at the end."""
+    is_by_engine = window.owner is AccumulationOwner.ENGINE
+    for micro in range(window.accumulation_steps):
+        yield Verb(Act.FORWARD)
+        yield Verb(Act.BACKWARD)
+        if is_by_engine or micro == window.accumulation_steps - 1:
+            yield Verb(Act.STEP)
+
+
+def make_verb(random: Random, repertoire: Repertoire, act: Act) -> Verb:
+    """Return a verb of ``act`` with a few drawn marks."""
+    allowed = ALLOWED_MARKS.get(act, ())
+    marks = {mark for mark in allowed if mark in repertoire.marks and random.random() < MARK_PROBABILITY}
+    if Mark.TENSOR in marks:
+        marks.discard(Mark.SCALE)
+    return Verb(act, tuple(mark for mark in Mark if mark in marks))

@@ -1,0 +1,106 @@
+"""Group alarms by their cause, and find the group that explains another alarm."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zharness.export.shrink import FailureSignature, extract_failure_signature
+from zharness.run.program_runner import ProgramOutcome, format_program_command
+from zharness.workload.programs import SOURCE_KINDS, Act, Program, Verb
+
+PLAIN_ACTS = (Act.FORWARD, Act.BACKWARD, Act.STEP)
+
+
+@dataclass
+class AlarmGroup:
+    """Alarms with one cause: the same failure signature, and the same options in the smallest program.
+
+    ``known`` says where the cause is recorded already; it is empty for a new one. ``script`` is the name of the
+    exported script, and ``draws`` are the numbers of the draws that raised the alarm.
+    """
+
+    number: int
+    smallest: Program
+    outcome: ProgramOutcome
+    known: str = ""
+    script: str = ""
+    script_result: str = ""
+    draws: list[int] = field(default_factory=list)
+
+    @property
+    def signature(self) -> FailureSignature:
+        """The signature of the failure of the smallest program."""
+        return extract_failure_signature(self.outcome.verdict, self.outcome.cause)
+
+    def has_cause(self, signature: FailureSignature, smallest: Program) -> bool:
+        """Return whether an alarm with this signature and smallest program has the same cause."""
+        return self.signature == signature and set(self.smallest.options) == set(smallest.options)
+
+    def explains(self, signature: FailureSignature, program: Program) -> bool:
+        """Return whether ``program``, which is not shrunk, contains the smallest program and fails like it."""
+        return self.signature == signature and contains_program(program, self.smallest)
+
+    def describe(self, engine: str) -> str:
+        """Describe the group in a few lines, with the command that runs its smallest program."""
+        status = f"known ({self.known})" if self.known else "new"
+        options = ", ".join(self.smallest.options) or "no option"
+        where = f"stage {self.smallest.stage}, {self.smallest.world_size} ranks, {options}, {len(self.draws)} draws"
+        cause = " ".join(self.outcome.cause.split())
+        lines = [
+            f"{self.number}. {status}: {self.outcome.verdict.value}; {where}",
+            f"   {self.smallest}",
+            f"   {cause}",
+        ]
+        lines.append(f"   again: {format_program_command(engine, [self.smallest])}")
+        if self.script:
+            lines.append(f"   script: {self.script} ({self.script_result})")
+        return "\n".join(lines)
+
+
+def contains_program(program: Program, smaller: Program) -> bool:
+    """Return whether ``program`` has the options, the window, the layers and, in order, the verbs of ``smaller``."""
+    has_settings = (
+        set(smaller.options) <= set(program.options)
+        and smaller.stage <= program.stage
+        and smaller.world_size <= program.world_size
+        and (smaller.window == 1 or (smaller.window, smaller.window_owner) == (program.window, program.window_owner))
+        and smaller.dtype in ("fp32", program.dtype)
+        and (smaller.clip is None or program.clip is not None)
+    )
+    own, other = count_layers(program), count_layers(smaller)
+    return has_settings and all(own[kind] >= count for kind, count in other.items()) and has_verbs(program, smaller)
+
+
+def count_layers(program: Program) -> Counter[object]:
+    """Count the layers of each kind, without the first; which of the similar linear layers is used does not matter."""
+    return Counter(
+        layer.kind for layer in program.walk() if layer.kind not in SOURCE_KINDS and is_special(layer.kind.value)
+    )
+
+
+def is_special(kind: str) -> bool:
+    """Return whether a layer of ``kind`` is more than a dense layer or an activation."""
+    return kind not in ("linear", "matrix", "relu", "gelu")
+
+
+def has_verbs(program: Program, smaller: Program) -> bool:
+    """Return whether the verbs of ``smaller`` occur in ``program`` in their order, with at least their marks."""
+    remaining = iter(program.verbs)
+    return all(any(is_like(verb, wanted) for verb in remaining) for wanted in smaller.verbs)
+
+
+def is_like(verb: Verb, wanted: Verb) -> bool:
+    """Return whether ``verb`` is the act of ``wanted`` with at least its marks."""
+    return verb.act is wanted.act and set(wanted.marks) <= set(verb.marks)
+
+
+def find_group(groups: Sequence[AlarmGroup], signature: FailureSignature, smallest: Program) -> AlarmGroup | None:
+    """Return the group of an alarm whose smallest program is ``smallest``, or None if it is the first of its cause."""
+    return next((group for group in groups if group.has_cause(signature, smallest)), None)
+
+
+def find_explanation(groups: Sequence[AlarmGroup], signature: FailureSignature, program: Program) -> AlarmGroup | None:
+    """Return the group that explains the alarm of ``program``, which is not shrunk, or None."""
+    return next((group for group in groups if group.explains(signature, program)), None)

@@ -1,0 +1,87 @@
+"""Find the expected failure or the reproduction that records the cause of an alarm already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zharness.engines import Capabilities
+from zharness.engines.registry import split_release
+from zharness.errors import UsageError
+from zharness.hunt.space import window_name
+from zharness.law_kit.setting import SEPARATOR
+from zharness.releases.repros import ReproVerdict, load_catalogue
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.program_runner import ProgramOutcome, program_options
+from zharness.workload.programs import Program
+
+_NUMBERS = re.compile(r"\d[\d.e+-]*")
+MIN_SIGNATURE_LETTERS = 8  # a shorter signature, such as KeyError: 0, says too little
+
+
+def find_known(
+    engine: str, version: str, program: Program, outcome: ProgramOutcome, claims: Capabilities, needed: tuple[str, ...]
+) -> str:
+    """Return where the failure of ``program`` is recorded, or '' if it is new.
+
+    ``program`` is shrunk, so it needs each of its options, except ``needed``, which every program of its stage has. A
+    record that does not name one of the options is of another cause.
+    """
+    options = tuple(name for name in program.options if name not in needed)
+    for entry in expected_failures_for(engine):
+        if covers_program(entry, program, options, version) and is_recorded_cause(entry, outcome):
+            return f"{entry.upstream}; {entry.check} in {entry.location}"
+    keys = {*options, *iter_leaf_keys(program_options(program, claims))} if options else set()
+    try:
+        repros = load_catalogue()
+    except UsageError:  # an installed package has no reproductions
+        return ""
+    for repro in repros:
+        is_same = normalize(repro.signature) in normalize(outcome.cause) and has_text(repro.signature)
+        is_affected = repro.expected_verdict(version) is ReproVerdict.REPRODUCED
+        if repro.engine == split_release(engine)[0] and is_same and is_affected:
+            text = repro.path.read_text(encoding="utf-8")
+            if not options or any(key in text for key in keys):
+                return f"{repro.reported}; repro/{repro.path.name}"
+    return ""
+
+
+def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str, ...], version: str) -> bool:
+    """Return whether the setting of ``program`` is one of those that ``entry`` covers, in whatever law."""
+    narrowed = (
+        (entry.stages, program.stage),
+        (entry.world_sizes, program.world_size),
+        (entry.dtypes, program.dtype),
+    )
+    is_covered = all(not allowed or value in allowed for allowed, value in narrowed)
+    named = {part for label in entry.engine_variants for part in label.split(SEPARATOR)}
+    names_options = bool(named & {*options}) if options else not named or window_name(program) in named
+    return is_covered and names_options and entry.applies_to_version(version)
+
+
+def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
+    """Return whether the verdict is that of ``entry`` and the cause has one of its signatures, but for numbers."""
+    cause = normalize(outcome.cause)
+    return entry.verdict == outcome.verdict.value and any(
+        has_text(signature) and normalize(signature) in cause for signature in entry.signatures
+    )
+
+
+def normalize(text: str) -> str:
+    """Return ``text`` in one line, with a placeholder for each number, since models of laws and programs differ."""
+    return _NUMBERS.sub("#", " ".join(text.split()))
+
+
+def has_text(signature: str) -> bool:
+    """Return whether ``signature`` has enough letters to be told from other causes."""
+    return sum(character.isalpha() for character in signature) > MIN_SIGNATURE_LETTERS
+
+
+def iter_leaf_keys(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the innermost keys of nested options."""
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from iter_leaf_keys(value)
+        else:
+            yield key
