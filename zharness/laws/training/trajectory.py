@@ -31,6 +31,8 @@ from zharness.law_kit.training_run import TrainingRun
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 
+TRAJECTORY_LAW = "training.trajectory"  # also the law of a script that runs a random program of verbs
+
 STEPS = 3
 
 TRAJECTORY_RUNS = {name: TrainingRun(spec, STEPS) for name, spec in TRAJECTORY_OPTIMIZERS.items()}
@@ -136,7 +138,7 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
 
 LAWS = (
     Law(
-        name="training.trajectory",
+        name=TRAJECTORY_LAW,
         statement="each of several optimizer steps is the replay of torch.optim's formula on the engine's own numbers",
         tier=Tier.STAGED,
         models=ALL_MODELS,
