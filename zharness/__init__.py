@@ -23,12 +23,12 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
    (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
    (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
-   (``engines/protocol.py``, ``engines/capabilities.py``, ``engines/reference.py``), ``run/configuration.py`` reads
-   a DeepSpeed JSON, and ``run/unmatched_failures.py`` finds expected failures that match no cell.
-3. The ranks. ``releases/rank_environment.py``, ``releases/release_environment.py`` and ``engines/rank_environment.py``
-   determine what a rank server imports. ``run/runner.py`` runs one cell at a time: ``world/server.py`` and
-   ``world/pools.py`` fork a team (``world/team.py``) of ranks (``world/rank.py``) within the machine's limits
-   (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
+   (``engines/capabilities.py``, ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, and
+   ``run/unmatched_failures.py`` finds expected failures that match no cell.
+3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
+   installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
+   one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
+   (``world/rank.py``) within the machine's limits (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
 4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``) around a model (``workload/models.py``, ``workload/nets.py``). ``comm.py`` has the

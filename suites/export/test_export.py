@@ -24,8 +24,8 @@ from zharness.export.collect import DefinitionCollection, defined_names
 from zharness.export.command import render_law_table
 from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
 from zharness.export.judge_script import render_function
-from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.literals import render_literal
+from zharness.export.script_length import explain_long_script, is_self_comparison
 from zharness.export.script_writer import ScriptWriter
 from zharness.export.source_text import prune_unused, render_imports
 from zharness.export.verify import NOT_REPRODUCED, REPRODUCED, ScriptResult, is_faithful

@@ -114,7 +114,7 @@ def check(
     A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
     a failure prints it. Without a PATTERN, every law runs.
     """
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
     from zharness.run.check_loop import RunOptions, run_check
@@ -128,7 +128,7 @@ def check(
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_expected_failures(expected_failures)
     options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
-    return run_check(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
+    return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
 
 
 @cli.command()
@@ -329,7 +329,7 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
             xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
     from zharness.run.program_search import SearchOptions
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
@@ -340,12 +340,12 @@ def program(
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     if texts:
         return run_given_programs(
-            texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
+            texts, engine, stages, world_sizes, dtypes, settings, timeout, prepare_rank_environment
         )
     if settings.with_default_settings != settings:
         raise UsageError("--clip, --window and --reduction apply only to programs on the command line; got no program")
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
-    return run_program_search(engine, search, timeout, get_release_environment)
+    return run_program_search(engine, search, timeout, prepare_rank_environment)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 import click
 
 from zharness.cell import Cell
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.laws import get_law
 from zharness.run import PlannedCell, Record, Request, Runner, plan
