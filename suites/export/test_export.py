@@ -175,6 +175,14 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
     assert script.read_text().startswith('"""training.grads does not hold on zharness.mutants:never_reduces')
 
 
+def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Path) -> None:
+    # DeepSpeed divides each loss by three; its gradients are not those of plain PyTorch divided by three afterwards.
+    cell = "training.accumulation[deepspeed-zero1-w1-fp32-mlp-engine]"
+    run = programs.run("-m", "zharness", "export", "-o", str(tmp_path / "holds.py"), cell, spares=1)
+    assert run.returncode == 0, run.stderr
+    assert "the script: not reproduced" in run.stderr
+
+
 def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:
     record = record_of(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
     assert is_faithful(record, ScriptResult(REPRODUCED, "x"))
