@@ -45,7 +45,7 @@ def test_a_program_is_parsed_back_from_its_text(drawn: tuple[Program, ...]) -> N
         ("x(3) linear(2,2) | f", "expected 1 sizes above 0 for linear"),
         ("x(3) residual[linear(2) | f", "expected a ] for every"),
         ("x(3) residual[linear(2)] | f", "it ends with width 2; expected 3"),
-        ("x(3) tied linear(1) | f", "has a weight with 3 inputs"),
+        ("x(3) tied linear(1) | f", "whose weight has 3 inputs"),
         ("x(3) reentrant[linear(2)] | f", "no layer before it is trained"),
         ("x(3) linear(2) | f q", "unknown verb 'q'; allowed: f, b"),
         ("x(3) linear(2) | f b:late", "unknown mark of b 'late'; allowed: old"),

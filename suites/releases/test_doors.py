@@ -44,7 +44,7 @@ def invoke_cli(*arguments: str) -> Result:
     [
         ("releases", "no engine was named; try: zharness releases deepspeed"),
         ("releases zero9 0.1", "unknown engine 'zero9'"),
-        ("releases deepspeed a.b", "not an engine|expected a version such as 0.18.8"),
+        ("releases deepspeed a.b", "got the engine|expected a version such as 0.18.8"),
         ("releases fsdp2 2.4.0", "fsdp2==2.4.0 is not the installed release, .*pip install torch==2.4.0"),
         ("releases deepspeed @nowhere", "expected a source checkout"),
         ("releases --clean deepspeed==0.18.8", "unknown release in the cache 'deepspeed==0.18.8'"),
@@ -52,7 +52,7 @@ def invoke_cli(*arguments: str) -> Result:
             "bisect deepspeed training.grads --good 0.19.8 --bad 9.9",
             "unknown release of deepspeed '9.9'; allowed: 0.18.8",
         ),
-        ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two releases"),
+        ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two different releases"),
         ("releases --list --clean", "give one of them"),
         ("releases deepspeed 0.18.8 --check trainning", "unknown law 'trainning'"),
         ("releases deepspeed 0.18.8 --check training --stage 4", "unknown stage '4'"),

@@ -54,9 +54,15 @@ def cli() -> None:
     "world_sizes",
     callback=parse_integer_option,
     metavar="1,2,4",
-    show_default="2, and under torchrun the number of its ranks",
+    show_default="2, and at depth 2 also 1, 3 and 4; under torchrun the number of its ranks",
 )
-@click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", metavar="fp32,bf16", show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=parse_name_option,
+    metavar="fp32,bf16",
+    show_default="fp32, and at depth 2 also the others that the engine claims",
+)
 @click.option(
     "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; by default all."
 )
@@ -79,9 +85,16 @@ def cli() -> None:
 @click.option(
     "--isolation",
     type=click.Choice(["fresh", "pooled"]),
-    default="fresh",
+    default="pooled",
     show_default=True,
-    help="New ranks for every cell, or a pool of ranks for all cells of one engine and stage.",
+    help="A pool of ranks for all cells of one engine and stage, or new ranks for every cell. A cell that fails on "
+    "pooled ranks runs again on new ones.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 3),
+    help="1: one setting. 2: also cells that cover pairs of laws, options, accumulation windows, calls of backward, "
+    "world sizes and dtypes. 3: every law under every setting of the array. By default 2 for all laws, else 1.",
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in an order that is shuffled by SEED.")
 @click.option(
@@ -103,6 +116,7 @@ def check(
     seed: int,
     timeout: float,
     isolation: str,
+    depth: int | None,
     shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
@@ -114,17 +128,30 @@ def check(
     A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
     a failure prints it. Without a PATTERN, every law runs.
     """
+    from zharness.laws import DTYPES
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
     from zharness.run.check_loop import RunOptions, run_check
     from zharness.run.expected_failures import read_expected_failures
+    from zharness.run.plan import ARRAY_WORLD_SIZES
     from zharness.run.runner import WithheldPolicy
     from zharness.world import Isolation
-    from zharness.world.launch import default_world_size
+    from zharness.world.launch import default_world_size, detect_launch
 
     sizes = world_sizes or (default_world_size(),)
-    request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
+    request = Request(
+        patterns,
+        engines or ("reference",),
+        stages,
+        sizes,
+        dtypes or ("fp32",),
+        models,
+        engine_variant,
+        depth or (1 if patterns or engine_variant else 2),
+        sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
+        dtypes or tuple(DTYPES),
+    )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_expected_failures(expected_failures)
     options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)

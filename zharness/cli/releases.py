@@ -175,10 +175,10 @@ class CellOptions:
 
         def measure(request: Request) -> list[Record]:
             """Run the cells of ``request`` and return their records."""
-            records, unmatched_failures = run_request(request, options, open_sink, prepare_rank_environment)
-            for description in unmatched_failures:
+            result = run_request(request, options, open_sink, prepare_rank_environment)
+            for description in result.unmatched_failures:
                 print_once(f"UNMATCHED {description}")
-            return records
+            return result.records
 
         return measure
 

@@ -14,6 +14,7 @@ from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.law_kit.training_run import TrainingRun, make_training_run
 from zharness.parity import Comparison, Tier
 
@@ -60,7 +61,8 @@ class Law:
     not a micro-batch that could be run again. ``is_gradient_law`` says that the law compares every gradient of a user's
     model: a run on such a model proves little if no such law ran. ``sets_autocast`` says that the law runs with and
     without torch.autocast, so that the user's configuration must not set it. ``applies_to_module`` returns whether the
-    law tests anything for a user's module; if it is None, the law applies to every module.
+    law tests anything for a user's module; if it is None, the law applies to every module. ``setting_support`` says
+    which accumulation windows and calls of backward the law is stated for.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Law:
     is_gradient_law: bool = False
     sets_autocast: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
+    setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 
     def get_variant(self, name: str) -> Variant:
         """Return the variant with this name. Raise UsageError if the law has no such variant."""

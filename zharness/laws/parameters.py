@@ -23,6 +23,7 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
+from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
@@ -184,7 +185,7 @@ def observe_deferred(ctx: RankContext) -> None:
         model
     )  # draws the same numbers as for the eager model: torch's generator has the same seed
     ctx.record("params", engine.full_params())
-    engine.backward(ctx.loss(engine, step=0))
+    ctx.train(engine, step=0)
     ctx.record("grads", engine.full_grads())
     engine.close()
 
@@ -307,6 +308,7 @@ LAWS = (
         observe=observe_deferred,
         judge=judge_deferred,
         features=(Feature.DEFERRED,),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that builds on the meta device",
     ),
 )

@@ -1,7 +1,6 @@
 """Run the collectives of stage 3 on sharded parameters.
 
-All ranks run the same collectives in the same order. ``RankAgreement`` is what the engine knows of ranks that differ;
-the package ``uneven_ranks`` implements it.
+All ranks run the same collectives in the same order. The package ``uneven_ranks`` implements ``RankAgreement``.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ RunCollective = Callable[[CollectiveKind, ModelParam, Tensor], Tensor]
 
 
 class RankAgreement(Protocol):
-    """Detects ranks whose collectives differ, and lets them differ inside ``allow_uneven_ranks``.
+    """Detects ranks whose collectives differ, and lets them differ inside ``allow_uneven_ranks``."""
 
-    ``remote_grad_callbacks`` receive this rank's share of a mean gradient to which only other ranks contributed.
-    """
-
+    # Called with this rank's share of a mean gradient to which only other ranks contributed.
     remote_grad_callbacks: list[Callable[[ModelParam, Tensor], None]]
 
     @property
@@ -67,7 +64,7 @@ class ShardCollectives:
         self._divisor = divisor
 
     def all_gather_bucket(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). Collective."""
+        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). This is a collective."""
         self.agreement.record(CollectiveKind.ALL_GATHER_PARAM, bucket.members, row.dtype)
         return all_gather_rows(row, self._comm)
 
@@ -84,7 +81,7 @@ class ShardCollectives:
         return full / (self._remaining_divisor(param) * param.predivide_factor)
 
     def reduce_grad(self, param: ModelParam, full: Tensor) -> Tensor:
-        """Reduce-scatter ``full`` to this rank's shard of the mean, summed in the reduce dtype. Collective."""
+        """Reduce-scatter ``full`` to this rank's shard of the mean, in the reduce dtype. This is a collective."""
         return self._run(CollectiveKind.REDUCE_GRAD, param, param.cast_for_reduce(full))
 
     def reduce_grads(self, params: Sequence[ModelParam], full_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -111,14 +108,14 @@ class ShardCollectives:
         return 1 if param.has_master else self._divisor / param.predivide_factor
 
     def _run(self, kind: CollectiveKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """Run a collective now, or together with those that other ranks request if ranks are uneven. Collective."""
+        """Run a collective now, or together with those that other ranks request if ranks are uneven."""
         if not self.agreement.is_even:
             return self.agreement.run_requested(kind, param, local_tensor)
         self.agreement.record(kind, [param], local_tensor.dtype)
         return self._run_now(kind, param, local_tensor)
 
     def _run_now(self, kind: CollectiveKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean. Collective."""
+        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean."""
         if kind is not CollectiveKind.REDUCE_GRAD:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)
         shard = Bucket((param,)).reduce_scatter([local_tensor], self._comm).to(param.dtypes.param_dtype)

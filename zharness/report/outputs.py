@@ -35,14 +35,22 @@ class Outputs:
         if self.junitxml is not None:
             require_writable(self.junitxml)
 
-    def report_run(self, records: Sequence[Record], seconds: float, unmatched_failures: Sequence[str] = ()) -> int:
-        """Print the matrix, sensitivity, failures and summary, write the files, and return the exit code.
+    def report_run(
+        self,
+        records: Sequence[Record],
+        seconds: float,
+        unmatched_failures: Sequence[str] = (),
+        coverage: Sequence[str] = (),
+    ) -> int:
+        """Print the matrix, sensitivity, coverage, failures and summary, write the files, and return the exit code.
 
-        ``unmatched_failures`` describe expected failures that matched no cell; with any of them the exit code is not 0.
+        ``coverage`` says how many pairs the cells cover. ``unmatched_failures`` describe expected failures that matched
+        no cell; with any of them the exit code is not 0.
         """
         parts = [
             render_matrix(records),
             render_sensitivity(records),
+            "\n".join(coverage),
             render_failures(records),
             "\n".join(f"UNMATCHED {description}" for description in unmatched_failures),
             render_summary(records, seconds),

@@ -19,6 +19,7 @@ from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
 from zharness.law_kit.default_training import DEFAULT_OPTIMIZER, DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 
 SUFFIX = ".json"
 # The batch function decides how many samples there are, and the laws feed each rank its own micro-batches.
@@ -67,6 +68,14 @@ class Configuration:
 def is_config_file(engine_variant: str) -> bool:
     """Return whether an engine variant is the path of a configuration file."""
     return engine_variant.endswith(SUFFIX)
+
+
+def cell_setting(engine_variant: str) -> Setting:
+    """Return the setting that an engine variant names; a configuration file has the setting of defaults.
+
+    Raises UsageError for a text that is neither.
+    """
+    return DEFAULT_SETTING if is_config_file(engine_variant) else Setting.parse(engine_variant)
 
 
 def register_config(name: str, config: Mapping[str, Any]) -> None:

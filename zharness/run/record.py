@@ -47,6 +47,9 @@ class Verdict(Enum):
         return self.is_broken
 
 
+POOL_DIFFERENCE = "on ranks that earlier cells had used, the cell ended differently"  # the beginning of a note
+
+
 @dataclass(frozen=True)
 class Record:
     """The outcome of a cell.

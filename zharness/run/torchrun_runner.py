@@ -25,7 +25,7 @@ from zharness.run.pytest_cells import RUNNER_KEY, get_planned_cell, user_expecte
 from zharness.run.record import Record
 from zharness.run.runner import Runner, WithheldPolicy
 from zharness.run.verdicts import make_failure_record, make_judged_record
-from zharness.world import Group, GroupOutcome, RankTask, current_rank
+from zharness.world import Group, GroupOutcome, Isolation, RankTask, current_rank
 from zharness.world.leader import Leader
 from zharness.world.server import RankEnvironment, prepare_process
 from zharness.world.store import StoreChannel
@@ -108,9 +108,9 @@ class TorchrunRunner(Runner):
         return make_failure_record(outcome, blank)
 
     def _observe_and_judge(
-        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any]
+        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any], isolation: Isolation
     ) -> Record:
-        """Run the cell on the launch's ranks, write their evidence into files, and judge it here."""
+        """Run the cell on the ranks of the launch, for any ``isolation``; write evidence into files and judge it."""
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)

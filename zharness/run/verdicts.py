@@ -8,7 +8,7 @@ from pathlib import Path
 import zharness
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
-from zharness.run.record import Record, Verdict
+from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
@@ -131,3 +131,15 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
         expected_failure="",
         cause=f"the documented remedy {dict(expected_failure.remedy)} fails: {remedy_record.cause}",
     )
+
+
+def note_pool_difference(pooled: Record, fresh: Record) -> Record:
+    """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
+
+    It is the record on fresh ranks. If the verdicts differ, a note says so.
+    """
+    if pooled.verdict is fresh.verdict and pooled.is_expected == fresh.is_expected:
+        return fresh
+    outcome = pooled.stale_reason or pooled.cause or pooled.verdict.value
+    note = f"{POOL_DIFFERENCE} ({pooled.verdict.value}): {' '.join(outcome.split())}"
+    return replace(fresh, notes=(*fresh.notes, note))

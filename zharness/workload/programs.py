@@ -246,7 +246,9 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
     if kind is LayerKind.TIED:
         shape = model_shape.find_tieable_weight()
         if shape is None:
-            raise UsageError(f"tied: no earlier linear, matrix or tokens has a weight with {width} inputs")
+            raise UsageError(
+                f"a tied layer needs an earlier linear, matrix or tokens layer whose weight has {width} inputs"
+            )
         return replace(after, width=shape[0])
     return after
 
