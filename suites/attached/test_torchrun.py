@@ -283,7 +283,7 @@ def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> N
         2, "zharness", *arguments, "--engine", "mine:hangs", "--timeout", "3", "--jsonl", "records", cwd=tmp_path
     )
     assert done.statuses == (1,), done.output
-    assert "world size 4: torchrun started 2" in (tmp_path / "records").read_text()
+    assert "the cell needs 4 ranks, and torchrun started 2" in (tmp_path / "records").read_text()
     assert "rank 1 did not finish in time" in done.output
     assert "mine.py" in done.output
     assert "torchrun's ranks cannot be replaced" in done.output

@@ -203,7 +203,7 @@ def test_a_configuration_that_no_law_can_use_is_refused_by_its_key(config: dict[
         (["gpt2"], "expected package.module:factory"),
         (["no_such_module:factory"], "cannot import 'no_such_module'"),
         (["suites.model.tiny:perceptron", "--config", "ds.yaml"], "whose name ends in .json"),
-        (["suites.model.tiny:perceptron", "--config", "no.json"], "is not a readable JSON file"),
+        (["suites.model.tiny:perceptron", "--config", "no.json"], "as a JSON file"),
     ],
 )
 def test_the_command_reports_wrong_input_before_it_starts_anything(arguments: list[str], message: str) -> None:

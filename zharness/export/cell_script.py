@@ -146,7 +146,7 @@ def render_registered_model(writing: ScriptWriter, name: str) -> str:
             fields = {keyword.arg: keyword.value for keyword in node.keywords}
             if getattr(fields["name"], "value", "") == name:
                 return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
-    raise UsageError.unknown_name("model to export", name, ())
+    raise UsageError.unknown_name("model to export", name, "a model of `zharness list models`, or a user's factory")
 
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:

@@ -265,7 +265,7 @@ class JudgeContext:
             mean_and_bound(flat, reduce_dtype, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
         )
         reason = exact.reason if isinstance(exact, Exactness) else ""
-        note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
+        note = f"compared within the bound of the reduction (tier S), not bitwise (tier X): {reason}" if reason else ""
         rank_0_match: Comparison | None = None
         for rank, actual in enumerate(rank_grads):
             place = self.location(name, Part.REDUCTION, step, rank)

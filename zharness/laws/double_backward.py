@@ -226,7 +226,7 @@ LAWS = (
     ),
     retained_law(
         retain_leaks_nothing,
-        "a retained backward, or one that raised, leaves nothing for the next step",
+        "a backward that retained its graph, or raised, does not affect the next step",
         kept_because="compares the step after, where retained_same_loss compares gradients",
     ),
     retained_law(
@@ -237,7 +237,7 @@ LAWS = (
     ),
     retained_law(
         gradient_penalty,
-        "autograd.grad with create_graph, then backward of a penalty on it, is plain PyTorch's",
+        "backward of a penalty on a gradient from autograd.grad(create_graph=True) gives plain PyTorch's gradients",
         kept_because="the only backward through the gradient of an input",
     ),
     replace(

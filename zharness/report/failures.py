@@ -68,7 +68,7 @@ def render_withheld(records: Sequence[Record]) -> list[str]:
     withheld = (record for record in records if record.withheld_feature)
     groups = group_records(withheld, lambda record: (record.cell.engine, record.withheld_feature))
     return [
-        f"WITHHELD {engine} does not claim {feature}, and the law holds in {len(group)} cells:\n"
+        f"WITHHELD {engine} does not claim {feature}, although the law holds in {len(group)} cells:\n"
         + "\n".join(f"  {record.cell.id}" for record in group)
         for (engine, feature), group in groups.items()
     ]

@@ -29,7 +29,7 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written; called before a long run."""
+        """Raise UsageError if the page or the XML file cannot be written. Call it before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:
@@ -79,7 +79,7 @@ class Outputs:
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
-            step_summary.render_details("What did not pass", render_failures(records)),
+            step_summary.render_details("Cells that did not pass", render_failures(records)),
         )
         if self.html is not None:
             write_page(records, seconds, self.html, skipped, comparison)

@@ -40,7 +40,7 @@ class RunReporter(Protocol):
         ...
 
     def require_writable(self) -> None:
-        """Raise UsageError if a file cannot be written; called before a long run."""
+        """Raise UsageError if a file cannot be written. Call this method before a long run."""
         ...
 
     def report_run(

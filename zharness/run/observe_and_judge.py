@@ -225,7 +225,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
         curves = training_curves(ctx, law)
         exhibit = build_mismatch_report(compared, remaining, ctx.baseline.parameter_names, curves)
     except Exception as error:  # noqa: BLE001 - wrong numbers may break the exhibit, but must not change the verdict
-        note = f"no evidence is shown: {type(error).__name__}: {error}"
+        note = f"the report shows no evidence, because building it raised {type(error).__name__}: {error}"
         return replace(judgement, notes=(*judgement.notes, note))
     return replace(judgement, exhibit=exhibit)
 
@@ -278,15 +278,15 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     with raise_as_usage_error(f"factory {engine!r}"):
         built, _ = construct_engine(factory, spec.model(0), config)
     claims = built.capabilities
-    with raise_as_usage_error(f"full_params() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
     # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
     with suppress(Exception):
         batch = spec.micro_batch(0, 0, 0)
         built.backward(spec.loss(built(batch.inputs), batch.target))
-    with raise_as_usage_error(f"full_grads() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
         require_gradients(built.full_grads(), spec.model(0))
-    with raise_as_usage_error(f"close() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"close() of engine {engine!r}"):
         built.close()
     return claims
 

@@ -59,7 +59,7 @@ class PlannedCell:
 
     @property
     def case(self) -> Cell:
-        """Return ``cell``, by its older name, which tests that use the fixture ``cell`` may read."""
+        """Return ``cell``; this is the older name of the field, which users' tests may read."""
         return self.cell
 
 
@@ -81,7 +81,8 @@ class Plan:
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """Return the cells of ``request`` in the order of the matrix, each once.
 
-    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError for anything that does not exist.
+    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError if ``request`` names an engine, stage,
+    dtype, model, world size or law that does not exist.
     """
     return list(plan_with_coverage(request, claims).cells)
 
@@ -101,7 +102,7 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
                 cells.extend(PlannedCell(cell) for cell in coverings[engine].cells)
     if not cells:
         raise UsageError(
-            f"nothing to run: no law among {', '.join(request.patterns) or 'all'} uses "
+            f"there is nothing to run: none of the laws ({', '.join(request.patterns) or 'all'}) applies to "
             f"{'the models ' + ', '.join(request.models) if request.models else 'these options'}; "
             "`zharness list laws` and `zharness list models` list the possible names"
         )
@@ -143,7 +144,7 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     if is_user_model(cell.model):
         require_any_model_law(law, cell)
     elif cell.model not in law.models:
-        raise UsageError.unknown_name(f"model for {law.name}", cell.model, law.models)
+        raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
     return plan_cell(law, cell, claims(cell.engine, stages[0]))
@@ -191,7 +192,7 @@ def select_stages(engine: str, requested_stages: tuple[int, ...], claims: Claims
     selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
     if not selected:
         raise UsageError.unknown_name(
-            f"stage of engine {engine!r}", ", ".join(map(str, requested_stages)), sorted(engine_stages)
+            f"stage of engine {engine!r}:", ", ".join(map(str, requested_stages)), sorted(engine_stages)
         )
     return selected
 
@@ -205,7 +206,8 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
     options = cell_setting(variant).options
     for name in options:
         if name not in known:
-            raise UsageError.unknown_name(f"variant of engine {engine!r}", name, list(known) or ("(it has none)",))
+            names = list(known) or ["(the engine has none)"]
+            raise UsageError.unknown_name(f"variant of engine {engine!r}:", name, names)
     reason = find_exclusion({name: known[name] for name in options})
     if reason:
         raise UsageError(f"got the setting {variant!r} of engine {engine!r}, in which {reason}; leave one of them out")
@@ -286,9 +288,9 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     if reason:
         return reason
     if cell.dtype not in capabilities.dtypes:
-        return f"{cell.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+        return f"{cell.engine} supports only the dtypes {', '.join(sorted(capabilities.dtypes))}"
     if cell.dtype not in law.dtypes:
-        return f"{law.name} is stated for {', '.join(law.dtypes)} only"
+        return f"{law.name} applies only to the dtypes {', '.join(law.dtypes)}"
     required = (*law.required_features(cell.variant), *cell_setting(cell.engine_variant).required_features())
     if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.dtype] != 1:
         return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"
@@ -314,8 +316,8 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     is_tolerant = law.is_calibrated or law.get_variant(cell.variant).compares_engine_with_itself
     if kernels is not None and not exact and not is_tolerant:
         calibrated = ", ".join(other.name for other in find_laws(()) if other.is_calibrated)
-        return f"kernels other than torch's are judged by exact models, and by tier C in {calibrated} ({kernels})"
+        return f"only exact models and {calibrated} can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
-        return f"the mean over {cell.world_size} ranks is not exact, and {cell.engine} has no exact sum: {refusal}"
+        return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"
     return ""

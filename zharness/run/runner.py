@@ -49,7 +49,7 @@ class WithheldPolicy(Enum):
 
 
 class Runner:
-    """Runs cells on one rank server for each engine and one server for the judges.
+    """A runner that runs cells on one rank server for each engine and one server for the judges.
 
     Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
     every server and rank.

@@ -1,4 +1,4 @@
-"""``torchrun ... -m zharness check``: rank 0 runs the cells and reports; the other processes are its ranks."""
+"""Run ``zharness check`` under torchrun: rank 0 plans the cells and reports, and every process is a rank of them."""
 
 from __future__ import annotations
 

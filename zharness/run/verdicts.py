@@ -1,4 +1,4 @@
-"""Derive the verdict of a cell from the ends of its ranks, the judgement, and the expected failure that covers it."""
+"""Derive a cell's verdict from the outcomes of its ranks, the judgement, and the expected failure that covers it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
         )
         return (
             Verdict.UNDETERMINED,
-            f"{share}, so finding no mismatch proves nothing; compare in a wider dtype, or use larger steps",
+            f"{share}, so a comparison without mismatch proves nothing; use a wider dtype or a larger learning rate",
         )
     return Verdict.PASS, ""
 
@@ -103,7 +103,8 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
         return record
     if not record.verdict.is_broken:
         stale = (
-            f"{expected_failure.upstream} no longer shows here: narrow or delete its entry, {expected_failure.location}"
+            f"the law holds, but was expected to fail ({expected_failure.upstream}): narrow or delete the entry "
+            f"{expected_failure.location}"
         )
         return replace(record, stale_reason=stale)
     if record.verdict.value != expected_failure.verdict or not expected_failure.matches_failure(
@@ -129,7 +130,7 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
     return replace(
         record,
         expected_failure="",
-        cause=f"the documented remedy {dict(expected_failure.remedy)} fails: {remedy_record.cause}",
+        cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
     )
 
 

@@ -55,7 +55,7 @@ def judge_poisoned_memory(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "poisoned_memory",
-        "a step in which all fresh memory is NaN is the same step",
+        "filling newly allocated memory with NaN does not change a training step",
         observe_poisoned_memory,
         judge_poisoned_memory,
         Feature.STEADINESS,

@@ -67,7 +67,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "forward_alone",
-        "a forward without backward leaves nothing behind: in eval mode, under no_grad, in inference mode",
+        "a forward without backward (in eval mode, under no_grad or inference_mode) does not affect training",
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),

@@ -103,7 +103,7 @@ LAWS = (
     ),
     variation_law(
         "config_invariance",
-        "the engine's variants, alone and in compatible pairs, change no number",
+        "engine variants, alone and in compatible pairs, do not change any result",
         observe_config_invariance,
         judge_config_invariance,
         features=(Feature.VARIANTS,),

@@ -106,7 +106,7 @@ def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sgd_step",
-        "SGD at a rate of 1 moves weights by their gradients, within layout()'s shards, and no global state of torch",
+        "SGD at a learning rate of 1 subtracts the gradients; layout() is right; torch's global state is unchanged",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,

@@ -140,7 +140,7 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
 LAWS = (
     Law(
         name=TRAJECTORY_LAW,
-        statement="each of several optimizer steps is the replay of torch.optim's formula on the engine's own numbers",
+        statement="each of several steps gives the result of torch.optim's formula on the engine's own numbers",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_trajectory,
@@ -154,7 +154,7 @@ LAWS = (
     ),
     Law(
         name="training.optimizers",
-        statement="AMSGrad, Nesterov SGD with dampening, ten clipped steps and all other optimizers replay torch's",
+        statement="steps of all other optimizers and options, and ten clipped steps, follow torch.optim's formulas",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
