@@ -18,7 +18,7 @@ ALLOWED = {
     ("cli/cells.py", "training.grads"): "the example in an error message about a missing cell",
     ("cli/model.py", "model.configured"): "the help of the option --steps",
     ("cli/releases.py", "torch_func.grad"): "an example in the help of a command",
-    ("cli/__init__.py", "training.grads"): "an example in the help of a command",
+    ("cli/check.py", "training.grads"): "an example in the help of a command",
 }
 GROUPS = sorted({name.partition(".")[0] for name in LAWS})
 NAME = re.compile(rf"(?<![\w.])(?:{'|'.join(GROUPS)})\.\w*")
