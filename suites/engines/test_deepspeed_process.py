@@ -22,7 +22,7 @@ class Process:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._module = SimpleNamespace(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
-        monkeypatch.setattr(deepspeed_process, "importlib", SimpleNamespace(import_module=lambda _name: self._module))
+        monkeypatch.setattr(deepspeed_process, "import_autocast_module", lambda: self._module)
         monkeypatch.setattr(DeepSpeedGlobalState, "_open_engines", WeakSet())
         monkeypatch.setattr(DeepSpeedGlobalState, "_originals", None)
         self.original_linear = torch.nn.functional.linear

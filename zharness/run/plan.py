@@ -13,7 +13,7 @@ from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
-from zharness.run.configuration import is_config_file, load_configuration
+from zharness.run.configuration import configuration_for, is_config_file, load_configuration
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
@@ -234,6 +234,9 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
     if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
         return f"{cell.engine} has no variant {cell.engine_variant} at stage {cell.stage}"
+    unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
+    if unknown:
+        return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     if cell.dtype not in capabilities.dtypes:
         return f"{cell.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
     if cell.dtype not in law.dtypes:

@@ -24,7 +24,13 @@ from zharness.run.expected_failures import ExpectedFailure, find_expected_failur
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
-from zharness.run.verdicts import apply_expected_failure, apply_remedy, make_failure_record, make_judged_record
+from zharness.run.verdicts import (
+    apply_expected_failure,
+    apply_lacking_remedy,
+    apply_remedy,
+    make_failure_record,
+    make_judged_record,
+)
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Group, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
@@ -124,7 +130,11 @@ class Runner:
         if expected is not None:
             record = apply_expected_failure(record, expected)
             if record.expected_failure and expected.documented:
-                record = apply_remedy(record, expected, self._run_once(planned.cell, blank, expected.remedy))
+                lacking = self.claims(planned.cell.engine, planned.cell.stage).unknown_option(expected.remedy)
+                if lacking:
+                    record = apply_lacking_remedy(record, expected, lacking)
+                else:
+                    record = apply_remedy(record, expected, self._run_once(planned.cell, blank, expected.remedy))
         return replace(record, seconds=time.monotonic() - began)
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
