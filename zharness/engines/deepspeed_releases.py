@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from packaging.version import InvalidVersion, Version
 
-from zharness.engines.options import find_reason
+from zharness.engines.option_keys import find_reason
 from zharness.engines.protocol import Capabilities, EngineOption, Feature
 
 _PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"

@@ -1,9 +1,12 @@
-"""Merge and search nested options of engines."""
+"""Merge nested options of engines, and find options that exclude each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import combinations
 from typing import Any
+
+from zharness.engines.capabilities import EngineOption
 
 Options = Mapping[str, Any]
 
@@ -18,14 +21,22 @@ def merge_options(base: Options, overrides: Options) -> dict[str, Any]:
     return {**base, **overrides, **deep}
 
 
-def iter_keys(options: Options, prefix: str = "") -> Iterator[str]:
-    """Yield the key of every entry of ``options``; the key of a section's entry is ``section.entry``."""
-    for key, value in options.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from iter_keys(value, f"{prefix}{key}.")
+def find_exclusion(options: Mapping[str, EngineOption]) -> str:
+    """Return the reason why some pair of ``options`` cannot be set together, or '' if all of them can."""
+    for first, second in combinations(options, 2):
+        stated = options[first].excludes.get(second) or options[second].excludes.get(first)
+        if stated:
+            return f"{first} excludes {second}: {stated}"
+        if not are_options_compatible(options[first].options, options[second].options):
+            return f"{first} and {second} give different values to one key"
+    return ""
 
 
-def find_reason(options: Options, reasons: Mapping[str, str]) -> str:
-    """Return the reason for the first key of ``options`` that ``reasons`` has, or an empty string."""
-    return next((reasons[key] for key in iter_keys(options) if key in reasons), "")
+def are_options_compatible(first: Options, second: Options) -> bool:
+    """Return whether the two sets of options are compatible, which means that no key has different values in them."""
+    return all(
+        are_options_compatible(first[key], second[key])
+        if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)
+        else first[key] == second[key]
+        for key in first.keys() & second.keys()
+    )

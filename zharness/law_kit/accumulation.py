@@ -93,7 +93,7 @@ def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
         """Register the hooks, and return the loss of ``output``."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: grad / divisor)
+                tensor.register_hook(lambda grad: grad / divisor)  # type: ignore[no-untyped-call]
         return objective(output, batch)
 
     return divided
