@@ -13,6 +13,7 @@ from zharness.workload import MODELS
 # What differs between cells that fail for one reason; the order matters, because numbers occur in the other texts.
 _CELL_DETAILS = (
     (re.compile(r"\{.*\}", re.DOTALL), "{...}"),  # a configuration
+    (re.compile(r"(; )?at the end of '.*'$"), ""),  # a program
     (re.compile(r"\b[a-z_]\w*(?:\.\w+)+\b"), "NAME"),  # a parameter
     (re.compile(r"-?\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b"), "N"),
     (re.compile(r"\s+"), " "),
@@ -37,9 +38,8 @@ def failure_cause(record: Record) -> tuple[str, ...]:
         return outcome_name(record), record.stale_reason
     if mismatch is None:
         return outcome_name(record), remove_cell_details(record.cause)
-    if _GENERIC_HINT.fullmatch(mismatch.hint):
-        return outcome_name(record), mismatch.part.value, f"law {record.cell.law}"
-    return outcome_name(record), mismatch.part.value, remove_cell_details(mismatch.hint)
+    hint = "" if _GENERIC_HINT.fullmatch(mismatch.hint) else remove_cell_details(mismatch.hint)
+    return outcome_name(record), mismatch.part.value, hint or f"law {record.cell.law}"
 
 
 def remove_cell_details(text: str) -> str:
