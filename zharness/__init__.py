@@ -24,8 +24,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
    (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
    (``engines/protocol.py``, ``engines/capabilities.py``, ``engines/option_keys.py``, ``engines/reference.py``),
-   ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and ``run/unmatched_failures.py`` finds
-   expected failures that match no cell. Without a pattern, cells that cover pairs are added: see ``run/covering.py``.
+   ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and
+   ``run/unmatched_failures.py`` finds expected failures that match no cell. Without a pattern, cells that cover pairs
+   are added: see ``run/covering.py``.
 3. The ranks. ``releases/rank_environment.py``, ``releases/release_environment.py`` and ``engines/rank_environment.py``
    determine what a rank server imports. ``run/runner.py`` runs one cell at a time: ``world/server.py`` and
    ``world/pools.py`` fork a team (``world/team.py``) of ranks (``world/rank.py``) within the machine's limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
@@ -126,7 +127,7 @@ class Capabilities:
         """Return the reason why this release does not know one of ``options``, or '' if it knows all of them."""
         return find_reason(options, self.unknown_options)
 
-    @property
+    @cached_property
     def engine_options(self) -> Mapping[str, EngineOption]:
         """Return the named options, each as an EngineOption."""
         return {
