@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
 from zharness.engines.fsdp2_memory import measure_resources
+from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
@@ -27,6 +28,7 @@ from zharness.engines.torch_engine import (
     TorchEngine,
     do_nothing,
     leaf_parameters,
+    register_all_reduce_hooks,
     validate_config,
 )
 from zharness.errors import ConfigError
@@ -63,7 +65,6 @@ STAGE_2_REFUSES = {
         f"it uses less memory than the formula of stage 2 predicts ({DOCUMENTATION})"
     ),
 }
-LEAF, BLOCK, ROOT = "leaf", "block", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
     "one_group": {"grouping": ROOT},
     "kept_after_backward": {"reshard_after_backward": False},
@@ -111,11 +112,9 @@ CAPABILITIES = Capabilities(
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
 )
-ADAPTER_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
+ADAPTER_OPTIONS = (*GROUPING_OPTIONS, "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
 OPTIONS = {
-    "grouping": "'leaf' (default): one group per module that owns parameters; 'block': one per member of a ModuleList "
-    "or Sequential; 'root': a single group",
-    "in_root": "names of modules that belong to the root's group, as its forward reads their weights; default []",
+    **GROUPING_OPTIONS,
     "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
     "force_sum_reduction_for_comms": "reduce by sum and divide afterwards, instead of a collective that averages",
     "reduce_scatter_unused_params": "reduce zeros for parameters without gradient on this rank",
@@ -233,19 +232,6 @@ def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., N
     return method
 
 
-def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
-    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP2 skips ignored parameters."""
-
-    def all_reduce_gradient(gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total if reduction is Reduction.SUM else total / dist.get_world_size()
-
-    for param in params:
-        if param.requires_grad:
-            param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
-
-
 class GradientSync:
     """Switches gradient reduction of ``model`` off and on, and counts the no_sync blocks since ``zero_grad``."""
 
@@ -281,65 +267,6 @@ class GradientSync:
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in self._sharded:
             module.set_requires_gradient_sync(enabled, recurse=False)
-
-
-def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the modules below ``model`` that get a parameter group; all other parameters are in the root's group.
-
-    FSDP2 unshards a group around the forward of its module. Therefore a module that owns parameters includes its
-    submodules (its forward may read their weights without calling them, as MultiheadAttention reads out_proj.weight),
-    a container without forward is not a group, and tied parameters are in the root's group. ``in_root`` names modules
-    that get no group. Raises ConfigError for an unknown grouping or module name.
-    """
-    if grouping not in (LEAF, BLOCK, ROOT):
-        raise ConfigError.unknown_name("grouping", grouping, [LEAF, BLOCK, ROOT])
-    modules = dict(model.named_modules())
-    for name in in_root:
-        if name not in modules:
-            raise ConfigError.unknown_name("module in in_root", name, sorted(filter(None, modules)))
-    if grouping == ROOT:
-        return []
-    excluded = {id(modules[name]) for name in in_root}
-    owners = Counter(id(param) for module in model.modules() for param in direct_parameters(module))
-    tied = frozenset(key for key, count in owners.items() if count > 1)
-    if grouping == BLOCK:
-        selected = {id(module): module for module in topmost_blocks(model, tied)}
-    else:
-        selected = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
-    return [module for key, module in selected.items() if key not in excluded]
-
-
-def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost modules from ``module`` down that own parameters and contain none of ``tied``.
-
-    ``tied`` has the ids of tied parameters.
-    """
-    owned = direct_parameters(module)
-    has_forward = type(module).forward is not nn.Module.forward
-    if owned and has_forward and not any(id(param) in tied for param in module.parameters()):
-        yield module
-    else:
-        for child in module.children():
-            yield from topmost_owners(child, tied)
-
-
-def topmost_blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost members of ModuleLists and Sequentials that have parameters, but none of ``tied``.
-
-    ``tied`` has the ids of tied parameters.
-    """
-    for child in module.children():
-        params = [id(param) for param in child.parameters()]
-        is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and type(child).forward is not nn.Module.forward
-        if is_block and params and not tied.intersection(params):
-            yield child
-        else:
-            yield from topmost_blocks(child, tied)
-
-
-def direct_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that ``module`` registers itself, without those of submodules."""
-    return list(module.parameters(recurse=False))
 
 
 def is_sharded(module: nn.Module) -> bool:
