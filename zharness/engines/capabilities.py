@@ -67,6 +67,7 @@ class EngineOption:
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
     """
 
     options: Mapping[str, Any]
@@ -75,6 +76,13 @@ class EngineOption:
     absent: str = ""
     changes_numbers: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
+    world_size_factor: int = 1
+
+    def refusal_at(self, world_size: int) -> str:
+        """Return the reason why no cell of ``world_size`` ranks can set the option, or '' if a cell can."""
+        if world_size % self.world_size_factor:
+            return f"it needs a world size that {self.world_size_factor} divides"
+        return self.absent
 
 
 @dataclass(frozen=True)

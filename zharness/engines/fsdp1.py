@@ -6,6 +6,7 @@ Stage 0 is the sharding strategy NO_SHARD, stage 2 is SHARD_GRAD_OP and stage 3 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.engines import fsdp1_checkpoint
-from zharness.engines.fsdp1_tensors import flat_layout, keep_original_names, measure_resources
+from zharness.engines.ddp import multiply_by_world_size
+from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
+from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
 from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
@@ -56,7 +58,9 @@ REFUSES = {
         "'The full parameters can be modified, but only the portion corresponding to the local param shard will "
         f"persist' ({DOCUMENTATION})"
     ),
-    Feature.NO_GRADIENT: "gradients of one FlatParameter are one tensor, with zeros for the parameters that no rank used",
+    Feature.RESOURCES: "each parameter begins at a multiple of 16 bytes of its FlatParameter, which is padded for that",
+    Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
+    Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
 }
 VARIANTS = {
     "one_group": EngineOption({"grouping": ROOT}),
@@ -72,6 +76,8 @@ CAPABILITIES = Capabilities(
     variants=VARIANTS,
     own_model={"grouping": BLOCK},
 )
+# Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
+SCALED_SUM_REASON = "NO_SHARD can only average; the adapter multiplies gradients by the world size before the mean"
 # Options that are passed to FullyShardedDataParallel unchanged.
 PASSED_ON = {
     "forward_prefetch": "all-gather the next group before the forward of the current one; default false",
@@ -88,11 +94,18 @@ OPTIONS = {
     **POLICY,
     "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
     "backward_prefetch": "'pre' (default), 'post' or 'none': when backward all-gathers the next group",
+    "optimizer_state_offload": "offload_to_cpu of FullOptimStateDictConfig, torch's default; default false",
     "replicas": "shard over world size / replicas ranks and replicate over this many, as HYBRID_SHARD does",
     "cpu_offload": "keep shards and gradients on the CPU between uses (CPUOffload); default false",
-    "ignored_params": "do not shard parameters of one dimension (ignored_states); this adapter reduces them; default false",
+    "ignored_params": "do not shard parameters of one dimension (ignored_states); this adapter reduces them; "
+    "default false",
     **AUTOCAST_OPTION,
 }
+
+
+def capabilities_at(stage: int) -> Capabilities:
+    """Return CAPABILITIES, and at stage 0 the reason why sums are scaled means."""
+    return replace(CAPABILITIES, scaled_sum=SCALED_SUM_REASON) if stage == 0 else CAPABILITIES
 
 
 def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
@@ -101,8 +114,12 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
     A model on the meta device is initialized on rank 0. Raises ConfigError for an unsupported configuration.
     """
     validate_config(config, CAPABILITIES, OPTIONS)
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    tied = {name: first_names[id(param)] for name, param in aliases.items()}
     wrapped = wrap(model, config)
     params = leaf_parameters(model)
+    states = FullStates(wrapped, offload=bool(config.options.get("optimizer_state_offload", False)))
     adapter = EngineAdapter(
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
@@ -112,10 +129,10 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
         drop_gradients=do_nothing,
         release=do_nothing,
         compute_dtype=PARAM_DTYPES[config.dtype],
-        checkpoint_format=fsdp1_checkpoint.full_state_format(wrapped),
+        checkpoint_format=full_state_format(states),
         measure_resources=partial(measure_resources, wrapped, params),
     )
-    return FSDP1Engine(model, CAPABILITIES, config, adapter, wrapped)
+    return FSDP1Engine(model, capabilities_at(config.stage), config, adapter, states, tied)
 
 
 def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
@@ -147,7 +164,7 @@ def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
     )
     keep_original_names(model)
     if config.reduction is Reduction.SUM:
-        wrapped.register_comm_hook(None, reduce_by_sum)
+        sum_gradients(wrapped, "replicas" in options)
     return wrapped
 
 
@@ -233,8 +250,23 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
                 torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)  # type: ignore[no-untyped-call]
             if values:
                 tensor.copy_(values[prefixes[id(module)] + name])
+            dist.broadcast(tensor, src=0)  # not sync_module_states, which refuses tensors on the CPU
 
-    return {"param_init_fn": allocate, "sync_module_states": True}
+    return {"param_init_fn": allocate}
+
+
+def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
+    """Make ``wrapped`` sum gradients over ranks: by a communication hook if it shards, and otherwise as scaled means.
+
+    Without shards earlier gradients of a window are reduced again, which leaves a mean unchanged but not a sum, and with
+    replicas FSDP refuses communication hooks.
+    """
+    if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
+        wrapped.register_comm_hook(None, reduce_by_sum)
+        return
+    for _, flat_param in iter_flat_params(wrapped):
+        if flat_param.requires_grad:
+            flat_param.register_hook(multiply_by_world_size)
 
 
 def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
@@ -243,7 +275,10 @@ def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
 
 
 class FSDP1Engine(TorchEngine):
-    """An engine whose full tensors, norm and state dicts come from the methods of FullyShardedDataParallel."""
+    """An engine whose full tensors, norm and state dicts come from the methods of FullyShardedDataParallel.
+
+    ``tied`` maps every name of a parameter to its first name.
+    """
 
     def __init__(
         self,
@@ -251,10 +286,13 @@ class FSDP1Engine(TorchEngine):
         capabilities: Capabilities,
         config: EngineConfig,
         adapter: EngineAdapter,
-        wrapped: FullyShardedDataParallel,
+        states: FullStates,
+        tied: Mapping[str, str],
     ) -> None:
         super().__init__(module, capabilities, config, adapter)
-        self._wrapped = wrapped
+        self._wrapped = states.wrapped
+        self._states = states
+        self._tied = tied
 
     def clip_gradients(self, limit: float) -> float:
         return float(self._wrapped.clip_grad_norm_(limit))
@@ -266,7 +304,7 @@ class FSDP1Engine(TorchEngine):
             }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        states = fsdp1_checkpoint.full_optimizer_state(self._wrapped, self._optimizer)["state"]
+        states = self._states.optimizer(self._optimizer)["state"]
         return {
             name: {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
             for name, state in states.items()
@@ -278,7 +316,8 @@ class FSDP1Engine(TorchEngine):
 
         This is a collective.
         """
-        return {name: snapshot(value) for name, value in fsdp1_checkpoint.full_model_state(self._wrapped).items()}
+        state = {name: snapshot(value) for name, value in self._states.model().items()}
+        return {name: state[self._tied.get(name, name)] for name in state}
 
     def _full_masters(self) -> dict[str, Tensor]:
         with self._wrapped.summon_full_params(self._wrapped, writeback=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,43 +30,61 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
 
-@contextmanager
-def full_state_dicts(wrapped: FullyShardedDataParallel) -> Iterator[None]:
-    """Make state dicts of ``wrapped`` and its optimizer full on every rank, by ``FSDP.state_dict_type``."""
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+@dataclass(frozen=True)
+class FullStates:
+    """The full state dicts of a wrapped model and its optimizer, by ``FSDP.state_dict_type``.
 
-    with type(wrapped).state_dict_type(
-        wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-    ):
-        yield
+    ``offload`` is the option ``offload_to_cpu`` for the optimizer's state.
+    """
+
+    wrapped: FullyShardedDataParallel
+    offload: bool
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """Make state dicts inside the block full on every rank."""
+        from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+
+        with type(self.wrapped).state_dict_type(
+            self.wrapped,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(),
+            FullOptimStateDictConfig(offload_to_cpu=self.offload),
+        ):
+            yield
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's full state by original parameter names. This is a collective."""
+        with self.selected():
+            return type(self.wrapped).optim_state_dict(self.wrapped, optimizer)
+
+    def model(self) -> dict[str, Any]:
+        """Return the model's full state dict under original names. This is a collective."""
+        with self.selected():
+            return self.wrapped.state_dict()
+
+    def load(self, model: dict[str, Any], state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Load the full state dicts of the model and the optimizer. This is a collective."""
+        with self.selected():
+            self.wrapped.load_state_dict(model)
+            own_part = type(self.wrapped).optim_state_dict_to_load(self.wrapped, optimizer, state)
+        optimizer.load_state_dict(own_part)
 
 
-def full_optimizer_state(wrapped: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's full state by original parameter names. This is a collective."""
-    with full_state_dicts(wrapped):
-        return type(wrapped).optim_state_dict(wrapped, optimizer)
+def full_state_format(states: FullStates) -> CheckpointFormat:
+    """Return the format that saves and loads ``states``."""
+    return CheckpointFormat(partial(save_full_state, states), partial(load_full_state, states))
 
 
-def full_model_state(wrapped: FullyShardedDataParallel) -> dict[str, Any]:
-    """Return the model's full state dict under original names. This is a collective."""
-    with full_state_dicts(wrapped):
-        return wrapped.state_dict()
-
-
-def full_state_format(wrapped: FullyShardedDataParallel) -> CheckpointFormat:
-    """Return the format that saves and loads the full state of ``wrapped``."""
-    return CheckpointFormat(partial(save_full_state, wrapped), partial(load_full_state, wrapped))
-
-
-def save_full_state(wrapped: FullyShardedDataParallel, path: Path, engine_state: EngineState) -> None:
+def save_full_state(states: FullStates, path: Path, engine_state: EngineState) -> None:
     """Write the full state from rank 0 into one file, which replaces the previous checkpoint when it is complete.
 
     Raises CheckpointError on every rank if the file cannot be written.
     """
     comm = Comm()
     content = {
-        "model": full_model_state(wrapped),
-        "optimizer": full_optimizer_state(wrapped, engine_state.optimizer),
+        "model": states.model(),
+        "optimizer": states.optimizer(engine_state.optimizer),
         "schedule": engine_state.schedule.state_dict(),
     }
     with raise_on_all_ranks(comm):
@@ -75,23 +94,20 @@ def save_full_state(wrapped: FullyShardedDataParallel, path: Path, engine_state:
             os.replace(path / (FILE_NAME + PARTIAL_SUFFIX), path / FILE_NAME)
 
 
-def load_full_state(wrapped: FullyShardedDataParallel, path: Path, engine_state: EngineState) -> None:
+def load_full_state(states: FullStates, path: Path, engine_state: EngineState) -> None:
     """Read the file on every rank with ``weights_only``, and load it after all ranks have read and checked it.
 
     Raises CheckpointError on every rank if there is no checkpoint, or if it is damaged, contains code or belongs to
     another model.
     """
-    shapes = tensor_shapes(full_model_state(wrapped))
+    shapes = tensor_shapes(states.model())
     file = path / FILE_NAME
     with raise_on_all_ranks(Comm()):
         if not file.is_file():
             raise missing_checkpoint_error(path, FILE_NAME)
         content = unpickling.load_safely(file, str(file))
         require_matching_content(content, shapes, engine_state, file)
-    with full_state_dicts(wrapped):
-        wrapped.load_state_dict(content["model"])
-        state = type(wrapped).optim_state_dict_to_load(wrapped, engine_state.optimizer, content["optimizer"])
-    engine_state.optimizer.load_state_dict(state)
+    states.load(content["model"], content["optimizer"], engine_state.optimizer)
     engine_state.schedule.load_state_dict(content["schedule"])
 
 
