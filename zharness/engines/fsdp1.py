@@ -62,8 +62,40 @@ REFUSES = {
     Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
     Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
 }
+NEEDS_ACCELERATOR = "" if torch.cuda.is_available() else "without a GPU FSDP raises: "
+REPLICA_REFUSES = {
+    Feature.SUM: "'Communication hook is not supported for hybrid strategies' (the error of register_comm_hook)"
+}
 VARIANTS = {
     "one_group": EngineOption({"grouping": ROOT}),
+    "next_prefetched_in_forward": EngineOption({"forward_prefetch": True}),
+    "prefetched_after_gradients": EngineOption({"backward_prefetch": "post"}),
+    "not_prefetched": EngineOption({"backward_prefetch": "none"}),
+    "gathers_not_limited": EngineOption({"limit_all_gathers": False}),
+    "inputs_cast": EngineOption({"cast_forward_inputs": True}, changes_numbers="under bf16 more inputs are rounded"),
+    "reduced_in_fp32": EngineOption(
+        {"reduce_dtype": "fp32"}, wires={"bf16": "fp32"}, changes_numbers="under bf16 gradients are summed in fp32"
+    ),
+    "reduced_in_bf16": EngineOption(
+        {"reduce_dtype": "bf16"}, wires={"fp32": "bf16"}, changes_numbers="gradients are summed in bf16"
+    ),
+    "vectors_ignored": EngineOption(
+        {"ignored_params": True}, changes_numbers="under bf16 ignored parameters stay fp32"
+    ),
+    "optimizer_state_offload": EngineOption({"optimizer_state_offload": True}),
+    "cpu_offload": EngineOption(
+        {"cpu_offload": True},
+        absent=NEEDS_ACCELERATOR and NEEDS_ACCELERATOR + "'Cannot access accelerator device when none is available'",
+    ),
+    "synchronized": EngineOption(
+        {"sync_module_states": True},
+        absent=NEEDS_ACCELERATOR and NEEDS_ACCELERATOR + "'sync_module_states=True, which requires them to be on GPU'",
+    ),
+}
+# Stage 0 has no shards to replicate.
+VARIANTS_OF_SHARDS = {
+    "one_replica": EngineOption({"replicas": 1}, refuses=REPLICA_REFUSES),
+    "two_replicas": EngineOption({"replicas": 2}, refuses=REPLICA_REFUSES, world_size_factor=2),
 }
 # bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
 # shards that the optimizer updates, and their gradients, stay fp32.
@@ -104,8 +136,10 @@ OPTIONS = {
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES, and at stage 0 the reason why sums are scaled means."""
-    return replace(CAPABILITIES, scaled_sum=SCALED_SUM_REASON) if stage == 0 else CAPABILITIES
+    """Return CAPABILITIES with the options of ``stage``, and at stage 0 the reason why sums are scaled means."""
+    if stage == 0:
+        return replace(CAPABILITIES, scaled_sum=SCALED_SUM_REASON)
+    return replace(CAPABILITIES, variants={**VARIANTS, **VARIANTS_OF_SHARDS})
 
 
 def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
@@ -258,7 +292,7 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
 def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
     """Make ``wrapped`` sum gradients over ranks: by a communication hook if it shards, and otherwise as scaled means.
 
-    Without shards earlier gradients of a window are reduced again, which leaves a mean unchanged but not a sum, and with
+    Without shards the earlier gradients of a window are reduced again, which changes a sum but not a mean; and with
     replicas FSDP refuses communication hooks.
     """
     if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
