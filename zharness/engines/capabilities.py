@@ -68,6 +68,7 @@ class EngineOption:
       empty if the option must not change any number.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
+    - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
     """
 
     options: Mapping[str, Any]
@@ -77,9 +78,12 @@ class EngineOption:
     changes_numbers: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
     world_size_factor: int = 1
+    dtypes: frozenset[str] = frozenset()
 
-    def refusal_at(self, world_size: int) -> str:
-        """Return the reason why no cell of ``world_size`` ranks can set the option, or '' if a cell can."""
+    def refusal_at(self, world_size: int, dtype: str) -> str:
+        """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it can be set under {', '.join(sorted(self.dtypes))} only"
         if world_size % self.world_size_factor:
             return f"it needs a world size that {self.world_size_factor} divides"
         return self.absent

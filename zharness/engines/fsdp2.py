@@ -150,7 +150,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         materialize_and_load(model, device, values)
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
-    sync = GradientSync(model, sharded, config.options.get("no_sync", BOTH))
+    sync = GradientSync(model, sharded, config)
     params, replicas = leaf_parameters(model), mesh.size() // mesh.size(-1)
     reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
     adapter = EngineAdapter(
@@ -215,15 +215,17 @@ def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callab
 class GradientSync:
     """Switches gradient reduction of ``model`` off and on, and counts the no_sync blocks since ``zero_grad``.
 
-    ``kind`` says what is switched: reduce-scatter and all-reduce, or with replicas the all-reduce alone.
+    The option ``no_sync`` says what is switched: reduce-scatter and all-reduce, or with replicas the all-reduce alone.
+    With the option ``reshard_after_backward`` weights stay unsharded while gradients are not reduced.
     """
 
-    def __init__(self, model: nn.Module, sharded: list[FSDPModule], kind: str) -> None:
-        if kind not in (BOTH, ALL_REDUCE):
-            raise ConfigError.unknown_name("no_sync", kind, [BOTH, ALL_REDUCE])
+    def __init__(self, model: nn.Module, sharded: list[FSDPModule], config: EngineConfig) -> None:
+        self._kind = config.options.get("no_sync", BOTH)
+        if self._kind not in (BOTH, ALL_REDUCE):
+            raise ConfigError.unknown_name("no_sync", self._kind, [BOTH, ALL_REDUCE])
+        self._keeps_weights = config.options.get("reshard_after_backward") is False
         self._model = model
         self._sharded = sharded
-        self._kind = kind
         self._unreduced_count = 0
 
     @contextmanager
@@ -254,6 +256,8 @@ class GradientSync:
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in self._sharded:
+            if self._keeps_weights:
+                module.set_reshard_after_backward(enabled, recurse=False)
             if self._kind == ALL_REDUCE:
                 module.set_requires_all_reduce(enabled, recurse=False)
             else:

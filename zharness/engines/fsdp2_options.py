@@ -65,8 +65,13 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "vectors_ignored": EngineOption(
         {"ignored_params": VECTORS},
-        refuses={Feature.RESOURCES: f"'They will not be sharded' ({DOCUMENTATION})"},
-        changes_numbers="under bf16 ignored parameters stay fp32",
+        refuses={
+            Feature.RESOURCES: f"'They will not be sharded' ({DOCUMENTATION})",
+            Feature.CLIP: "clip_grad_norm_ raises 'got mixed torch.Tensor and DTensor'",
+        },
+        dtypes=frozenset(
+            {"fp32"}
+        ),  # MixedPrecisionPolicy does not cast ignored parameters, so F.linear gets two dtypes
     ),
     "two_prefetched_in_forward": EngineOption({"forward_prefetch": 2}),
     "two_prefetched_in_backward": EngineOption({"backward_prefetch": 2}),
@@ -105,7 +110,7 @@ OPTIONS = {
     "reduce_scatter_unused_params": "reduce zeros for parameters without gradient on this rank",
     "reduce_scatter_max_input_buffers": "the number of buffers of gradients that may be in flight; default 1",
     "separate_reduce_scatter_group": "reduce-scatter in a process group of its own; default false",
-    "reshard_after_backward": "reshard weights at the end of backward; default true",
+    "reshard_after_backward": "false: keep weights unsharded after the backwards in no_sync(); default true",
     **AUTOCAST_OPTION,
 }
 # Options that are passed to a setter of the same name on every FSDPModule.
@@ -114,7 +119,6 @@ SETTERS = (
     "reduce_scatter_unused_params",
     "reduce_scatter_max_input_buffers",
     "separate_reduce_scatter_group",
-    "reshard_after_backward",
 )
 
 

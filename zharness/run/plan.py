@@ -235,7 +235,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
         return f"{cell.engine} has no variant {cell.engine_variant} at stage {cell.stage}"
     option = capabilities.engine_options.get(cell.engine_variant)
-    if option is not None and (refusal := option.refusal_at(cell.world_size)):
+    if option is not None and (refusal := option.refusal_at(cell.world_size, cell.dtype)):
         return f"{cell.engine} cannot be run with {cell.engine_variant}: {refusal}"
     if cell.dtype not in capabilities.dtypes:
         return f"{cell.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
