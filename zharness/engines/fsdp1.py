@@ -94,7 +94,12 @@ VARIANTS = {
 # Stage 0 has no shards to replicate.
 VARIANTS_OF_SHARDS = {
     "one_replica": EngineOption({"replicas": 1}, refuses=REPLICA_REFUSES),
-    "two_replicas": EngineOption({"replicas": 2}, refuses=REPLICA_REFUSES, world_size_factor=2),
+    "two_replicas": EngineOption(
+        {"replicas": 2},
+        refuses=REPLICA_REFUSES,
+        world_size_factor=2,
+        changes_numbers="gradients and their norm are summed in another order",
+    ),
 }
 # bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
 # shards that the optimizer updates, and their gradients, stay fp32.

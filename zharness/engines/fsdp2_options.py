@@ -39,6 +39,7 @@ ZERO_FILL_REASON = (
 REPLICA_REFUSES = {
     Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})"
 }
+REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
 # Values of options whose names are not those of FSDPModule's setters.
 AUTO = "auto"
 UNSHARDABLE, VECTORS = "unshardable", "vectors"
@@ -47,10 +48,15 @@ BOTH, ALL_REDUCE = "both", "all_reduce"
 OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "one_group": EngineOption({"grouping": ROOT}),
     "kept_after_backward": EngineOption({"reshard_after_backward": False}),
-    "two_replicas": EngineOption({"replicas": 2}, refuses=REPLICA_REFUSES, world_size_factor=2),
+    "two_replicas": EngineOption(
+        {"replicas": 2}, refuses=REPLICA_REFUSES, world_size_factor=2, changes_numbers=REPLICAS_CHANGE_NUMBERS
+    ),
     "one_replica": EngineOption({"replicas": 1}),
     "all_reduce_last": EngineOption(
-        {"replicas": 2, "no_sync": ALL_REDUCE}, refuses=REPLICA_REFUSES, world_size_factor=2
+        {"replicas": 2, "no_sync": ALL_REDUCE},
+        refuses=REPLICA_REFUSES,
+        world_size_factor=2,
+        changes_numbers=REPLICAS_CHANGE_NUMBERS,
     ),
     "cpu_offload": EngineOption({"cpu_offload": True}),
     "inputs_not_cast": EngineOption({"cast_forward_inputs": False}),
