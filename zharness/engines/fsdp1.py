@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.engines.ddp import multiply_by_world_size
 from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
-from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources
+from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources, unwrap
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
 from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
@@ -57,6 +57,10 @@ REFUSES = {
     Feature.EDITS: (
         "'The full parameters can be modified, but only the portion corresponding to the local param shard will "
         f"persist' ({DOCUMENTATION})"
+    ),
+    **dict.fromkeys(
+        (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+        "its hooks take the storage of every tensor: 'Cannot access storage of TensorWrapper', or a segmentation fault",
     ),
     Feature.RESOURCES: "each parameter begins at a multiple of 16 bytes of its FlatParameter, which is padded for that",
     Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
@@ -165,7 +169,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
         full_tensor=identity,
         layout=flat_layout(wrapped, params),
         drop_gradients=do_nothing,
-        release=do_nothing,
+        release=partial(unwrap, model),
         compute_dtype=PARAM_DTYPES[config.dtype],
         checkpoint_format=full_state_format(states),
         measure_resources=partial(measure_resources, wrapped, params),

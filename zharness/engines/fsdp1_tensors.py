@@ -43,6 +43,20 @@ def keep_original_names(model: nn.Module) -> None:
     model.__class__ = type(original.__name__, (original,), {"named_modules": named_modules})
 
 
+def unwrap(model: nn.Module) -> None:
+    """Put the submodules that FSDP1 wrapped back in the place of their wrappers, and give ``model`` its own class.
+
+    Parameters stay shards at stages 2 and 3.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, FullyShardedDataParallel):
+                setattr(module, name, child.module)
+    model.__class__ = type(model).__bases__[0]
+
+
 def iter_flat_params(wrapped: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
     """Yield the FlatParamHandle and the FlatParameter of each group of ``wrapped`` that has parameters."""
     for instance in type(wrapped).fsdp_modules(wrapped):
