@@ -263,7 +263,7 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
             xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
     from zharness.run.program_search import SearchOptions
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
@@ -275,7 +275,7 @@ def program(
     settings = replace(settings, window_owner=window_owner, options=engine_options)
     if texts:
         return run_given_programs(
-            texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
+            texts, engine, stages, world_sizes, dtypes, settings, timeout, prepare_rank_environment
         )
     if settings.with_default_settings != settings or engine_options:
         raise UsageError(
@@ -283,7 +283,7 @@ def program(
             "and none was given; give a program, or leave these options out"
         )
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
-    return run_program_search(engine, search, timeout, get_release_environment)
+    return run_program_search(engine, search, timeout, prepare_rank_environment)
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def hunt(
     """
     from zharness.hunt.command import HuntOptions, run_hunt
     from zharness.hunt.hunter import HuntLimits
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
 
     if minutes is not None and not 0 < minutes < float("inf"):
@@ -122,4 +122,4 @@ def hunt(
         not all_new,
         timeout,
     )
-    return run_hunt(engine, options, get_release_environment, None if no_verify else make_script_runner(engine))
+    return run_hunt(engine, options, prepare_rank_environment, None if no_verify else make_script_runner(engine))

@@ -13,6 +13,7 @@ from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, 
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.program_executor import observe_program
+from zharness.laws.training.trajectory import TRAJECTORY_LAW
 from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command, program_options
 from zharness.run.record import Verdict
 from zharness.workload.model_shape import ModelShape, shape_after_layer
@@ -112,7 +113,7 @@ def render_program_header(
         engine=engine,
         version=version,
         ranks=program.world_size,
-        law="training.trajectory",
+        law=TRAJECTORY_LAW,
         cause=outcome.cause,
         signature=signature,
         success_line=ok,

@@ -13,8 +13,8 @@ import click
 from tqdm import tqdm
 
 from zharness.engines import Capabilities
-from zharness.engines.rank_environment import GetEnvironment
 from zharness.engines.registry import split_release
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.export.program_script import render_program_script
 from zharness.export.verify import RunScript

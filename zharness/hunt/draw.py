@@ -106,6 +106,8 @@ def attempt_program(space: Space, random: Random, wanted: tuple[Value, ...]) -> 
     if NO_OPTION not in wanted:
         options = add_options(space, random, stage, options, len(required))
     repertoire = space.get_repertoire(stage, options)
+    if not repertoire.dtypes:
+        return None
     window = draw_window(random, repertoire, fixed.get("window"))
     world_size = random.choice(space.world_sizes)
     kind = LayerKind(fixed["layer"]) if "layer" in fixed else None

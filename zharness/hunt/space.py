@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import combinations
 
 from zharness.engines import Capabilities
-from zharness.law_kit.program_features import explain_unusable_options
+from zharness.engines.options import find_exclusion
 from zharness.law_kit.setting import OWNER_FEATURES, Setting
 from zharness.run.covering import WINDOWS
 from zharness.run.program_search import SearchOptions, repertoire_fields
@@ -78,16 +78,22 @@ class Space:
         complete = (*needed, *(name for name in names if name not in needed))
         if not set(complete) <= set(self.list_options(stage)):
             return None
-        return None if explain_unusable_options(complete, self.claims_at[stage]) else complete
+        known = self.claims_at[stage].engine_options
+        return None if find_exclusion({name: known[name] for name in complete}) else complete
 
     def get_repertoire(self, stage: int, options: tuple[str, ...]) -> Repertoire:
         """Return what the engine claims at ``stage`` with ``options``."""
         if (stage, options) not in self._repertoires:
-            self._repertoires[stage, options] = self._build_repertoire(self.claims_at[stage].with_options(options))
+            claims = self.claims_at[stage]
+            dtypes = [claims.engine_options[name].dtypes or claims.dtypes for name in options]
+            self._repertoires[stage, options] = self._build_repertoire(claims.with_options(options), dtypes)
         return self._repertoires[stage, options]
 
-    def _build_repertoire(self, claims: Capabilities) -> Repertoire:
-        """Build the repertoire of an engine with these claims, without the excluded names."""
+    def _build_repertoire(self, claims: Capabilities, option_dtypes: Sequence[frozenset[str]]) -> Repertoire:
+        """Build the repertoire of an engine with these claims, without the excluded names.
+
+        ``option_dtypes`` are the dtypes in which each option can be set.
+        """
         known = {member.value for axis in (LayerKind, Act, Mark) for member in axis}
         excluded = tuple(name for name in self.excluded_names if name in known)
         options = SearchOptions((), dtypes=self.dtypes, excluded_names=excluded, max_outputs=self.max_outputs)
@@ -104,7 +110,7 @@ class Space:
                 for steps, owner in WINDOWS
                 if steps == 1 or claims.refusal(OWNER_FEATURES[owner]) is None
             ),
-            dtypes=fields["dtypes"],
+            dtypes=tuple(dtype for dtype in fields["dtypes"] if all(dtype in allowed for allowed in option_dtypes)),
             limits=fields["limits"],
             claims=claims,
         )

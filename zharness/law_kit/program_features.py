@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from zharness.engines.options import find_exclusion
 from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature, Reduction
 from zharness.errors import UsageError
@@ -42,7 +40,7 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
         return f"the engine does not support stage {program.stage} with dtype {program.dtype}"
-    unusable = explain_unusable_options(program.options, capabilities)
+    unusable = explain_unusable_options(program, capabilities)
     if unusable:
         return unusable
     capabilities = capabilities.with_options(program.options)
@@ -60,18 +58,19 @@ def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     return ""
 
 
-def explain_unusable_options(names: Sequence[str], capabilities: Capabilities) -> str:
-    """Return the reason why the options ``names`` cannot be set together on this machine, or '' if they can.
+def explain_unusable_options(program: Program, capabilities: Capabilities) -> str:
+    """Return the reason why the options of ``program`` cannot be set together here, or '' if they can.
 
     Raises UsageError for an option that the engine does not have at this stage.
     """
     known = capabilities.engine_options
-    for name in names:
+    for name in program.options:
         if name not in known:
             raise UsageError.unknown_name("option of the engine at this stage", name, sorted(known))
-        if known[name].absent:
-            return f"this machine cannot run the option {name}: {known[name].absent}"
-    return find_exclusion({name: known[name] for name in names})
+        refusal = known[name].refusal_at(program.world_size, program.dtype)
+        if refusal:
+            return f"the option {name}: {refusal}"
+    return find_exclusion({name: known[name] for name in program.options})
 
 
 def find_required_features(program: Program) -> list[Feature]:
