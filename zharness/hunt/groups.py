@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zharness.export.shrink import FailureSignature, extract_failure_signature
 from zharness.run.program_runner import ProgramOutcome, format_program_command
-from zharness.workload.programs import SOURCE_KINDS, Act, Program, Verb
+from zharness.workload.programs import SOURCE_KINDS, LayerKind, Program, Verb
 
-PLAIN_ACTS = (Act.FORWARD, Act.BACKWARD, Act.STEP)
+MAX_CAUSE = 300  # characters of a cause in the description of a group
+PLAIN_LAYERS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.RELU, LayerKind.GELU)
 
 
 @dataclass
@@ -47,7 +49,7 @@ class AlarmGroup:
         status = f"known ({self.known})" if self.known else "new"
         options = ", ".join(self.smallest.options) or "no option"
         where = f"stage {self.smallest.stage}, {self.smallest.world_size} ranks, {options}, {len(self.draws)} draws"
-        cause = " ".join(self.outcome.cause.split())
+        cause = textwrap.shorten(self.outcome.cause, MAX_CAUSE, placeholder=" ...")
         lines = [
             f"{self.number}. {status}: {self.outcome.verdict.value}; {where}",
             f"   {self.smallest}",
@@ -73,16 +75,10 @@ def contains_program(program: Program, smaller: Program) -> bool:
     return has_settings and all(own[kind] >= count for kind, count in other.items()) and has_verbs(program, smaller)
 
 
-def count_layers(program: Program) -> Counter[object]:
-    """Count the layers of each kind, without the first; which of the similar linear layers is used does not matter."""
-    return Counter(
-        layer.kind for layer in program.walk() if layer.kind not in SOURCE_KINDS and is_special(layer.kind.value)
-    )
-
-
-def is_special(kind: str) -> bool:
-    """Return whether a layer of ``kind`` is more than a dense layer or an activation."""
-    return kind not in ("linear", "matrix", "relu", "gelu")
+def count_layers(program: Program) -> Counter[LayerKind]:
+    """Count the layers of each kind, except the first ones, dense layers and activations, which replace each other."""
+    ignored = (*SOURCE_KINDS, *PLAIN_LAYERS)
+    return Counter(layer.kind for layer in program.walk() if layer.kind not in ignored)
 
 
 def has_verbs(program: Program, smaller: Program) -> bool:

@@ -17,6 +17,7 @@ from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.workload.programs import Program
 
 _NUMBERS = re.compile(r"\d[\d.e+-]*")
+_COMMON_WORDS = re.compile(r"^[a-z ]+:|\b(expected|got|step|rank|nan|inf)\b")  # of every mismatch
 MIN_SIGNATURE_LETTERS = 8  # a shorter signature, such as KeyError: 0, says too little
 
 
@@ -74,8 +75,8 @@ def normalize(text: str) -> str:
 
 
 def has_text(signature: str) -> bool:
-    """Return whether ``signature`` has enough letters to be told from other causes."""
-    return sum(character.isalpha() for character in signature) > MIN_SIGNATURE_LETTERS
+    """Return whether ``signature`` has enough letters to be told from other causes, beside words of every mismatch."""
+    return sum(character.isalpha() for character in _COMMON_WORDS.sub("", signature)) > MIN_SIGNATURE_LETTERS
 
 
 def iter_leaf_keys(options: Mapping[str, Any]) -> Iterator[str]:

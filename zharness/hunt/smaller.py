@@ -11,8 +11,8 @@ from zharness.run.record import Verdict
 from zharness.workload.legal_programs import legal_verbs, smaller_programs
 from zharness.workload.programs import Program
 
-MAX_RUNS = 150  # per alarm
-MAX_HANGS = 10  # each takes the whole time limit
+# Runs per alarm. After a crash new ranks have to be forked, and a hang takes the whole time limit.
+MAX_RUNS = {Verdict.FAIL: 150, Verdict.CRASH: 80, Verdict.HANG: 10}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shrunk:
 
 def shrink_program(space: Space, program: Program, verdict: Verdict, fails_alike: Callable[[Program], bool]) -> Shrunk:
     """Return the smallest program that ``fails_alike``, found with a limited number of runs."""
-    limit = MAX_HANGS if verdict is Verdict.HANG else MAX_RUNS
+    limit = MAX_RUNS[verdict]
     seen = {program}
     while True:
         for candidate in iter_smaller(space, program):

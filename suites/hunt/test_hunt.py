@@ -1,0 +1,235 @@
+"""A hunt draws the same programs again, finds what is planted, shrinks and groups it, and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zharness import engines
+from zharness.cli import cli
+from zharness.errors import UsageError
+from zharness.hunt.command import HuntOptions, run_hunt
+from zharness.hunt.draw import Coverage, iter_draws
+from zharness.hunt.groups import AlarmGroup
+from zharness.hunt.hunter import Hunter, HuntLimits
+from zharness.hunt.known import find_known
+from zharness.hunt.log import HuntLog
+from zharness.hunt.space import Space
+from zharness.law_kit.program_features import explain_unsupported
+from zharness.run import Verdict
+from zharness.run.program_runner import ProgramOutcome
+from zharness.workload.program_text import parse_program, require_legal
+from zharness.workload.programs import Act, LayerKind, Program
+from zharness.world import Isolation
+from zharness.world.server import RankEnvironment
+
+PASS = ProgramOutcome(Verdict.PASS)
+WRONG = ProgramOutcome(Verdict.FAIL, "step 3, reduction: 1.weight[0, 0] expected 1, got 2")
+
+
+def make_space(engine: str = "reference", stages: Sequence[int] = (0, 1, 2, 3), **fields: Any) -> Space:
+    claims = {stage: engines.capabilities(engine, stage) for stage in stages}
+    known = {stage: found for stage, found in claims.items() if found is not None}
+    return Space(engine, known, (1, 2), ("fp32", "bf16"), **fields)
+
+
+@dataclass
+class FakeRunner:
+    """A runner without ranks: programs for which ``is_broken`` holds fail, on new ranks or, if pooled, only on used."""
+
+    is_broken: Callable[[Program], bool]
+    fails_pooled_only: bool = False
+    programs: list[Program] = field(default_factory=list)
+
+    def run(self, _engine: str, programs: Sequence[Program], isolation: Isolation) -> ProgramOutcome:
+        self.programs += programs
+        is_fresh_pass = self.fails_pooled_only and isolation is Isolation.FRESH
+        return WRONG if self.is_broken(programs[0]) and not is_fresh_pass else PASS
+
+
+def hunt(space: Space, runner: FakeRunner, log: HuntLog, draws: int) -> None:
+    """Run ``draws`` draws with a fake runner; no cause is known, and scripts are not written."""
+    coverage = Coverage(space.list_coverable_pairs())
+    hunter = Hunter(
+        space,
+        runner,  # type: ignore[arg-type]
+        log,
+        coverage,
+        lambda _program, _outcome: "",
+        lambda _group: ("", ""),
+        lambda _state, _coverage: None,
+    )
+    hunter.hunt(0, HuntLimits(None, draws))
+
+
+def is_planted(program: Program) -> bool:
+    """Return whether a program shows the planted failure, which needs an option, a window and a kind of layer."""
+    has_layer = any(layer.kind is LayerKind.NORM for layer in program.walk())
+    has_step = any(verb.act is Act.STEP for verb in program.verbs)
+    return "overlap_comm" in program.options and program.window == 2 and has_layer and has_step
+
+
+def test_draws_repeat_and_cover_every_pair_first() -> None:
+    space = make_space()
+    first, again = (list(islice(iter_draws(space, 3, Coverage(space.list_coverable_pairs())), 60)) for _ in range(2))
+    assert [draw.program for draw in first] == [draw.program for draw in again]
+    coverage = Coverage(space.list_coverable_pairs())
+    total = coverage.total
+    for draw in islice(iter_draws(space, 3, coverage), 300):
+        assert not coverage.missing or draw.wanted is not None
+        if not coverage.missing:
+            break
+    assert not coverage.missing
+    assert coverage.total > 0.95 * total, "nearly all pairs can be brought about"
+
+
+@pytest.mark.parametrize("engine", ["reference", "ddp", "fsdp2"])
+def test_every_draw_is_legal_and_claimed(engine: str) -> None:
+    space = make_space(engine, {"reference": (1, 3), "ddp": (0,), "fsdp2": (2, 3)}[engine])
+    for draw in islice(iter_draws(space, 1, Coverage(space.list_coverable_pairs())), 80):
+        program = draw.program
+        require_legal(program)
+        assert not explain_unsupported(program, space.claims_at[program.stage])
+        assert program.stage in space.stages
+
+
+def test_excluded_names_are_not_drawn() -> None:
+    space = make_space(excluded_names=("save", "norm", "overlap_comm"))
+    for draw in islice(iter_draws(space, 0, Coverage(space.list_coverable_pairs())), 60):
+        acts = {verb.act for verb in draw.program.verbs}
+        kinds = {layer.kind for layer in draw.program.walk()}
+        assert Act.SAVE not in acts
+        assert LayerKind.NORM not in kinds
+        assert "overlap_comm" not in draw.program.options
+
+
+def test_an_alarm_is_shrunk_in_setting_and_program_at_once(tmp_path: Path) -> None:
+    with HuntLog(tmp_path / "hunt.jsonl", {"seed": 0}) as log:
+        hunt(make_space(), FakeRunner(is_planted), log, 150)
+        assert len(log.state.groups) == 1
+        (group,) = log.state.groups
+        smallest = group.smallest
+        assert smallest.options == ("overlap_comm",)
+        assert (smallest.window, smallest.dtype, smallest.world_size, smallest.stage) == (2, "fp32", 1, 0)
+        assert (smallest.clip, smallest.optimizer, smallest.reduction) == (None, "sgd", "mean")
+        kinds = [layer.kind for layer in smallest.walk()]
+        assert kinds[1:] == [LayerKind.NORM]
+        assert [verb.act for verb in smallest.verbs].count(Act.STEP) == 1
+        assert len(group.draws) == log.state.alarm_count
+
+
+def test_a_hunt_resumes_without_repeating_draws(tmp_path: Path) -> None:
+    path, space = tmp_path / "hunt.jsonl", make_space()
+    with HuntLog(path, {"seed": 0}) as log:
+        hunt(space, FakeRunner(is_planted), log, 60)
+        whole = [group.smallest for group in log.state.groups]
+    with path.open("a") as file:
+        file.write('{"draw": 61, "prog')  # as a process leaves it that is killed while it writes
+    again = FakeRunner(is_planted)
+    with HuntLog(path, {"seed": 0}) as log:
+        hunt(space, again, log, 60)
+        assert not again.programs
+        hunt(space, again, log, 61)
+        assert again.programs
+        assert log.state.draw_count == 61
+        assert [group.smallest for group in log.state.groups][: len(whole)] == whole
+
+
+def test_the_log_of_another_hunt_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hunt.jsonl"
+    HuntLog(path, {"engine": "ddp", "seed": 0}).close()
+    with pytest.raises(UsageError, match="the log of another hunt, which differs in seed"):
+        HuntLog(path, {"engine": "ddp", "seed": 1})
+    path.write_text("no log\n")
+    with pytest.raises(UsageError, match="is not the log of a hunt"):
+        HuntLog(path, {"engine": "ddp", "seed": 1})
+
+
+def test_a_failure_of_used_ranks_alone_is_reported_as_such(tmp_path: Path) -> None:
+    with HuntLog(tmp_path / "hunt.jsonl", {}) as log:
+        hunt(make_space(), FakeRunner(lambda _: True, fails_pooled_only=True), log, 3)
+        assert not log.state.groups
+        assert len(log.state.unconfirmed) == 3
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A failure of a program, and whether expected failures record its cause."""
+
+    options: tuple[str, ...]
+    stage: int
+    cause: str
+    verdict: Verdict
+    is_known: bool
+
+
+EARLY_STEP = "step 5, optimizer: 1.weight[0, 0] expected 1, got 2 (bound 0); a step was made before the window was full"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Recorded((), 1, EARLY_STEP, Verdict.FAIL, is_known=True),
+        Recorded(("overlap_comm",), 1, EARLY_STEP, Verdict.FAIL, is_known=False),
+        Recorded((), 1, EARLY_STEP, Verdict.CRASH, is_known=False),
+        Recorded((), 1, "step 5, optimizer: 1.weight[0, 0] expected 1, got 2", Verdict.FAIL, is_known=False),
+    ],
+)
+def test_a_known_cause_is_told_from_a_new_one(case: Recorded) -> None:
+    program = Program((), (), stage=case.stage, options=case.options)
+    claims = engines.capabilities("deepspeed", case.stage)
+    assert claims is not None
+    found = find_known("deepspeed", "0.19.8", program, ProgramOutcome(case.verdict, case.cause), claims, ())
+    assert bool(found) is case.is_known
+
+
+def test_groups_contain_alarms_that_have_more(tmp_path: Path) -> None:
+    smallest = parse_program("x(1) norm | f b s")
+    group = AlarmGroup(1, smallest, WRONG)
+    larger = parse_program("tokens(3,2) linear(2) norm relu | e f b:other l s f b")
+    assert group.explains(group.signature, larger)
+    assert not group.explains(group.signature, parse_program("tokens(3,2) linear(2) relu | f b s"))
+    assert not group.explains(group.signature, parse_program("x(1) norm | b s f".replace("b s f", "f b")))
+
+
+def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = HuntOptions(
+        HuntLimits(None, 6),
+        stages=(1,),
+        world_sizes=(2,),
+        dtypes=("fp32",),
+        output=tmp_path,
+    )
+    engine = "zharness.mutants:never_reduces"
+    assert run_hunt(engine, options, lambda _: RankEnvironment(), None) == 1
+    printed = capsys.readouterr().out
+    assert "new: fail" in printed
+    assert f"again: zharness program --engine {engine}" in printed
+    scripts = list(tmp_path.glob("*.py"))
+    assert scripts
+    assert all("repro: REPRODUCED" in script.read_text() for script in scripts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["deepsped"], "unknown engine 'deepsped'"),
+        (["ddp", "--minutes", "0"], "--minutes: got 0; expected a finite number above 0"),
+        (["ddp", "--minutes", "nan"], "--minutes: got nan"),
+        (["ddp", "--without", "qq"], "unknown layer, verb, mark or engine option to leave out 'qq'"),
+        (["ddp", "--stage", "3"], "unknown stage of ddp '3'; allowed: 0"),
+        (["ddp", "--dtype", "fp9"], "unknown dtype of ddp 'fp9'"),
+        (["ddp", "--output", "/dev/null/x"], "cannot write '/dev/null/x'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    output = [] if "--output" in arguments else ["--output", str(tmp_path)]
+    with pytest.raises(UsageError) as caught:
+        cli.main(["hunt", *arguments, *output], standalone_mode=False)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
