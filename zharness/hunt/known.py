@@ -14,6 +14,7 @@ from zharness.law_kit.setting import SEPARATOR
 from zharness.releases.repros import ReproVerdict, load_catalogue
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.program_runner import ProgramOutcome, program_options
+from zharness.run.record import Verdict
 from zharness.workload.programs import Program
 
 _NUMBERS = re.compile(r"\d[\d.e+-]*")
@@ -62,10 +63,14 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
 
 
 def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
-    """Return whether the verdict is that of ``entry`` and the cause has one of its signatures, but for numbers."""
-    cause = normalize(outcome.cause)
+    """Return whether the verdict is that of ``entry`` and the cause has one of its signatures.
+
+    Numbers may differ in signatures of some length; the text of an exception may be short.
+    """
+    is_crash, cause = outcome.verdict is Verdict.CRASH, normalize(outcome.cause)
     return entry.verdict == outcome.verdict.value and any(
-        has_text(signature) and normalize(signature) in cause for signature in entry.signatures
+        (is_crash and signature in outcome.cause) or (has_text(signature) and normalize(signature) in cause)
+        for signature in entry.signatures
     )
 
 
