@@ -15,7 +15,7 @@ from tqdm import tqdm
 from zharness.engines import Capabilities
 from zharness.engines.registry import split_release
 from zharness.engines.warm_up import GetEnvironment
-from zharness.errors import UsageError
+from zharness.errors import UsageError, ZHarnessError
 from zharness.export.program_script import render_program_script
 from zharness.export.verify import RunScript
 from zharness.hunt.draw import Coverage
@@ -188,7 +188,7 @@ def export_group(
     path = folder / f"{stem.strip('_')}.py"
     try:
         script = render_program_script(engine, version, group.smallest, group.outcome, claims)
-    except UsageError as error:
+    except ZHarnessError as error:
         return "", f"no script can be written: {error}"
     write_atomically(script.text, path)
     if run_script is None:

@@ -56,8 +56,8 @@ class AlarmGroup:
             f"   {cause}",
         ]
         lines.append(f"   again: {format_program_command(engine, [self.smallest])}")
-        if self.script:
-            lines.append(f"   script: {self.script} ({self.script_result})")
+        if self.script or self.script_result:
+            lines.append(f"   script: {self.script or 'none'} ({self.script_result})")
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from zharness.workload.legal_programs import legal_verbs, smaller_programs
 from zharness.workload.programs import Program
 
 # Runs per alarm. After a crash new ranks have to be forked, and a hang takes the whole time limit.
-MAX_RUNS = {Verdict.FAIL: 150, Verdict.CRASH: 80, Verdict.HANG: 10}
+MAX_RUNS = {Verdict.FAIL: 150, Verdict.CRASH: 80, Verdict.HANG: 4}
 
 
 @dataclass(frozen=True)
