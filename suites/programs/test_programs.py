@@ -55,6 +55,7 @@ def test_a_program_is_parsed_back_from_its_text(drawn: tuple[Program, ...]) -> N
             "verb 2 of 'n s', s: the last gradients are not reduced, because their backward ran in no_sync",
         ),
         ("x(3) linear(2) | load", "no checkpoint was saved"),
+        ("x(3) checkpoint[linear(2)] | t", "torch.func does not support the saved-tensor hooks"),
         ("x(3) linear(2) | f b:few", "verb 2 of 'f b:few', b:few: this verb cannot have the mark few"),
         (
             "x(3) linear(2) | f b idle",

@@ -290,19 +290,23 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
     if not caller.save_count and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
         return "no checkpoint was saved before"
     if act in (Act.INPUT_GRAD, Act.TRANSFORM):
-        return explain_missing_input_gradient(layers)
+        return explain_missing_input_gradient(layers, act)
     return ""
 
 
-def explain_missing_input_gradient(layers: Sequence[Layer]) -> str:
-    """Return the reason why a program cannot differentiate by the inputs of its model, or '' if it can.
+def explain_missing_input_gradient(layers: Sequence[Layer], act: Act) -> str:
+    """Return the reason why a program cannot differentiate by the inputs of its model with ``act``, or '' if it can.
 
     If ``layers`` is empty, a law provides the model, whose inputs are floats.
     """
     if layers and layers[0].kind is LayerKind.TOKENS:
         return "token ids have no gradient"
-    reentrant = any(layer.kind is LayerKind.REENTRANT for outer in layers for layer in outer.walk())
-    return "torch's reentrant checkpoint does not support autograd.grad" if reentrant else ""
+    kinds = {layer.kind for outer in layers for layer in outer.walk()}
+    if LayerKind.REENTRANT in kinds:
+        return "torch's reentrant checkpoint does not support autograd.grad"
+    if LayerKind.CHECKPOINT in kinds and act is Act.TRANSFORM:
+        return "torch.func does not support the saved-tensor hooks of torch's checkpoint"
+    return ""
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
