@@ -16,8 +16,8 @@ from zharness.engines import Capabilities
 from zharness.engines.registry import split_release
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError, ZHarnessError
-from zharness.export.program_script import render_program_script
-from zharness.export.verify import RunScript
+from zharness.export.program_script import render_judged_program_script, render_program_script
+from zharness.export.verify import REPRODUCED, RunScript
 from zharness.hunt.draw import Coverage
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
@@ -186,15 +186,21 @@ def export_group(
     claims = claims_at[group.smallest.stage]
     stem = re.sub(r"\W+", "_", f"{split_release(engine)[0]}_{group.number}_{group.signature.failure_kind}".lower())
     path = folder / f"{stem.strip('_')}.py"
-    try:
-        script = render_program_script(engine, version, group.smallest, group.outcome, claims)
-    except ZHarnessError as error:
-        return "", f"no script can be written: {error}"
-    write_atomically(script.text, path)
-    if run_script is None:
-        return path.name, "not run"
-    result = run_script(path)
-    return path.name, f"{result.verdict}: {result.evidence}"
+    verified = ""
+    # A short script compares less than the judge, and knows no options of an adapter.
+    for render in (render_program_script, render_judged_program_script):
+        try:
+            script = render(engine, version, group.smallest, group.outcome, claims)
+        except ZHarnessError as error:
+            return path.name if path.exists() else "", f"{verified}no script can be written: {error}"
+        write_atomically(script.text, path)
+        if run_script is None:
+            return path.name, "not run"
+        result = run_script(path)
+        verified = f"{result.verdict}: {result.evidence}"
+        if result.verdict == REPRODUCED:
+            break
+    return path.name, verified
 
 
 def describe_progress(state: HuntState, coverage: Coverage) -> str:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Absent, AccumulationOwner, Engine, OptimizerSpec, Reduction, require_gathered
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    Engine,
+    Feature,
+    OptimizerSpec,
+    Reduction,
+    require_gathered,
+)
 from zharness.law_kit.engine_facts import build_facts
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_steps import (
@@ -258,6 +266,8 @@ def observe_program(ctx: RankContext, program: Program, other_engine_count: int 
             reduction=Reduction(program.reduction),
         )
         other_engines = [ctx.build_engine(optimizer=OTHER_ENGINE_OPTIMIZER) for _ in range(other_engine_count)]
+        are_zeros_allowed = ctx.capabilities.refusal(Feature.NO_GRADIENT) is not None
+        ctx.record("zeros", {"allowed": torch.tensor(are_zeros_allowed)})
         executor = ProgramExecutor(ctx, program, engine, folder, other_engines)
         executor.record_weights_version()
         for position, verb, caller in iter_verbs(program):

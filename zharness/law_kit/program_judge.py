@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import OptimizerSpec, Reduction
+from zharness.engines.protocol import Reduction
 from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
-from zharness.law_kit.hints import add_hint, hint_unmoved
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
     compare_published_weights,
     compare_ranks_after_step,
     compare_step_counts,
-    step_hyperparameters,
     unflatten,
 )
 from zharness.law_kit.program_steps import (
@@ -33,19 +32,17 @@ from zharness.law_kit.program_steps import (
     get_grad_mode,
     make_model_kwargs,
 )
+from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import (
     STALE_FORWARD_HINT,
-    UNBOUNDED_ERROR,
     compare_initial_weights,
     compare_records,
 )
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
-from zharness.parity.compare import check_names
-from zharness.parity.replay import replay_step
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
@@ -57,20 +54,6 @@ WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
 CALLER_TENSOR_CHANGED_HINT = "the backward changed the caller's output, loss or inputs"
 
 EARLY_STEP_HINT = "a step was made before the window was full"
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """The number of steps that the optimizer has made, and for each parameter the number of steps with a gradient."""
-
-    steps: int = 0
-    by_parameter: Mapping[str, int] = field(default_factory=dict)
-
-    def with_step(self, names: Mapping[str, object]) -> StepCounts:
-        """Return the counts after one more step in which the parameters ``names`` had gradients."""
-        return StepCounts(
-            self.steps + 1, {**self.by_parameter, **{name: self.by_parameter.get(name, 0) + 1 for name in names}}
-        )
 
 
 @dataclass
@@ -85,7 +68,7 @@ class ProgramJudge:
         default_factory=list
     )  # local gradients since the last step, by backward and rank
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
-    step_counts: StepCounts = StepCounts()
+    step_counts: StepCounts = field(default_factory=StepCounts)
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
@@ -177,7 +160,7 @@ class ProgramJudge:
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
         self.last_grads_position = position
-        ranks = self.sum_factor
+        ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
         suspects = (
             {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.window_grads, ranks)}
             if ranks > 1 and len(self.window_grads) > 1
@@ -188,8 +171,24 @@ class ProgramJudge:
                 [*self.zeroed_grads, *self.window_grads], ranks / self.program.window
             )
         yield from self.ctx.compare_reduced_grads(
-            "grads", self.window_grads, position, scale=self.grad_scale, suspects=suspects
+            "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         )
+
+    def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
+        """Return the local gradients of the window with zeros for those of ``names`` that no backward reached.
+
+        An engine that refuses NO_GRADIENT reports zeros there; for any other engine, nothing is added.
+        """
+        if not self.ctx.rank_records("zeros")[0]["allowed"]:
+            return self.window_grads
+        weights = dict(self.get_plain_module(self.weights_version).named_parameters())
+        reached = {name for row in self.window_grads for local in row for name in local.grads}
+        zeros = {
+            name: torch.zeros_like(weights[name], requires_grad=False)
+            for name in names
+            if name in weights and weights[name].requires_grad and name not in reached
+        }
+        return [[replace(local, grads={**local.grads, **zeros}) for local in row] for row in self.window_grads]
 
     @property
     def sum_factor(self) -> int:
@@ -239,7 +238,9 @@ class ProgramJudge:
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
         return self.ctx.compute_expected_grads(
-            self.window_grads, self.grad_scale, {name: grad.dtype for name, grad in recorded.items()}
+            self.add_zero_grads(self.ctx.baseline.parameter_names),
+            self.grad_scale,
+            {name: grad.dtype for name, grad in recorded.items()},
         )
 
     def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
@@ -320,66 +321,6 @@ def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) ->
         [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
         for row in micros
     ]
-
-
-def judge_parameter_updates(
-    ctx: JudgeContext,
-    spec: OptimizerSpec,
-    grads: BoundedGrads,
-    weights_version: int,
-    step_counts: StepCounts,
-    position: int,
-    pending: PendingGradients,
-) -> Iterator[Comparison]:
-    """Compare each parameter's update with the optimizer's formula; one without a gradient must not change."""
-    before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
-    old_state = unflatten(ctx.rank_records("state", weights_version)[0])
-    new_state = unflatten(ctx.rank_records("state", weights_version + 1)[0])
-    check_names("full_params", before, after)
-    for name, weight in before.items():
-        here = ctx.location(name, Part.OPTIMIZER, position)
-        if name not in grads:
-            yield compare_bitwise(here, weight, after[name])
-            yield from judge_unmoved_state(ctx, name, old_state, new_state, position)
-            continue
-        steps = step_counts.by_parameter.get(name, 0)
-        previous = dict(old_state.get(name, {})) | {"step": torch.tensor(float(steps))}
-        # Before the first step torch.optim has no state; an engine may have zeros already.
-        moments = previous if steps else {"step": previous["step"]}
-        expected, wanted = replay_step(
-            spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
-        )
-        found = new_state.get(name, {})
-        if "step" in found:
-            counted = ctx.location(f"{name}/step", Part.OPTIMIZER, position)
-            yield compare_bitwise(counted, torch.tensor(steps + 1.0), found["step"].double().reshape(()))
-        for key, value in wanted.items():
-            moment = found.get(key, torch.full_like(weight, torch.nan))
-            yield compare_within_bound(
-                ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), value.value, moment, value.error, Tier.STAGED
-            )
-        # If a gradient was not recorded and is hardly larger than its bound, Adam's step is unbounded: Adam divides by
-        # the root of its square, which may be zero.
-        error = expected.error
-        if pending is PendingGradients.UNSEEN:
-            error = error.where(grads[name].error == 0, error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR))
-        moved = expected.value - weight.double()
-        yield hint_unmoved(
-            compare_within_bound(here, expected.value, after[name], error, signal=moved), weight, after[name]
-        )
-
-
-def judge_unmoved_state(
-    ctx: JudgeContext,
-    name: str,
-    state_before: Mapping[str, Mapping[str, Tensor]],
-    state_after: Mapping[str, Mapping[str, Tensor]],
-    position: int,
-) -> Iterator[Comparison]:
-    """Check that the step did not change the optimizer state of a parameter without a gradient."""
-    for key, tensor in state_before.get(name, {}).items():
-        found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
-        yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
 
 
 def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:

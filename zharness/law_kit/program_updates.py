@@ -1,0 +1,93 @@
+"""Compare the optimizer steps of a program with the optimizer's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import OptimizerSpec
+from zharness.law_kit.hints import hint_unmoved
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
+from zharness.law_kit.optimizer_step import step_hyperparameters, unflatten
+from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity.compare import check_names
+from zharness.parity.replay import replay_step
+from zharness.workload.programs import PendingGradients
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """The number of steps that the optimizer has made, and for each parameter the number of steps with a gradient."""
+
+    steps: int = 0
+    by_parameter: Mapping[str, int] = field(default_factory=dict)
+
+    def with_step(self, names: Mapping[str, object]) -> StepCounts:
+        """Return the counts after one more step in which the parameters ``names`` had gradients."""
+        return StepCounts(
+            self.steps + 1, {**self.by_parameter, **{name: self.by_parameter.get(name, 0) + 1 for name in names}}
+        )
+
+
+def judge_parameter_updates(
+    ctx: JudgeContext,
+    spec: OptimizerSpec,
+    grads: BoundedGrads,
+    weights_version: int,
+    step_counts: StepCounts,
+    position: int,
+    pending: PendingGradients,
+) -> Iterator[Comparison]:
+    """Compare each parameter's update with the optimizer's formula; one without a gradient must not change."""
+    before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
+    old_state = unflatten(ctx.rank_records("state", weights_version)[0])
+    new_state = unflatten(ctx.rank_records("state", weights_version + 1)[0])
+    check_names("full_params", before, after)
+    for name, weight in before.items():
+        here = ctx.location(name, Part.OPTIMIZER, position)
+        if name not in grads:
+            yield compare_bitwise(here, weight, after[name])
+            yield from judge_unmoved_state(ctx, name, old_state, new_state, position)
+            continue
+        steps = step_counts.by_parameter.get(name, 0)
+        previous = dict(old_state.get(name, {})) | {"step": torch.tensor(float(steps))}
+        # Before the first step torch.optim has no state; an engine may have zeros already.
+        moments = previous if steps else {"step": previous["step"]}
+        expected, wanted = replay_step(
+            spec.name, weight, grads[name], moments, step_hyperparameters(spec, name, step_counts.steps)
+        )
+        found = new_state.get(name, {})
+        if "step" in found:
+            counted = ctx.location(f"{name}/step", Part.OPTIMIZER, position)
+            yield compare_bitwise(counted, torch.tensor(steps + 1.0), found["step"].double().reshape(()))
+        for key, value in wanted.items():
+            moment = found.get(key, torch.full_like(weight, torch.nan))
+            yield compare_within_bound(
+                ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), value.value, moment, value.error, Tier.STAGED
+            )
+        # If a gradient was not recorded and is hardly larger than its bound, Adam's step is unbounded: Adam divides by
+        # the root of its square, which may be zero.
+        error = expected.error
+        if pending is PendingGradients.UNSEEN:
+            error = error.where(grads[name].error == 0, error.nan_to_num(nan=UNBOUNDED_ERROR, posinf=UNBOUNDED_ERROR))
+        moved = expected.value - weight.double()
+        yield hint_unmoved(
+            compare_within_bound(here, expected.value, after[name], error, signal=moved), weight, after[name]
+        )
+
+
+def judge_unmoved_state(
+    ctx: JudgeContext,
+    name: str,
+    state_before: Mapping[str, Mapping[str, Tensor]],
+    state_after: Mapping[str, Mapping[str, Tensor]],
+    position: int,
+) -> Iterator[Comparison]:
+    """Check that the step did not change the optimizer state of a parameter without a gradient."""
+    for key, tensor in state_before.get(name, {}).items():
+        found = state_after.get(name, {}).get(key, torch.full_like(tensor, torch.nan))
+        yield compare_bitwise(ctx.location(f"{name}/{key}", Part.OPTIMIZER, position), tensor, found)
