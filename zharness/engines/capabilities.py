@@ -53,6 +53,11 @@ class Feature(Enum):
     STEADINESS = "global state restored at close, and no read of uninitialized memory"
     RESOURCES = "bytes allocated on this rank, counted by the engine"
     TRAFFIC = "bytes sent and gathered, counted by the engine"
+    READ_OUT = "the gradient, weight or optimizer state of a named parameter, read by the engine's own functions"
+    WINDOW_READ_OUT = "gradients read inside an accumulation window"
+    WRITE_IN = "the gradient, weight or optimizer state of a named parameter, replaced by the engine's own functions"
+    WRITE_IN_FORWARD = "a replaced weight that the next forward uses, before any step"
+    SHARD_ACCESS = "this rank's shard of a gradient, weight or optimizer state, read and replaced"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, preload_imports
+from zharness.engines.deepspeed_access import VECTORIZED, DeepSpeedTensorAccess
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_at
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -65,10 +66,12 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # The default of 100,000 elements would leave small models unsharded.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
+    return merge_options(
+        base, {key: value for key, value in config.options.items() if key not in (COALESCE, VECTORIZED)}
+    )
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(DeepSpeedTensorAccess):
     """An engine built by ``deepspeed.initialize`` with a torch.optim optimizer and a LambdaLR schedule.
 
     DeepSpeed's own "Adam" is not used, because it is AdamW with a weight decay of 0.01.
@@ -81,6 +84,7 @@ class DeepSpeedEngine:
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
         )
         self._coalesce_block = ExitStack()
+        self._vectorized = bool(config.options.get(VECTORIZED))
         self._backward_count = 0
         params = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)

@@ -19,6 +19,7 @@ from zharness.comm import Comm
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
 from zharness.engines.fsdp2_memory import measure_resources
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
+from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -67,6 +68,7 @@ LEAF, BLOCK, ROOT = "leaf", "block", "root"
 VARIANTS: dict[str, dict[str, Any]] = {
     "one_group": {"grouping": ROOT},
     "kept_after_backward": {"reshard_after_backward": False},
+    "access_by_state_dict": {TENSOR_ACCESS: BY_STATE_DICT},
 }
 # bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16;
 # the shards that the optimizer updates, and their gradients, stay fp32.
@@ -111,7 +113,10 @@ CAPABILITIES = Capabilities(
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
 )
-ADAPTER_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
+ADAPTER_OPTIONS = (
+    *("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params"),
+    *(TENSOR_ACCESS, *AUTOCAST_OPTION),
+)
 OPTIONS = {
     "grouping": "'leaf' (default): one group per module that owns parameters; 'block': one per member of a ModuleList "
     "or Sequential; 'root': a single group",
@@ -122,6 +127,8 @@ OPTIONS = {
     "reshard_after_backward": "reshard weights at the end of backward; default true",
     "reset_iter_state": "call reset_iter_state() in zero_grad, as documented after an exception; default false",
     "ignored_params": "do not shard parameters that fully_shard refuses; this adapter reduces them; default false",
+    TENSOR_ACCESS: "'tensor' (default): read and write single tensors as DTensors; 'state_dict': weights and optimizer "
+    "state by torch.distributed.checkpoint.state_dict",
     **AUTOCAST_OPTION,
 }
 

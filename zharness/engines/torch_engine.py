@@ -29,6 +29,7 @@ from zharness.engines.protocol import (
     Piece,
     Resources,
 )
+from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS, TorchTensorAccess
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
 from zharness.errors import ConfigError, UsageError
 
@@ -158,7 +159,7 @@ def snapshot(tensor: Tensor) -> Tensor:
     return dense.detach().to("cpu", copy=True)
 
 
-class TorchEngine:
+class TorchEngine(TorchTensorAccess):
     """An engine that updates leaf parameters with ``torch.optim``; see ``zharness.engines.protocol.Engine``.
 
     ``_steps_per_window`` is the number of micro-batches per optimizer step (1 if the caller owns accumulation), and
@@ -173,6 +174,7 @@ class TorchEngine:
         self._adapter = adapter
         self._autocast = autocast_factory(config, next(iter(adapter.params.values())).device)
         self._clip = config.clip
+        self._reads_state_dicts = config.options.get(TENSOR_ACCESS) == BY_STATE_DICT
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
         engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE
