@@ -8,7 +8,7 @@ affects: >=0.19.8
 fixed: not yet
 ranks: 1
 law: access.read_grad
-signature: the gradient is 65536.0 before the step
+signature: the gradient is 4096.0 before the step
 ok: repro: under torch_autocast in fp16 safe_get_full_grad returns the unscaled gradient OK.
 
 Run it with nothing but torch and deepspeed installed:
@@ -40,7 +40,7 @@ from deepspeed.utils import safe_get_full_grad
 # Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
-SIGNATURE = "the gradient is 65536.0 before the step"
+SIGNATURE = "the gradient is 4096.0 before the step"
 OK = "repro: under torch_autocast in fp16 safe_get_full_grad returns the unscaled gradient OK."
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -56,13 +56,13 @@ def main():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
-    engine.backward(engine(torch.ones(1, 1, device=engine.device)).float().sum())
+    engine.backward(engine(torch.full((1, 1), 0.0625, device=engine.device)).float().sum())
     found = safe_get_full_grad(engine.module.weight).item()
-    seen = f"the gradient is {found} before the step; expected 1.0"
+    seen = f"the gradient is {found} before the step; expected 0.0625"
     if SIGNATURE in seen:
         print(f"repro: REPRODUCED: {seen}\n", end="", flush=True)
         return 1
-    assert found == 1.0, seen
+    assert found == 0.0625, seen
     print(OK, flush=True)
     return 0
 

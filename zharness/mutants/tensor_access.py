@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zharness.engines import EngineConfig
 from zharness.mutants import seams
 from zharness.mutants.around import Around
-from zharness.mutants.gradient_norm import norm_of
+from zharness.mutants.gradient_norm import compute_norm
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -71,7 +71,8 @@ class ReadsTheClippedGrad(AroundSharded):
         grad: Tensor | None = self.right.read_grad(name)
         if grad is None or self.config.clip is None:
             return grad
-        return grad * min(1.0, self.config.clip / norm_of(self.right.full_grads()))
+        factor = min(1.0, self.config.clip / compute_norm(self.right.full_grads()))
+        return grad * factor
 
 
 @mutant(FaultKind.LOSS_SCALE, Target("access.read_grad", model=MODEL, variant="scaler"), origin=Origin.ONLOOKERS)
@@ -208,7 +209,7 @@ class NormFromBeforeTheWrite(AroundSharded):
     def remember_norm(self) -> None:
         """Compute the norm of the gradients that backward computed, once."""
         if self.norm_before is None:
-            self.norm_before = norm_of(self.right.full_grads())
+            self.norm_before = compute_norm(self.right.full_grads())
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.remember_norm()
