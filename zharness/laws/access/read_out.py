@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zharness.engines.protocol import AccumulationOwner, Feature
+from torch import Tensor
+
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.accumulation import judge_engine_divided_gradients
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
@@ -16,7 +19,7 @@ from zharness.law_kit.optimizer_step import (
     judge_step,
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD, ZERO_LR_SGD
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.access.common import (
     ACCUMULATION_STEPS,
@@ -33,6 +36,7 @@ from zharness.laws.access.common import (
 )
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 
+SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, SCALER, WINDOW = "clipped", "scaler", "window"
 STEPS = 2  # the second step shows what the first one left behind
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
@@ -50,16 +54,27 @@ def observe_read_grad(ctx: RankContext) -> None:
         train_micro_batch(ctx, engine, step)
         ctx.record("grads", read_all(names, access.read_grad), step)
         ctx.record("full_grads", engine.full_grads(), step)
+        ctx.record("scale", {"loss_scale": loss_scale(engine)}, step)
         engine.step()
         engine.zero_grad()
     engine.close()
+
+
+def loss_scale(engine: Engine) -> Tensor:
+    """Return the engine's loss scale, or 1 if it has none."""
+    scale = engine.observe().loss_scale
+    return scalar(1.0 if isinstance(scale, Absent) else scale)
 
 
 def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients with the mean over ranks, or under a dynamic loss scale with those of ``full_grads()``."""
     for step in range(STEPS):
         if ctx.variant == SCALER:
-            yield from compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION)
+            scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
+            for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
+                found = comparison.mismatch
+                scaled = found is not None and found.actual == found.expected * scale
+                yield add_hint(comparison, SCALED_HINT) if scaled else comparison
         else:
             local = ctx.compute_local_grads(step)
             yield from ctx.compare_losses(step, local)
