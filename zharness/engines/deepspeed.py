@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, preload_imports
-from zharness.engines.deepspeed_access import VECTORIZED, DeepSpeedTensorAccess
+from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_at
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -66,9 +66,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # The default of 100,000 elements would leave small models unsharded.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return merge_options(
-        base, {key: value for key, value in config.options.items() if key not in (COALESCE, VECTORIZED)}
-    )
+    return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
 class DeepSpeedEngine(DeepSpeedTensorAccess):
@@ -84,7 +82,6 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
         )
         self._coalesce_block = ExitStack()
-        self._vectorized = bool(config.options.get(VECTORIZED))
         self._backward_count = 0
         params = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)

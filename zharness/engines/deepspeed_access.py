@@ -15,16 +15,12 @@ from torch import Tensor
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.torch_engine import snapshot
 
-# An option of the adapter: write gradients with safe_update_full_grad_vectorized instead of safe_set_full_grad.
-VECTORIZED = "vectorized_grad_update"
-
 
 class DeepSpeedTensorAccess:
     """The methods of SupportsReadOut, SupportsWriteIn and SupportsShardAccess of a DeepSpeed engine."""
 
     _reader: DeepSpeedTensorReader
     _coalesce_block: ExitStack
-    _vectorized: bool
 
     def read_grad(self, name: str) -> Tensor | None:
         from deepspeed.utils import safe_get_full_grad
@@ -43,14 +39,10 @@ class DeepSpeedTensorAccess:
         return _snapshot_or_none(safe_get_full_optimizer_state(self._param(name), key))
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_grad, safe_update_full_grad_vectorized
+        from deepspeed.utils import safe_set_full_grad
 
         self._coalesce_block.close()
-        param, on_device = self._param(name), self._to_device(name, value)
-        if self._vectorized:
-            safe_update_full_grad_vectorized([param], lambda _grad, _param: on_device)
-        else:
-            safe_set_full_grad(param, on_device)
+        safe_set_full_grad(self._param(name), self._to_device(name, value))
 
     def write_param(self, name: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
