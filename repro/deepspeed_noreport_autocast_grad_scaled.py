@@ -7,7 +7,7 @@ reported: no report known
 affects: >=0.19.8
 fixed: not yet
 ranks: 1
-law: access.read_grad
+law: access.read_scaled_grad
 signature: the gradient is 4096.0 before the step
 ok: repro: under torch_autocast in fp16 safe_get_full_grad returns the unscaled gradient OK.
 

@@ -75,7 +75,7 @@ class ReadsTheClippedGrad(AroundSharded):
         return grad * factor
 
 
-@mutant(FaultKind.LOSS_SCALE, Target("access.read_grad", model=MODEL, variant="scaler"), origin=Origin.ONLOOKERS)
+@mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheScaledGrad(AroundSharded):
     """Reads the gradient of the scaled loss, which the step will divide by the loss scale."""
 
@@ -85,7 +85,9 @@ class ReadsTheScaledGrad(AroundSharded):
 
 
 @mutant(
-    FaultKind.CONTRIBUTION, Target("access.read_grad_in_window", model=MODEL, variant="caller"), origin=Origin.ONLOOKERS
+    FaultKind.CONTRIBUTION,
+    Target("access.read_grad_in_window", Part.ACCUMULATION, model=MODEL, variant="caller"),
+    origin=Origin.ONLOOKERS,
 )
 class ReadingEndsTheWindow(AroundSharded):
     """Drops the gradients of a window's earlier micro-batches when they were read inside the window."""

@@ -128,6 +128,14 @@ class OddParametersModel(BranchingModel):
         return output * self.one + self.scalar + self.empty.sum() + mixed
 
 
+class CastingLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input; frozen layers may keep fp32 in a low-precision model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
 class SimilarLayersModel(nn.Module):
     """A model of parallel layers of one shape with a tied, a frozen and two tiny parameters, all with different values.
 
@@ -141,7 +149,7 @@ class SimilarLayersModel(nn.Module):
         self.inputs = inputs
         self.first = nn.Linear(inputs, outputs)
         self.second = nn.Linear(inputs, outputs)
-        self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.frozen = CastingLinear(inputs, outputs).requires_grad_(False)
         self.tied = nn.Linear(inputs, outputs)
         self.tied.weight = self.first.weight
         self.third = nn.Linear(inputs, outputs)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.accumulation import judge_engine_divided_gradients
@@ -37,48 +35,51 @@ from zharness.laws.access.common import (
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 
 SCALED_HINT = "it is multiplied by the loss scale"
-CLIPPED, SCALER, WINDOW = "clipped", "scaler", "window"
+CLIPPED, WINDOW = "clipped", "window"
 STEPS = 2  # the second step shows what the first one left behind
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 
 
 def observe_read_grad(ctx: RankContext) -> None:
     """Read every gradient between the backward and the step, in two steps of one micro-batch each."""
-    engine = ctx.build_engine(
-        optimizer=ZERO_LR_SGD,
-        clip=CLIP if ctx.variant == CLIPPED else None,
-        options=FP16_AUTOCAST if ctx.variant == SCALER else {},
-    )
+    read_grads_of_steps(ctx, ctx.build_engine(optimizer=ZERO_LR_SGD, clip=CLIP if ctx.variant == CLIPPED else None))
+
+
+def observe_read_scaled_grad(ctx: RankContext) -> None:
+    """Read every gradient between the backward of a loss that the engine scales and the step, in two steps."""
+    read_grads_of_steps(ctx, ctx.build_engine(optimizer=ZERO_LR_SGD, options=FP16_AUTOCAST))
+
+
+def read_grads_of_steps(ctx: RankContext, engine: Engine) -> None:
+    """Train two steps; before each, read every gradient, and record the full gradients and the loss scale beside it."""
     access, names = require_read_out(engine), trained_names(engine)
     for step in range(STEPS):
         train_micro_batch(ctx, engine, step)
         ctx.record("grads", read_all(names, access.read_grad), step)
         ctx.record("full_grads", engine.full_grads(), step)
-        ctx.record("scale", {"loss_scale": loss_scale(engine)}, step)
+        scale = engine.observe().loss_scale
+        ctx.record("scale", {"loss_scale": scalar(1.0 if isinstance(scale, Absent) else scale)}, step)
         engine.step()
         engine.zero_grad()
     engine.close()
 
 
-def loss_scale(engine: Engine) -> Tensor:
-    """Return the engine's loss scale, or 1 if it has none."""
-    scale = engine.observe().loss_scale
-    return scalar(1.0 if isinstance(scale, Absent) else scale)
-
-
 def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean over ranks, or under a dynamic loss scale with those of ``full_grads()``."""
+    """Compare the gradients with the mean over ranks."""
     for step in range(STEPS):
-        if ctx.variant == SCALER:
-            scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
-            for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
-                found = comparison.mismatch
-                scaled = found is not None and found.actual == found.expected * scale
-                yield add_hint(comparison, SCALED_HINT) if scaled else comparison
-        else:
-            local = ctx.compute_local_grads(step)
-            yield from ctx.compare_losses(step, local)
-            yield from ctx.compare_reduced_grads("grads", [local], step, ctx.certify_exactness(range(step, step + 1)))
+        local = ctx.compute_local_grads(step)
+        yield from ctx.compare_losses(step, local)
+        yield from ctx.compare_reduced_grads("grads", [local], step, ctx.certify_exactness(range(step, step + 1)))
+
+
+def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients with those of ``full_grads()``, which other laws judge under a loss scale."""
+    for step in range(STEPS):
+        scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
+        for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
+            found = comparison.mismatch
+            is_scaled = found is not None and found.actual == found.expected * scale
+            yield add_hint(comparison, SCALED_HINT) if is_scaled else comparison
 
 
 def observe_read_grad_at_boundary(ctx: RankContext) -> None:
@@ -222,8 +223,18 @@ LAWS = (
         observe_read_grad,
         judge_read_grad,
         features=(Feature.READ_OUT,),
-        variants=(Variant(), Variant(CLIPPED, (Feature.CLIP,)), Variant(SCALER, (Feature.AUTOCAST_SCALER,))),
+        variants=(Variant(), Variant(CLIPPED, (Feature.CLIP,))),
         kept_because="the only law that reads gradients with the engine's own function",
+    ),
+    access_law(
+        "read_scaled_grad",
+        "a gradient that is read under a dynamic loss scale is the unscaled one that the step applies",
+        observe_read_scaled_grad,
+        judge_read_scaled_grad,
+        features=(Feature.READ_OUT, Feature.AUTOCAST_SCALER),
+        variants=(Variant(compares_engine_with_itself=True),),
+        dtypes=("fp32",),  # torch.autocast chooses the dtype of each operation
+        kept_because="the only law that reads gradients under a loss scale",
     ),
     access_law(
         "read_accumulated_grad",
