@@ -38,7 +38,7 @@ class TorchTensorAccess:
         return self._full_copy(self._model_state_dict()[name] if self._reads_state_dicts else self._param(name))
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        states = self._optimizer_state_dict()["state"] if self._reads_state_dicts else self._states()
+        states = self._optimizer_state_dict()["state"] if self._reads_state_dicts else self._state_by_parameter()
         state = states.get(name, {})
         return self._full_copy(state[key]) if state else None
 
@@ -95,7 +95,7 @@ class TorchTensorAccess:
             raise UsageError(f"parameter {name!r} has no gradient")
         return grad
 
-    def _states(self) -> Mapping[str, Mapping[str, Any]]:
+    def _state_by_parameter(self) -> Mapping[str, Mapping[str, Any]]:
         """Return the optimizer's state by parameter name."""
         return self._adapter.optimizer_states(self._optimizer, self._adapter.params)
 
