@@ -103,7 +103,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public API lazily: it loads torch."""
+    """Import a name of the public API on first use, because the import loads torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -87,7 +87,7 @@ class DeepSpeedEngine:
             self._engine: Any = initialize(deepspeed, model, config, ds_config)
         except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed refuses {ds_config}: {error}") from error
+            raise ConfigError(f"DeepSpeed does not accept the configuration {ds_config}: {error}") from error
         self.module: nn.Module = self._engine.module
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
         self._layout = self._reader.layout()
@@ -164,7 +164,7 @@ class DeepSpeedEngine:
     def load(self, path: Path) -> None:
         loaded_path, _ = self._engine.load_checkpoint(str(path))
         if loaded_path is None:
-            raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and world size")
+            raise UsageError(f"{path} contains no checkpoint that DeepSpeed can load at this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._reader.state_dict(self.module)

@@ -55,9 +55,14 @@ def offload_optimizer(device: str, **section: Any) -> dict[str, Any]:
     }
 
 
+_OFFLOAD_REFUSALS: Mapping[Feature, str] = {
+    Feature.MASTERS: "bf16_master_weights_and_grads with offloading 'requires ZeRO-2 Offload with DeepSpeedCPUAdam' "
+    "(stage_1_and_2.py, _enforce_cpu_offload)",
+}
+
 OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
-    "offload_optimizer": staged(SHARDED, offload_optimizer("cpu")),
-    "offload_unpinned": staged(SHARDED, offload_optimizer("cpu", pin_memory=False)),
+    "offload_optimizer": staged(SHARDED, offload_optimizer("cpu"), refuses=_OFFLOAD_REFUSALS),
+    "offload_unpinned": staged(SHARDED, offload_optimizer("cpu", pin_memory=False), refuses=_OFFLOAD_REFUSALS),
     "cpu_adam": staged(
         SHARDED,
         {**offload_optimizer("cpu"), CPU_ADAM: True},
@@ -125,12 +130,9 @@ STAGE_1_AND_2_OPTIONS: Mapping[str, StagedOption] = {
     "gather_bucket_2": staged(STAGES_1_AND_2, zero_optimization(allgather_bucket_size=2)),
     "no_grad_norm": staged(
         STAGES_1_AND_2,
-        zero_optimization(compute_grad_norm=False),
+        # DeepSpeed refuses it together with offloading, so it says where the optimizer is.
+        zero_optimization(compute_grad_norm=False, offload_optimizer={"device": "none"}),
         refuses={Feature.CLIP: "compute_grad_norm=false requires gradient_clipping=0"},
-        excludes=dict.fromkeys(
-            ("offload_optimizer", "offload_unpinned", "cpu_adam"),
-            "compute_grad_norm=false does not support optimizer offload",
-        ),
     ),
     "elastic_checkpoint": staged(STAGES_1_AND_2, zero_optimization(elastic_checkpoint=True)),
 }

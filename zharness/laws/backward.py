@@ -125,7 +125,7 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """A model output that is a dataclass, a container whose tensors torch does not find."""
+    """A model output that is a dataclass, which torch.utils._pytree treats as a leaf."""
 
     output: Tensor
     extra: Tensor
@@ -147,7 +147,7 @@ OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], 
 
 
 def outputs(participant: Participant) -> None:
-    """Train with outputs in every container while the loss uses one output, and finally with both outputs."""
+    """Train with the outputs in each kind of container and a loss of one output, and then with a loss of both."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
     packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
@@ -223,17 +223,17 @@ def backward_law(
 LAWS = (
     backward_law(
         engine_backward,
-        "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
+        "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
         kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
-        "loss.backward() is plain PyTorch's",
+        "loss.backward() gives plain PyTorch's gradients",
         kept_because="torch's own call, which an engine notices only by its hooks",
     ),
     backward_law(
         non_scalar,
-        "out.backward(g) is plain PyTorch's",
+        "out.backward(g) gives plain PyTorch's gradients",
         kept_because="the only backward that starts from a gradient that the caller passes",
     ),
     backward_law(
@@ -251,23 +251,23 @@ LAWS = (
     ),
     backward_law(
         auxiliary_loss,
-        "a loss that the forward computes on the side gives plain PyTorch's gradients too",
+        "an auxiliary loss that the forward computes gives plain PyTorch's gradients too",
         kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
     ),
     backward_law(
         without_grad,
-        "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
+        "forwards under no_grad and inference_mode give plain PyTorch's outputs and do not affect later gradients",
         kept_because="forwards under no_grad between a forward and its backward may overwrite state of modules",
     ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
+        "torch.autograd.grad of an output is plain PyTorch's, not divided for accumulation, and training stays right",
         accumulation=4,
         kept_because="gradients that train nothing: an engine that counts backwards may count them",
     ),
     backward_law(
         backward_inputs,
-        "loss.backward(inputs=[x]) is plain PyTorch's and adds nothing to a parameter's gradient",
+        "loss.backward(inputs=[x]) gives plain PyTorch's gradient of x and changes no parameter's gradient",
         kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
     backward_law(
@@ -277,7 +277,7 @@ LAWS = (
     ),
     backward_law(
         outputs,
-        "gradients are plain PyTorch's for every container of outputs, and whichever outputs are used",
+        "gradients are plain PyTorch's for outputs in every kind of container, also if a loss uses only some of them",
         kept_because="the only law that returns outputs in containers, some of them unused",
     ),
     backward_law(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -14,6 +15,7 @@ from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
@@ -22,7 +24,7 @@ def observe_ranks_agree(ctx: RankContext) -> None:
     """Train several steps, and record weights, state, buffers, norm, loss scale and skipped steps after each step."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
-        engine.backward(ctx.loss(engine, step))
+        ctx.train(engine, step)
         engine.step()
         engine.zero_grad()
         ctx.record("params", engine.full_params(), step)
@@ -61,8 +63,16 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
-    """Make one step without options, and one step for each combination of engine variants."""
-    for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.neutral_options)]):
+    """Make one step without further options, and one step for each combination of engine variants.
+
+    Variants that contradict the options of the cell are left out.
+    """
+    variants = {
+        name: options
+        for name, options in ctx.capabilities.neutral_options.items()
+        if are_options_compatible(ctx.config.options, options)
+    }
+    for row, options in enumerate([{}, *build_pairwise_rows(variants)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
@@ -96,12 +106,13 @@ LAWS = (
         tier=Tier.EXACT,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
         kept_because="needs no baseline: it holds for a model that no other law can run",
     ),
     variation_law(
         "config_invariance",
-        "the engine's variants, alone and in compatible pairs, change no number",
+        "engine variants, alone and in compatible pairs, do not change any result",
         observe_config_invariance,
         judge_config_invariance,
         features=(Feature.VARIANTS,),
