@@ -76,7 +76,7 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     """Return ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if config.options.get(LEAF_MODULES):
-        deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model))
+        deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
     if config.options.get(JSON_OPTIMIZER):
         return deepspeed.initialize(
             model=model,
@@ -104,17 +104,17 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
 
 
 def leaf_classes(model: nn.Module) -> Sequence[type[nn.Module]]:
-    """Return the classes of the outermost modules inside ``model`` that have children and a forward of their own.
+    """Return the classes of the modules inside ``model`` that have children and a forward of their own.
 
-    If there is no such module, this is the class of ``model`` itself.
+    The result is empty for a model without such modules.
     """
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    inner = [
+    inner = (
         type(module)
         for module in model.modules()
         if module is not model and any(module.children()) and not isinstance(module, containers)
-    ]
-    return tuple(dict.fromkeys(inner)) or (type(model),)
+    )
+    return tuple(dict.fromkeys(inner))
 
 
 def save_universal(engine: Any, path: Path) -> None:

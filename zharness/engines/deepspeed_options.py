@@ -150,7 +150,10 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     ),
     "leaf_modules": staged(STAGE_3, {LEAF_MODULES: True}, refuses=_LEAF_REFUSALS),
     "granularity_threshold": staged(
-        STAGE_3, zero_optimization(stage3_module_granularity_threshold=10**9), refuses=_LEAF_REFUSALS
+        STAGE_3,
+        zero_optimization(stage3_module_granularity_threshold=10**9),
+        refuses=_LEAF_REFUSALS,
+        changes_numbers="the whole model is a leaf module, whose gradients are wrong if its inputs need no gradient",
     ),
     "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2)),
     "torch_linear": staged(STAGE_3, zero_optimization(memory_efficient_linear=False)),
