@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Capabilities:
             return "the engine lists no variants in its capabilities"
         return self.refuses.get(feature)
 
-    @property
+    @cached_property
     def engine_options(self) -> Mapping[str, EngineOption]:
         """Return the named options, each as an EngineOption."""
         return {

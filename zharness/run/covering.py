@@ -72,7 +72,7 @@ def list_values(cell: Cell) -> tuple[Value, ...]:
     """Return the value of ``cell`` on each axis."""
     setting = cell_setting(cell.engine_variant)
     return (
-        *(("option", name) for name in setting.options or ("",)),
+        *(("option", name) for name in setting.options),
         ("stage", cell.stage),
         ("window", setting.window),
         ("call", setting.backward_call.value),
@@ -87,8 +87,8 @@ def list_pairs(cell: Cell) -> set[Pair]:
     return {frozenset((cell.law, value)) for value in values} | {frozenset(pair) for pair in combinations(values, 2)}
 
 
-def build_settings(axes: Axes, strength: int) -> list[Cell]:
-    """Return cells without a law that cover every ``strength`` compatible values of different axes."""
+def build_settings(axes: Axes) -> list[Cell]:
+    """Return cells without a law that cover every compatible pair of values."""
     options = ("", *axes.options)
     columns = (options, options, tuple(axes.claims_at), WINDOWS, tuple(BackwardCall), axes.world_sizes, axes.dtypes)
 
@@ -100,8 +100,18 @@ def build_settings(axes: Axes, strength: int) -> list[Cell]:
             return False
         return any(axes.are_compatible(stage, names) for stage in stages)
 
-    rows = AllPairs(columns, filter_func=is_compatible, n=min(strength, 3))
-    return [make_setting_cell(axes.engine, row) for row in rows]
+    cells = [make_setting_cell(axes.engine, row) for row in AllPairs(columns, filter_func=is_compatible)]
+    covered = set().union(*map(list_pairs, cells))
+    # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
+    defaults = (axes.world_sizes[0], axes.dtypes[0])
+    for stage, *names in product(axes.claims_at, options, options):
+        row = (*names, stage, WINDOWS[0], BackwardCall.ENGINE, *defaults)
+        if is_compatible(row[:3]):
+            cell = make_setting_cell(axes.engine, row)
+            if not list_pairs(cell) <= covered:
+                cells.append(cell)
+                covered |= list_pairs(cell)
+    return cells
 
 
 def list_option_names(row: Sequence[Any]) -> list[str]:
@@ -144,7 +154,7 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     At depth 2, the cells cover each pair of a law and a value. If ``laws`` are all laws, they also cover each pair of
     values. At depth 3, each law runs every setting of the array, so that each law meets each pair of values.
     """
-    settings = build_settings(axes, 2)
+    settings = build_settings(axes)
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
     covered: set[Pair] = set().union(*map(list_pairs, matrix))
