@@ -19,19 +19,28 @@ from torch import Tensor, nn
 
 from zharness.engines import preload_imports
 from zharness.engines.deepspeed_build import COALESCE, initialize, json_overrides, require_buildable, save_universal
-from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_at
+from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
 from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.options import merge_options
-from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
-from zharness.errors import ConfigError, EngineContractError, UsageError
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    EngineConfig,
+    Feature,
+    Observations,
+    Piece,
+    Reduction,
+)
+from zharness.errors import ConfigError, EngineContractError, EngineRefusal, UsageError
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
     """Build a DeepSpeed engine around ``model``. This is a collective.
 
-    Raises ConfigError for an unsupported configuration, and MissingEngine if DeepSpeed is not installed.
+    Raises ConfigError for a configuration that this adapter does not support, EngineRefusal for one that DeepSpeed
+    refuses, and MissingEngine if DeepSpeed is not installed.
     """
     if config.dtype not in CAPABILITIES.dtypes:
         raise ConfigError.unknown_name("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
@@ -72,7 +81,6 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self.capabilities = capabilities_at(config.stage)
         self._config = config
         self._caller_owns_accumulation = (
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
@@ -81,13 +89,17 @@ class DeepSpeedEngine:
         self._backward_count = 0
         params = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
+        self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
+        self._require_known_options()
         ds_config = json_config(config)
         self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
         try:
             self._engine: Any = initialize(deepspeed, model, config, ds_config)
         except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed does not accept the configuration {ds_config}: {error}") from error
+            raise EngineRefusal(
+                f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
+            ) from error
         self.module: nn.Module = self._engine.module
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
         self._layout = self._reader.layout()
@@ -183,6 +195,14 @@ class DeepSpeedEngine:
         self._coalesce_block.close()
         self._engine.destroy()
         self._global_state.restore()
+
+    def _require_known_options(self) -> None:
+        """Raise ConfigError for an option or a reduction that this release lacks; it would ignore most of them."""
+        reason = self.capabilities.unknown_option(self._config.options)
+        if self._config.reduction is Reduction.SUM:
+            reason = reason or self.capabilities.refusal(Feature.SUM) or ""
+        if reason:
+            raise ConfigError(f"got options that this release does not know: {reason}")
 
     def _prepare_accumulation(self) -> None:
         """Set the accumulation boundary before a forward or backward, or enter the block of the option ``COALESCE``.

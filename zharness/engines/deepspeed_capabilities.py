@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zharness.engines.deepspeed_options import options_at
+from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.protocol import Capabilities, Feature
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
@@ -60,6 +61,11 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that DeepSpeed refuses at ``stage``, and the options that it has there."""
+    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
     return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage))
+
+
+def capabilities_of_release(stage: int, release: str) -> Capabilities:
+    """Return the capabilities of DeepSpeed ``release`` at ``stage``."""
+    return restrict_to_release(capabilities_at(stage), release, stage)

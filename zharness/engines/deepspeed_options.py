@@ -100,18 +100,21 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
     "accumulate_fp32": staged(
         SHARDED,
         {"data_types": {"grad_accum_dtype": "fp32"}},
-        changes_numbers="gradients of a bf16 model are accumulated and reduced in fp32",
+        changes_numbers="gradients of a bf16 model are accumulated in fp32",
+        dtypes=frozenset({"bf16"}),
     ),
     "immediate_grad_update": staged(
         frozenset({1}),
         {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"immediate_grad_update": True}},
-        changes_numbers="gradients of a bf16 model are accumulated and reduced in fp32",
+        changes_numbers="gradients of a bf16 model are accumulated in fp32",
+        dtypes=frozenset({"bf16"}),
     ),
     "reduce_bf16": staged(
         frozenset({0, 1, 2, 3}),
         {"communication_data_type": "bf16"},
         changes_numbers="gradients are reduced in bf16",
         wires={"fp32": "bf16"},
+        dtypes=frozenset({"fp32"}),
         refuses={Feature.AUTOCAST: "torch_autocast determines the reduce dtype itself"},
     ),
     "reduce_fp32": staged(
@@ -119,6 +122,7 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
         {"communication_data_type": "fp32"},
         changes_numbers="gradients of a bf16 model are reduced in fp32",
         wires={"bf16": "fp32"},
+        dtypes=frozenset({"bf16"}),
     ),
 }
 
@@ -155,7 +159,7 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
         refuses=_LEAF_REFUSALS,
         changes_numbers="the whole model is a leaf module, whose gradients are wrong if its inputs need no gradient",
     ),
-    "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2)),
+    "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2), world_size_factor=2),
     "torch_linear": staged(STAGE_3, zero_optimization(memory_efficient_linear=False)),
     "sanity_checks": staged(STAGE_3, zero_optimization(enable_sanity_checks=True)),
 }

@@ -13,7 +13,7 @@ from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity.certificate import is_power_of_two
-from zharness.run.configuration import cell_setting, is_config_file, load_configuration
+from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
@@ -303,8 +303,11 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
-        if known[name].absent:
-            return f"this machine cannot run the option {name}: {known[name].absent}"
+        if refusal := known[name].refusal_at(cell.world_size, cell.dtype):
+            return f"this cell cannot set the option {name}: {refusal}"
+    unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
+    if unknown:
+        return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
 
