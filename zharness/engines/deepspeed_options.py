@@ -79,6 +79,11 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
     ),
 }
 
+# Bugs of 0.19.8 that change what training.config_invariance reads. That law would stop there and hide later bugs, so it
+# leaves the options out; other laws run with them (zharness/expected_failures/deepspeed_options.toml).
+_PREDIVIDED_TWICE = "at stage 3, gradients stay divided by a factor that equals the world size"
+_MISNAMED = "safe_get_full_grad and safe_get_full_fp32_param return the tensor of another parameter"
+
 # The factors of 2 and 4 are exact. At stages 2 and 3 DeepSpeed accepts them only without reduce-scatter, and with the
 # reduction of sums it ignores them.
 PREDIVISION_OPTIONS: Mapping[str, StagedOption] = {
@@ -86,6 +91,7 @@ PREDIVISION_OPTIONS: Mapping[str, StagedOption] = {
         f"predivide_by_{factor}": staged(
             frozenset({0, 1, 2, 3}),
             {"gradient_predivide_factor": float(factor), **zero_optimization(reduce_scatter=False)},
+            changes_numbers=_PREDIVIDED_TWICE if factor == 2 else "",
         )
         for factor in (2, 4)
     },
@@ -127,7 +133,9 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
 }
 
 STAGE_1_AND_2_OPTIONS: Mapping[str, StagedOption] = {
-    "round_robin_gradients": staged(STAGES_1_AND_2, zero_optimization(round_robin_gradients=True)),
+    "round_robin_gradients": staged(
+        STAGES_1_AND_2, zero_optimization(round_robin_gradients=True), changes_numbers=_MISNAMED
+    ),
     "parameter_alignment": staged(STAGES_1_AND_2, zero_optimization(parameter_alignment=True)),
     "single_rank_buckets": staged(STAGES_1_AND_2, zero_optimization(use_multi_rank_bucket_allreduce=False)),
     "gather_bucket_0": staged(STAGES_1_AND_2, zero_optimization(allgather_bucket_size=0)),
