@@ -165,6 +165,12 @@ def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_pa
     assert not [description for description in descriptions if description.startswith(needed.location)]
 
 
+@pytest.mark.parametrize("release", ["0.16.4", "0.18.8", "0.19.1", "0.19.5"])
+def test_an_entry_for_what_an_older_release_lacks_is_not_reported_there(release: str) -> None:
+    whole = plan(Request(engines=(f"deepspeed=={release}",), dtypes=tuple(DTYPES)), claims)
+    assert not describe_unmatched_failures(whole, claims)
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_expected_failure_matches_a_planned_cell(engine: str) -> None:
     assert not describe_unmatched_failures(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)

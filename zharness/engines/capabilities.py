@@ -8,6 +8,8 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from zharness.engines.option_keys import find_reason
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -111,6 +113,8 @@ class Capabilities:
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
+    - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
+      reason; the key of a section's entry is ``section.entry``.
     """
 
     stages: frozenset[int]
@@ -123,12 +127,17 @@ class Capabilities:
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
     scaled_sum: str = ""
+    unknown_options: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
         if feature is Feature.VARIANTS and not self.variants:
             return "the engine lists no variants in its capabilities"
         return self.refuses.get(feature)
+
+    def unknown_option(self, options: Mapping[str, Any]) -> str:
+        """Return the reason why this release does not know one of ``options``, or '' if it knows all of them."""
+        return find_reason(options, self.unknown_options)
 
     @cached_property
     def engine_options(self) -> Mapping[str, EngineOption]:

@@ -24,7 +24,7 @@ from zharness.engines.torch_checkpoint import (
 )
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
-from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
+from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel

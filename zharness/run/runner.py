@@ -27,6 +27,7 @@ from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
     apply_expected_failure,
+    apply_lacking_remedy,
     apply_remedy,
     make_failure_record,
     make_judged_record,
@@ -51,8 +52,8 @@ class WithheldPolicy(Enum):
 class Runner:
     """A runner that runs cells on one rank server for each engine and one server for the judges.
 
-    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
-    every server and rank.
+    Create it before any tensor operation of the process, since ranks are forked. On exit, the context
+    manager ends every server and rank.
     """
 
     def __init__(
@@ -141,6 +142,9 @@ class Runner:
         if expected is not None:
             record = apply_expected_failure(record, expected)
             if record.expected_failure and expected.documented:
+                lacking = self.claims(cell.engine, cell.stage).unknown_option(expected.remedy)
+                if lacking:
+                    return apply_lacking_remedy(record, expected, lacking)
                 remedied = self._run_once(cell, blank_record, expected.remedy, isolation)
                 record = apply_remedy(record, expected, remedied)
         return record

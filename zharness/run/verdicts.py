@@ -36,11 +36,14 @@ def verdict_of_rank_failure(cause: RankOutcome) -> Verdict:
 def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
     """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
 
-    An EngineContractError is ``fail``. Any other exception raised in the harness's own code is ``error``, except
-    RuntimeError: torch raises it for operands that it cannot take, also when the harness calls torch.
+    An EngineContractError is ``fail``, and an EngineRefusal is ``crash``, because the engine's own code raised it. Any
+    other exception raised in the harness's own code is ``error``, except RuntimeError: torch raises it for operands
+    that it cannot take, also when the harness calls torch.
     """
     if exception.endswith(".EngineContractError"):
         return Verdict.FAIL
+    if exception.endswith(".EngineRefusal"):
+        return Verdict.CRASH
     package = Path(zharness.__file__).parent
     file = Path(innermost_file)
     is_harness = file.is_relative_to(package) and file.relative_to(package).parts[0] not in PACKAGES_UNDER_TEST
@@ -132,6 +135,11 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
         expected_failure="",
         cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
     )
+
+
+def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
+    """Return ``record``, which stays an expected failure, with the reason why the release has no such remedy."""
+    return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
 def note_pool_difference(pooled: Record, fresh: Record) -> Record:
