@@ -9,7 +9,9 @@ from zharness.errors import UsageError
 from zharness.law_kit.law import Law
 from zharness.laws import (
     backward,
+    backward_outputs,
     checkpointing,
+    circumstances,
     double_backward,
     model,
     parameters,
@@ -26,11 +28,13 @@ LAW_MODULES = (
     training,
     parameters_any_order,
     backward,
+    backward_outputs,
     double_backward,
     torch_func,
     checkpointing,
     precision,
     parameters,
+    circumstances,
     state,
     resources,
     model,

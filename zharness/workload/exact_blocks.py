@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
+EXPERTS = 3
 MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
 
 Block = Callable[[Tensor], Tensor]
@@ -126,6 +127,30 @@ class OddParametersModel(BranchingModel):
         output = nn.functional.linear(hidden, self.by_attribute.weight) * largest + hidden @ self.transposed
         mixed = (self.narrow[:2].to(x.dtype) * self.wide[1:].to(x.dtype)).sum()
         return output * self.one + self.scalar + self.empty.sum() + mixed
+
+
+class ExpertsModel(nn.Module):
+    """A model that adds the outputs of those of its experts that the caller names, in the order of the names.
+
+    The model maps (..., 16) to (..., 16), with any leading dimensions. The forward's argument ``route`` has the indices
+    of the experts to use. No gradient depends on more than one layer's weights, so that several optimizer steps with a
+    learning rate of 1 remain exact. ``offset`` has one element, fewer than there are ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.offset = nn.Parameter(torch.ones(1))
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
+        self.last = nn.Linear(HIDDEN, WIDTH, bias=False)
+        make_ternary(self)
+
+    def forward(self, x: Tensor, route: Sequence[int] = tuple(range(EXPERTS))) -> Tensor:
+        hidden = torch.relu(self.first(x) + self.offset)
+        output: Tensor = self.last(hidden)
+        for index in route:
+            output = output + self.experts[index](hidden)
+        return output
 
 
 class LookupModel(nn.Module):

@@ -235,6 +235,14 @@ MODELS: dict[str, ModelSpec] = {
             exact=True,
         ),
         ModelSpec(
+            name="experts",
+            summary="an exact model of a list of layers, of which each forward uses the named ones in the named order",
+            build=exact_blocks.ExpertsModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
             name="lookup",
             summary="an exact model of a table with a sparse gradient, which looks up some rows several times",
             build=exact_blocks.LookupModel,
