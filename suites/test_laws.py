@@ -10,7 +10,7 @@ from zharness.run.record import Record
 ANY_ORDER = tuple(name for name in LAWS if name.endswith(".any_order"))
 
 
-def laws_of(*groups: str) -> tuple[str, ...]:
+def select_laws(*groups: str) -> tuple[str, ...]:
     """Return the names of the laws of these groups, without the long programs."""
     return tuple(name for name in LAWS if name.partition(".")[0] in groups and name not in ANY_ORDER)
 
@@ -18,17 +18,17 @@ def laws_of(*groups: str) -> tuple[str, ...]:
 # A sample of the whole matrix, which `zharness check --world-size 1,2,3,4 --dtype fp32,bf16,fp16` runs, and
 # `scripts/soak.py cells` with thousands of seeds, without the long programs. Laws of arithmetic run at every world size
 # on one model, because models differ by kernels and not by world size. The other laws differ by stage.
-TRAINING = laws_of("training")
+TRAINING = select_laws("training")
 ARITHMETIC = (*TRAINING, "double_backward.retained_then_zero_grad", "torch_func.grad", "torch_func.vmap_grad")
 WIDE = ("training.grads", "training.trajectory")
 # Laws that master weights and a narrow reduce dtype change.
 ROUNDED = tuple(
     f"training.{name}" for name in ("grads", "one_hot_rank", "trajectory", "accumulation", "clip_and_norm", "sgd_step")
 )
-OTHERS = laws_of(
+OTHERS = select_laws(
     *("backward", "double_backward", "torch_func", "checkpointing", "precision", "parameters", "state", "resources")
 )
-THIRDS = ("backward", "state.resume", "state.reshard", *laws_of("parameters"))
+THIRDS = ("backward", "state.resume", "state.reshard", *select_laws("parameters"))
 # Engines whose cells cost the most train two models here: a small one and a transformer.
 COSTLY = ("mlp", "transformer")
 

@@ -18,13 +18,14 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
 ``suites/meta/test_map.py`` compares them with a traced run.
 
-1. The command. ``cli/__init__.py`` and ``cli/options.py`` parse it; ``world/launch.py`` detects torchrun;
-   ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
+1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it; ``world/launch.py`` detects
+   torchrun; ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
    (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
    (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
    (``engines/protocol.py``, ``engines/capabilities.py``, ``engines/reference.py``), ``run/configuration.py`` reads
-   a DeepSpeed JSON, and ``run/unmatched_failures.py`` finds expected failures that match no cell.
+   a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and ``run/unmatched_failures.py`` finds
+   expected failures that match no cell. Without a pattern, cells that cover pairs are added: see ``run/covering.py``.
 3. The ranks. ``releases/rank_environment.py``, ``releases/release_environment.py`` and ``engines/rank_environment.py``
    determine what a rank server imports. ``run/runner.py`` runs one cell at a time: ``world/server.py`` and
    ``world/pools.py`` fork a team (``world/team.py``) of ranks (``world/rank.py``) within the machine's limits
@@ -55,6 +56,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
 8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
    ``run/record.py`` is the JSON line. ``run/outcomes.py`` has the exit code; ``report/matrix.py``,
+   ``report/engine_names.py``,
    ``report/sensitivity.py`` and ``report/failures.py`` render, ``step_summary.py`` writes to GitHub.
 
 [Note: a test from marker to verdict]
@@ -103,7 +105,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public API lazily: it loads torch."""
+    """Import a name of the public API on first use, because the import loads torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,4 +1,4 @@
-"""``python -m zharness``, for launchers that run a module, such as torchrun."""
+"""Run the command line for ``python -m zharness``, which launchers that run a module use, such as torchrun."""
 
 from zharness.cli import main
 

@@ -88,7 +88,7 @@ def importable_engine_name(factory: EngineFactory | str) -> str:
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not factory:
         raise UsageError(
-            f"got the factory {factory!r}, which ranks cannot import; "
+            f"ranks cannot import the factory {factory!r}; "
             "expected a function or class at the top level of a module, or its path 'package.module:factory'"
         )
     return f"{module}:{name}"

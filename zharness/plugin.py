@@ -37,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the cells of this engine: NAME, NAME==RELEASE, NAME@CHECKOUT or module:factory",
     )
     group.addoption("--stage", default="", help="run only the cells of these ZeRO stages, for example 0,1,2,3")
-    group.addoption("--variant", default="", help="run the cells with the engine variant of this name")
+    group.addoption(
+        "--variant", default="", help="run the cells with this engine variant, a named set of engine options"
+    )
     group.addoption(
         "--expected-failures",
         "--excuses",
@@ -45,23 +47,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         dest="excuses",
         metavar="FILE",
-        help="a TOML file of your expected failures; may be repeated",
+        help="a TOML file of failures that you expect; may be repeated",
     )
-    group.addoption("--cell-timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
+    group.addoption(
+        "--cell-timeout",
+        type=float,
+        default=120.0,
+        help="time limit for the ranks of one cell, in seconds (default: %(default)s)",
+    )
     group.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order that SEED determines")
     ranks = parser.getgroup("ranks", "tests on several ranks (marker world_size)")
     ranks.addoption(
         "--isolation",
         choices=["fresh", "pooled"],
         default="fresh",
-        help="fork new ranks for every test, or reuse a rank pool for several tests (%(default)s)",
+        help="fresh: fork new ranks for every test; pooled: reuse ranks for several tests (default: %(default)s)",
     )
-    ranks.addoption("--rank-timeout", type=seconds, default=60.0, help="seconds for one test on ranks (%(default)s)")
+    ranks.addoption(
+        "--rank-timeout",
+        type=seconds,
+        default=60.0,
+        help="time limit for one test on several ranks, in seconds (default: %(default)s)",
+    )
     ranks.addoption(
         "--collectives",
         choices=["checked", "trusted"],
         default="checked",
-        help="checked: compare every collective across the ranks before it runs, up to 16 ranks (%(default)s)",
+        help="checked: before each collective, check that all ranks call the same one (up to 16 ranks); "
+        "trusted: do not check (default: %(default)s)",
     )
     ranks.addoption(
         "--pdb-rank",
@@ -89,10 +102,11 @@ MARKERS = (
     'cells(engine, world_sizes=(2,), dtypes=("fp32",), laws=(), models=(), stages=(), variant=""): parametrize the '
     "fixture `cell` with every planned cell of an engine",
     "world_size(2, 4): run the test and its fixtures on 2 ranks, then on 4 ranks",
-    'isolation("fresh" or "pooled", group="kept", "new" or "none"): ranks and process group of this test; overrides '
-    "--isolation",
-    "rank_timeout(S): seconds for this test on ranks; overrides --rank-timeout",
-    'collectives("checked" or "trusted"): whether to compare the collectives of this test; overrides --collectives',
+    'isolation("fresh" or "pooled", group="kept", "new" or "none"): run this test on new ranks or on reused ones, and '
+    "with a reused, a new or no process group; overrides --isolation",
+    "rank_timeout(S): limit the time of this test on ranks to S seconds; overrides --rank-timeout",
+    'collectives("checked" or "trusted"): whether to check that all ranks of this test call the same collectives; '
+    "overrides --collectives",
     'warm("deepspeed"): fork the ranks of this test from a server that has imported this engine',
 )
 

@@ -13,7 +13,7 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 MAX_SUMMARY_BYTES = 1 << 20
 MAX_CLOSING_BYTES = 64  # bytes reserved to close an open code fence and <details> blocks
 DETAILS_END = "</details>"
-TRUNCATION_NOTICE = "\n\n... cut here: a step's summary has at most 1 MiB\n"
+TRUNCATION_NOTICE = "\n\n... the rest is omitted: the summary of a step has at most 1 MiB\n"
 
 
 def append_section(title: str, *parts: str) -> None:

@@ -100,7 +100,9 @@ def verify(
     determine, and for a configuration that the engine refuses.
     """
     if is_rank():
-        raise UsageError("verify() starts its own ranks; call it outside of a test that runs on ranks")
+        raise UsageError(
+            "verify() starts its own ranks, so it cannot be called in a test that runs on ranks; call it elsewhere"
+        )
     began = time.monotonic()
     options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
     name = register_model(model, batch, loss)

@@ -48,8 +48,8 @@ def test_optional_methods_are_found_also_behind_a_wrapper(engine_class: type, un
 @pytest.mark.parametrize(
     ("require", "message"),
     [
-        (require_gathered, r"TorchEngine claims Feature\.EDITS and has no method gathered\(\)"),
-        (require_load_universal, r"claims Feature\.UNIVERSAL_CHECKPOINT and has no method load_universal\(\)"),
+        (require_gathered, r"TorchEngine claims Feature\.EDITS but has no method gathered\(\)"),
+        (require_load_universal, r"claims Feature\.UNIVERSAL_CHECKPOINT but has no method load_universal\(\)"),
     ],
 )
 def test_a_claimed_feature_without_its_method_breaks_the_contract(require: Any, message: str) -> None:

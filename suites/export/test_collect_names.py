@@ -38,7 +38,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     read_source.cache_clear()
 
 
-def script_of(collection: DefinitionCollection, folder: Path) -> dict[str, Any]:
+def execute_script(collection: DefinitionCollection, folder: Path) -> dict[str, Any]:
     """Run a script of the collected definitions and return its globals."""
     path = folder / "script.py"
     path.write_text("\n\n".join([*collection.imports.values(), *collection.texts.values()]))
@@ -54,7 +54,7 @@ def test_two_constants_spelled_alike_are_two_where_their_words_mean_two_things(w
     write(a="BASE = 1\nLIMIT = 3 * BASE\n", b="BASE = 7\nLIMIT = 3 * BASE\n")
     collection = DefinitionCollection()
     assert added(collection, "a.LIMIT", "b.LIMIT") == ["LIMIT", "b_LIMIT"]
-    script = script_of(collection, tmp_path)
+    script = execute_script(collection, tmp_path)
     assert (script["LIMIT"], script["b_LIMIT"]) == (3, 21)
 
 
@@ -78,7 +78,7 @@ def test_two_constants_spelled_alike_may_speak_of_themselves(write: Write, tmp_p
     write(a=f"BASE = 1\n{text}", b=f"BASE = 7\n{text}")
     collection = DefinitionCollection()
     assert added(collection, "a.SUM", "b.SUM") == ["SUM", "b_SUM"]
-    script = script_of(collection, tmp_path)
+    script = execute_script(collection, tmp_path)
     assert (script["SUM"](3), script["b_SUM"](3)) == (3, 21)
 
 
@@ -98,7 +98,7 @@ def test_the_same_name_of_three_modules_is_three_names(write: Write, tmp_path: P
     assert told == ["told", "command_told", "command_told_2"]
     assert added(collection, "doctor.command.told", "export.command.told") == told[1:], "what it was called before"
     asked = added(collection, "checks.asked", "doctor.command.asked", "export.command.asked")
-    script = script_of(collection, tmp_path)
+    script = execute_script(collection, tmp_path)
     assert [script[name]() for name in [*told, *asked]] == [1, 2, 3, 1, 2, 3]
 
 
@@ -134,7 +134,7 @@ def test_a_second_definition_is_not_called_what_its_module_calls_another(
     collection = DefinitionCollection()
     called = added(collection, "a.told", *order)
     assert len(set(called)) == 3
-    script = script_of(collection, tmp_path)
+    script = execute_script(collection, tmp_path)
     assert [script[name] for name in called] == ([1, 2, 3] if order[0] == "b.told" else [1, 3, 2])
 
 
@@ -195,7 +195,7 @@ def test_what_is_told_within_a_function_alone_is_left_as_it_is(write: Write, tmp
     collection = DefinitionCollection()
     added(collection, "a.told", "b.told", "b.asked")
     assert collection.texts["asked"] == inner.strip()
-    assert script_of(collection, tmp_path)["asked"]() == 5
+    assert execute_script(collection, tmp_path)["asked"]() == 5
 
 
 def test_a_method_may_call_the_renamed_function_that_has_its_name(write: Write, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_method_may_call_the_renamed_function_that_has_its_name(write: Write, 
     write(a="told = 1\n", b=f"def told():\n    return 2\n\n\n{text}")
     collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
-    assert script_of(collection, tmp_path)["Asked"]().told() == 2
+    assert execute_script(collection, tmp_path)["Asked"]().told() == 2
 
 
 @pytest.mark.parametrize(("value", "right"), [("5", 5), ("told", 2), ("c.told", 3)])
@@ -212,7 +212,7 @@ def test_a_field_keeps_the_name_that_its_class_gave_it(write: Write, tmp_path: P
     write(a="told = 1\n", b=f"from zharness.sketch import c\n\ntold = 2\n\n\n{text}", c="told = 3\n")
     collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
-    asked = script_of(collection, tmp_path)["Asked"]()
+    asked = execute_script(collection, tmp_path)["Asked"]()
     assert (asked.told, asked.asked()) == (right, 2)
 
 
@@ -220,7 +220,7 @@ def test_what_a_class_body_reads_before_it_has_that_name_is_its_module_s(write: 
     write(a="told = 1\n", b="told = 2\n\n\nclass Asked:\n    other = told\n    told = told\n")
     collection = DefinitionCollection()
     added(collection, "a.told", "b.Asked")
-    asked = script_of(collection, tmp_path)["Asked"]
+    asked = execute_script(collection, tmp_path)["Asked"]
     assert (asked.other, asked.told) == (2, 2)
 
 
@@ -228,7 +228,7 @@ def test_a_class_s_field_may_be_called_as_what_a_module_has(write: Write, tmp_pa
     write(a="told = 1\n", b="from zharness.sketch import a\n\n\nclass Asked:\n    told: int = a.told\n")
     collection = DefinitionCollection()
     added(collection, "b.Asked")
-    assert script_of(collection, tmp_path)["Asked"].told == 1
+    assert execute_script(collection, tmp_path)["Asked"].told == 1
 
 
 @pytest.mark.parametrize("loop", ["for told in range(3): pass", "for told in range(3): other = told"])

@@ -38,11 +38,11 @@ from zharness.run.record import Record, Verdict
 ENGINES = ("reference", "ddp", "zero1", "fsdp2", "deepspeed")
 
 
-def record_of(case: Cell, verdict: Verdict = Verdict.FAIL, cause: str = "step 0: wrong") -> Record:
+def make_record(case: Cell, verdict: Verdict = Verdict.FAIL, cause: str = "step 0: wrong") -> Record:
     return Record(case, 0, verdict, "1.0", "2.13", cause=cause)
 
 
-def claims_of(engine: str, stage: int) -> engines.Capabilities:
+def get_claims(engine: str, stage: int) -> engines.Capabilities:
     claims = engines.capabilities(engine, stage)
     assert claims is not None
     return claims
@@ -52,7 +52,7 @@ def cells_to_export(whole: bool) -> list[Cell]:
     """Return one cell of every law with a short script (``whole``: a long one), on the engines in turn, at the top
     stage.
     """
-    planned = plan(Request(engines=ENGINES), claims_of)
+    planned = plan(Request(engines=ENGINES), get_claims)
     found: list[Cell] = []
     for number, check in enumerate(
         check for check in LAWS.values() if bool(explain_long_script(check, "fp32")) == whole
@@ -77,7 +77,7 @@ def asked_of_engines(text: str) -> set[str]:
     return named - {"module", "rank", "seen"}
 
 
-def methods_of(name: str, text: str) -> set[str]:
+def find_methods(name: str, text: str) -> set[str]:
     """Return the methods of a script's classes with that name."""
     classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name]
     return {inner.name for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)}
@@ -89,10 +89,10 @@ def twice_defined(text: str) -> list[str]:
     return [name for name, count in counts.items() if count > 1 and f"class {name}({name}):" not in text]
 
 
-def scripts_of(cases: list[Cell], folder: Path) -> Iterator[tuple[Cell, str]]:
+def write_scripts(cases: list[Cell], folder: Path) -> Iterator[tuple[Cell, str]]:
     """Yield the script of each cell, then check all in ``folder`` for undefined and unused names."""
     for number, case in enumerate(cases):
-        script = render_cell_script(record_of(case), claims_of(case.engine, case.stage), "x.py")
+        script = render_cell_script(make_record(case), get_claims(case.engine, case.stage), "x.py")
         path = folder / f"{number}.py"
         path.write_text(script.text)
         assert parse_repro(path).signature == script.signature
@@ -112,15 +112,15 @@ def scripts_of(cases: list[Cell], folder: Path) -> Iterator[tuple[Cell, str]]:
 def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_names(tmp_path: Path) -> None:
     cases = cells_to_export(whole=False)
     assert len(cases) > 50
-    for case, text in scripts_of(cases, tmp_path):
+    for case, text in write_scripts(cases, tmp_path):
         made = "Engine" if is_self_comparison(LAWS[case.law].steps) else "Plain"
-        assert asked_of_engines(text) <= methods_of(made, text), case.id
+        assert asked_of_engines(text) <= find_methods(made, text), case.id
 
 
 def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> None:
     cases = cells_to_export(whole=True)
     assert len(cases) > 20
-    for case, text in scripts_of(cases, tmp_path):
+    for case, text in write_scripts(cases, tmp_path):
         judge = LAWS[case.law].judge.__name__
         assert f"def {judge}(" in text, case.id
         assert f"\njudge = {judge}\n" in text, case.id
@@ -129,7 +129,7 @@ def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[ddp-zero0-w2-fp16-mlp]"])
 def test_a_cell_with_more_than_its_plain_side_can_tell_has_its_law_s_judge(text: str) -> None:
     case = Cell.parse(text)
-    assert "def judge_" in render_cell_script(record_of(case), claims_of(case.engine, case.stage), "x.py").text
+    assert "def judge_" in render_cell_script(make_record(case), get_claims(case.engine, case.stage), "x.py").text
 
 
 def ended(text: str, folder: Path) -> tuple[int, str]:
@@ -143,7 +143,7 @@ def ended(text: str, folder: Path) -> tuple[int, str]:
 
 def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tmp_path: Path) -> None:
     case = Cell.parse("training.sgd_step[ddp-zero0-w1-fp32-mlp]")
-    script = render_cell_script(record_of(case, Verdict.PASS, ""), claims_of("ddp", 0), "x.py")
+    script = render_cell_script(make_record(case, Verdict.PASS, ""), get_claims("ddp", 0), "x.py")
     assert ended(script.text, tmp_path) == (0, script.success_line)
     step = "self._optimizer.step()"
     assert script.text.count(step) == 1
@@ -176,12 +176,12 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
 
 
 def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:
-    record = record_of(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    record = make_record(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
     assert is_faithful(record, ScriptResult(REPRODUCED, "x"))
     assert not is_faithful(record, ScriptResult(NOT_REPRODUCED, "x"))
     assert not is_faithful(record, ScriptResult("failed otherwise", "x"))
-    assert not is_faithful(record_of(record.cell, Verdict.PASS), ScriptResult(REPRODUCED, "x"))
-    died = record_of(record.cell, Verdict.CRASH, "rank 0 was ended by a signal: SIGSEGV")
+    assert not is_faithful(make_record(record.cell, Verdict.PASS), ScriptResult(REPRODUCED, "x"))
+    died = make_record(record.cell, Verdict.CRASH, "rank 0 was ended by a signal: SIGSEGV")
     assert is_faithful(died, ScriptResult("failed otherwise", "Signal 11 (SIGSEGV)"))
 
 
@@ -195,20 +195,20 @@ def test_the_list_says_of_every_law_what_its_script_is() -> None:
 def test_the_signature_of_a_crash_is_the_part_of_its_words_that_stays() -> None:
     case = Cell.parse("torch_func.vjp[deepspeed-zero1-w2-fp32-mlp]")
     cause = "rank 1 raised: RuntimeError: The size of tensor a (0) must match the size of tensor b (5)"
-    assert extract_signature(record_of(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
-    assert extract_signature(record_of(case)) == "plain PyTorch gives"
+    assert extract_signature(make_record(case, Verdict.CRASH, cause)) == "RuntimeError: The size of tensor a"
+    assert extract_signature(make_record(case)) == "plain PyTorch gives"
 
 
 def test_the_signature_of_a_wrong_number_is_the_name_of_what_is_wrong() -> None:
-    found = record_of(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
+    found = make_record(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
     wrong = Mismatch(0, Part.REDUCTION, "first.weight", (1,), None, 0, 0, 1.0, 2.0, 0.0, 1, 1, 1)
     assert extract_signature(replace(found, divergence=wrong)) == "first.weight"
 
 
 def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_engine_declares() -> None:
     case = Cell.parse("training.grads[deepspeed-zero1-w2-bf16-mlp]")
-    claims = claims_of("deepspeed", 1)
-    text = render_cell_script(record_of(case), claims, "x.py").text
+    claims = get_claims("deepspeed", 1)
+    text = render_cell_script(make_record(case), claims, "x.py").text
     assert "DTYPE = torch.bfloat16" in text
     assert f"REDUCE_DTYPE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
     assert 'EngineConfig(stage=1, dtype="bf16"' in text
@@ -223,19 +223,19 @@ def test_a_script_compares_bitwise_where_weights_stay_integers_and_nothing_divid
     check: str, variant: str, exact: bool
 ) -> None:
     case = Cell.parse(f"training.{check}[ddp-zero0-w2-fp32-exact{variant}]")
-    assert f"EXACT = {exact}" in render_cell_script(record_of(case), claims_of("ddp", 0), "x.py").text
+    assert f"EXACT = {exact}" in render_cell_script(make_record(case), get_claims("ddp", 0), "x.py").text
 
 
 def test_a_law_that_moves_weights_is_written_in_bf16_with_the_weights_that_the_optimizer_has() -> None:
     case = Cell.parse("training.trajectory[deepspeed-zero1-w2-bf16-mlp-sgd]")
-    text = render_cell_script(record_of(case), claims_of("deepspeed", 1), "x.py").text
+    text = render_cell_script(make_record(case), get_claims("deepspeed", 1), "x.py").text
     assert "safe_get_full_fp32_param" in text
     assert "Return the optimizer's weights in the model's dtype." in text
 
 
 def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_too() -> None:
     case = Cell.parse("training.grads[fsdp2-zero3-w2-fp32-suites.model.tiny:perceptron]")
-    text = render_cell_script(record_of(case), claims_of("fsdp2", 3), "x.py").text
+    text = render_cell_script(make_record(case), get_claims("fsdp2", 3), "x.py").text
     assert "OPTIONS = {'grouping': 'block'}" in text
     assert "module.register_forward_pre_hook(insert_junction, with_kwargs=True)" in text
     assert "class Junction(torch.autograd.Function)" in text
@@ -243,7 +243,7 @@ def test_a_user_s_model_on_fsdp2_has_the_nodes_of_its_groups_in_the_plain_side_t
 
 def test_what_is_saved_is_held_against_the_engine_itself() -> None:
     case = Cell.parse("state.resume[deepspeed-zero2-w2-fp32-mlp-sgd]")
-    text = render_cell_script(record_of(case), claims_of("deepspeed", 2), "x.py").text
+    text = render_cell_script(make_record(case), get_claims("deepspeed", 2), "x.py").text
     assert 'BASELINE_NAME = "the engine that never stopped"' in text
     assert "class Plain" not in text
 

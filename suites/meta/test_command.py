@@ -161,7 +161,7 @@ WRONG = {
     "no time at all": (["--timeout", "0"], ["0.0 is not in the range"]),
     "a page that cannot be written": (["--html", "/no/such/place"], ["cannot write '/no/such/place'"]),
     "an unknown option": (["--colour"], ["No such option"]),
-    "an unknown variant": (["--variant", "fast"], ["unknown variant of engine 'reference' 'fast'", "tiny_buckets"]),
+    "an unknown variant": (["--variant", "fast"], ["unknown variant of engine 'reference': 'fast'", "tiny_buckets"]),
     "a file of expected failures that is not there": (
         ["--expected-failures", "/no/such/file"],
         ["cannot read expected failures from '/no/such/file'"],

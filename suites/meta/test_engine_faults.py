@@ -31,11 +31,11 @@ CHANGES = {  # with the law and model of a cell whose model has what the engine 
     ),
 }
 BUILD_ERRORS = {
-    "changes_weights_inside": "full_params() of the engine of '{}': the engine changed the initial weights of 'first",
-    "wrong_names": "full_grads() of the engine of '{}': full_grads has the wrong names: missing",
-    "wrong_shapes": "full_grads['first.weight']: the engine returned shape (",
-    "returns_nothing": "full_grads: the engine returned a NoneType, expected a dictionary",
-    "renames": "the model's state dict, once the engine has it, has the wrong names: missing none, unknown ['steps']",
+    "changes_weights_inside": "full_params() of engine '{}': the engine changed the initial weights of 'first",
+    "wrong_names": "full_grads() of engine '{}': full_grads has the wrong names: missing",
+    "wrong_shapes": "full_grads['first.weight']: the engine returned the shape (",
+    "returns_nothing": "full_grads: the engine returned a NoneType; expected a dictionary",
+    "renames": "the model's state dict, after the engine was built, has the wrong names: missing none, unknown",
     "stops_training": "the engine changed the training flag of first",
     "freezes": "the engine changed requires_grad of 'first.weight'; only the caller may choose which parameters train",
     "lacks_a_method": "returned a LacksAMethod, which is not an Engine: missing save; zharness.engines.Engine",

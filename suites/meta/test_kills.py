@@ -20,7 +20,7 @@ from zharness.run import Record, Verdict
 from zharness.run.record import open_record_file
 
 
-def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
+def make_record(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
     target = mutant.targets[number]
     divergence = None
     if target.part is not None and verdict is Verdict.FAIL:
@@ -29,7 +29,7 @@ def record_of(mutant: Mutant, verdict: Verdict, number: int = 0) -> Record:
     return Record(make_target_cell(mutant, target), 0, verdict, "1", "2", divergence=divergence, cause=target.cause)
 
 
-def matrix_of(*records: Record) -> KillMatrix:
+def make_matrix(*records: Record) -> KillMatrix:
     names = {record.cell.engine for record in records}
     mutants = tuple(mutant for mutant in MUTANTS.values() if mutant.engine in names)
     return KillMatrix(mutants, ("training.grads", "training.trajectory"), records)
@@ -39,42 +39,42 @@ NEVER, LATE = MUTANTS["never_reduces"], MUTANTS["wrong_epsilon"]
 
 
 def test_a_mutant_that_no_law_kills_survives_and_the_exit_code_is_1() -> None:
-    matrix = matrix_of(record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.PASS))
+    matrix = make_matrix(make_record(NEVER, Verdict.FAIL), make_record(LATE, Verdict.PASS))
     assert matrix.killers_by_mutant() == {"never_reduces": ("training.grads",), "wrong_epsilon": ()}
     assert matrix.survivors() == [LATE]
     assert matrix.sole_kills_by_law() == {"training.grads": ("never_reduces",), "training.trajectory": ()}
     assert matrix.exit_code() == 1
-    assert matrix_of(record_of(NEVER, Verdict.FAIL)).exit_code() == 0
+    assert make_matrix(make_record(NEVER, Verdict.FAIL)).exit_code() == 0
 
 
 def test_each_kind_of_fault_is_counted_with_its_least_and_its_median_number_of_killers() -> None:
-    both = (record_of(NEVER, Verdict.FAIL), record_of(MUTANTS["leaves_out_the_last_rank"], Verdict.PASS))
-    rows = render_fault_kinds_table(matrix_of(*both)).splitlines()[2:]
+    both = (make_record(NEVER, Verdict.FAIL), make_record(MUTANTS["leaves_out_the_last_rank"], Verdict.PASS))
+    rows = render_fault_kinds_table(make_matrix(*both)).splitlines()[2:]
     assert [row.split()[-4:] for row in rows] == [["2", "1", "0", "0"]]
-    (only,) = render_fault_kinds_table(matrix_of(both[0])).splitlines()[2:]
+    (only,) = render_fault_kinds_table(make_matrix(both[0])).splitlines()[2:]
     assert only.startswith(NEVER.kind.value)
     assert only.split()[-4:] == ["1", "1", "1", "1"]
 
 
 def test_an_error_of_the_harness_kills_no_mutant() -> None:
-    matrix = matrix_of(record_of(NEVER, Verdict.ERROR))
+    matrix = make_matrix(make_record(NEVER, Verdict.ERROR))
     assert matrix.survivors() == [NEVER]
     assert matrix.exit_code() == 3
 
 
 def test_a_first_divergence_is_right_if_it_names_the_part_and_the_parameter() -> None:
-    right = record_of(MUTANTS["forgets_a_parameter"], Verdict.FAIL)
+    right = make_record(MUTANTS["forgets_a_parameter"], Verdict.FAIL)
     assert right.divergence is not None
     wrong = replace(right, divergence=replace(right.divergence, parameter="second.weight"))
-    assert matrix_of(right).check_named_divergences() == (1, [])
-    killed_count, messages = matrix_of(wrong).check_named_divergences()
+    assert make_matrix(right).check_named_divergences() == (1, [])
+    killed_count, messages = make_matrix(wrong).check_named_divergences()
     assert killed_count == 1
     assert "expected reduction of first.weight" in messages[0]
 
 
 def test_a_killed_run_is_resumed_from_its_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "kills.jsonl"
-    first, second = record_of(NEVER, Verdict.FAIL), record_of(LATE, Verdict.FAIL)
+    first, second = make_record(NEVER, Verdict.FAIL), make_record(LATE, Verdict.FAIL)
     with open_record_file(path) as file:
         file.add(first)
     partial = tmp_path / "kills.jsonl.partial"
@@ -114,18 +114,18 @@ def test_the_bound_of_one_event_in_twenty_is_the_tabulated_one() -> None:
 
 
 def test_cells_at_tier_x_or_s_are_counted() -> None:
-    passed = record_of(LATE, Verdict.PASS)
+    passed = make_record(LATE, Verdict.PASS)
     tiers = [replace(passed, tier=tier) for tier in ("X", "S", "C", None)]
     assert make_clean_record([*tiers, replace(passed, tier="X", expected_failure="#1")]).bounded_count == 2
 
 
 def test_an_expected_failure_is_neither_clean_nor_a_false_alarm() -> None:
-    broken = record_of(NEVER, Verdict.FAIL)
+    broken = make_record(NEVER, Verdict.FAIL)
     records = [
-        record_of(LATE, Verdict.PASS),
+        make_record(LATE, Verdict.PASS),
         broken,
         replace(broken, expected_failure="#1"),
-        record_of(LATE, Verdict.ERROR),
+        make_record(LATE, Verdict.ERROR),
     ]
     found = make_clean_record(records)
     assert (found.judged_count, found.false_alarms, found.expected_failure_count, len(found.errors)) == (

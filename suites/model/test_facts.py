@@ -26,7 +26,7 @@ from zharness.workload import model_spec
 from zharness.workload.user_model import register_factory, user_model_spec
 
 
-def facts_of(factory: Callable[[], Any]) -> Any:
+def collect_facts(factory: Callable[[], Any]) -> Any:
     """Measure the model that ``factory`` builds."""
     register_factory("handed.over:facts", factory)
     user_model_spec.cache_clear()
@@ -46,10 +46,10 @@ def dropping() -> Any:
 
 
 def test_dropout_is_seeded_and_detected() -> None:
-    found = facts_of(dropping)
+    found = collect_facts(dropping)
     assert found.draws_random_numbers
     assert (found.parameters, found.trained_parameters, found.parameter_bytes) == (32, 32, 128)
-    assert not facts_of(lambda: (nn.Linear(3, 8), draw, score)).draws_random_numbers
+    assert not collect_facts(lambda: (nn.Linear(3, 8), draw, score)).draws_random_numbers
 
 
 def test_dropout_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
@@ -58,7 +58,7 @@ def test_dropout_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
     claims = replace(reference, own_kernels={3: "a linear of its own"})
     check_request = ModelCheckRequest("suites.model.tiny:perceptron", stages=(3,))
     cells = plan_model_cells(
-        check_request.build_request(), check_request, facts_of(dropping), lambda _engine, _stage: claims
+        check_request.build_request(), check_request, collect_facts(dropping), lambda _engine, _stage: claims
     )
     reasons = {cell.cell.law: cell.unsupported_reason for cell in cells}
     assert "draw other random numbers" in reasons["training.kernels"]
@@ -119,17 +119,17 @@ UNSEEDED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_model_that_cannot_be_judged_is_refused(what: str) -> None:
     factory, message = UNSEEDED[what]
     with pytest.raises(UsageError, match=message):
-        facts_of(factory)
+        collect_facts(factory)
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_with_a_remedy() -> None:
-    found = facts_of(dropping)
+    found = collect_facts(dropping)
     assert not explain_too_large(found, 2, 1e12)
     assert "use fewer ranks, fewer layers" in explain_too_large(found, 2, 1e6)
 
 
 def test_a_larger_model_and_fewer_lanes_take_longer() -> None:
-    small = facts_of(dropping)
+    small = collect_facts(dropping)
     large = replace(small, parameter_bytes=2**30)
     assert large.estimate_time(15, 0, 2, 1, 2) > small.estimate_time(15, 0, 2, 1, 2)
     one_lane, two_lanes = large.estimate_time(15, 0, 2, 1, 2), large.estimate_time(15, 0, 2, 2, 2)
@@ -203,7 +203,7 @@ def test_a_configuration_that_no_law_can_use_is_refused_by_its_key(config: dict[
         (["gpt2"], "expected package.module:factory"),
         (["no_such_module:factory"], "cannot import 'no_such_module'"),
         (["suites.model.tiny:perceptron", "--config", "ds.yaml"], "whose name ends in .json"),
-        (["suites.model.tiny:perceptron", "--config", "no.json"], "is not a readable JSON file"),
+        (["suites.model.tiny:perceptron", "--config", "no.json"], "as a JSON file"),
     ],
 )
 def test_the_command_reports_wrong_input_before_it_starts_anything(arguments: list[str], message: str) -> None:

@@ -100,7 +100,7 @@ def test_an_engine_that_dies_while_it_is_built_fails_the_law_model_configured() 
     (crashed,) = [record for record in found.records if record.verdict is not Verdict.UNSUPPORTED]
     assert (crashed.cell.law, crashed.verdict) == ("model.configured", Verdict.CRASH)
     assert "while the engine was built around the model: rank 1 was ended by a signal: SIGKILL" in crashed.cause
-    assert "cannot be built around the model, see model.configured" in found.table()
+    assert "cannot be built around the model; see the failure of model.configured" in found.table()
     assert records_exit_code(found.records) == 1
 
 

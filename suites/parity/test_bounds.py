@@ -144,7 +144,7 @@ def test_an_optimizer_or_an_argument_without_a_replay_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(UsageError, match="optimizer to replay"):
         replay_step("lion", one, one, {}, {})
-    with pytest.raises(UsageError, match="argument of sgd to replay"):
+    with pytest.raises(UsageError, match="argument of the optimizer sgd"):
         replay_step("sgd", one, one, {}, {"momentun": 0.9})
 
 

@@ -16,7 +16,7 @@ NAMES = ("mlp", "transformer", "conv")
 PLACE = TensorLocation("", Part.LOCAL_GRADIENT)
 
 
-def baseline_of(name: str, seed: int = 0) -> Baseline:
+def build_baseline(name: str, seed: int = 0) -> Baseline:
     return Baseline(model_spec(name), seed=seed, world_size=1)
 
 
@@ -31,7 +31,7 @@ def right(baseline: Baseline) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(8))
 def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: str, seed: int) -> None:
-    baseline = baseline_of(name, seed)
+    baseline = build_baseline(name, seed)
     for number in range(CALIBRATION_RUNS, CALIBRATION_RUNS + 4):
         found = judged(baseline, dict(run_permuted_plain(baseline, baseline.batch(0, 0), number)))
         assert found.mismatch is None
@@ -48,7 +48,7 @@ class Apart(nn.Linear):
 
 
 def test_another_right_kernel_passes() -> None:
-    baseline = baseline_of("mlp", 3)
+    baseline = build_baseline("mlp", 3)
     model = baseline.build_module()
     model.first.__class__ = Apart
     grads = run_local(model, baseline.batch(0, 0), baseline.objective).grads
@@ -58,7 +58,7 @@ def test_another_right_kernel_passes() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scale_error_that_is_said_to_be_caught_is_caught_in_every_tensor(name: str) -> None:
-    baseline = baseline_of(name)
+    baseline = build_baseline(name)
     smallest = judged(baseline, right(baseline)).smallest_detectable
     for tensor, grad in right(baseline).items():
         wrong = {**right(baseline), tensor: grad.double() * (1 + smallest)}
@@ -78,7 +78,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_kernel_fails_and_its_tensor_is_named(wrong) -> None:
-    baseline = baseline_of("transformer", 1)
+    baseline = build_baseline("transformer", 1)
     grads = right(baseline)
     found = judged(baseline, {**grads, "blocks.0.up.weight": wrong(grads["blocks.0.up.weight"])}).mismatch
     assert found is not None
@@ -86,4 +86,4 @@ def test_a_wrong_kernel_fails_and_its_tensor_is_named(wrong) -> None:
 
 
 def test_a_calibration_is_made_once_for_all_engines() -> None:
-    assert calibrate(baseline_of("mlp"), 0) is calibrate(baseline_of("mlp"), 0)
+    assert calibrate(build_baseline("mlp"), 0) is calibrate(build_baseline("mlp"), 0)

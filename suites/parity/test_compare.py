@@ -118,7 +118,7 @@ def test_a_scalar_and_an_empty_tensor_can_be_compared() -> None:
 
 
 def test_a_wrong_shape_is_the_engine_s_breach_of_contract() -> None:
-    with pytest.raises(EngineContractError, match=r"shape \(6,\), expected \(2, 3\)"):
+    with pytest.raises(EngineContractError, match=r"shape \(6,\); expected \(2, 3\)"):
         compare_bitwise(PLACE, torch.zeros(2, 3), torch.zeros(6))
 
 

@@ -66,7 +66,9 @@ def test_settings_that_change_numbers_are_told_beside_the_baseline_s() -> None:
         message = read_process_conditions().describe_differences(before)
     finally:
         torch.set_float32_matmul_precision(right)
-    assert message == ["the precision of float32 products is medium, for the baseline highest"]
+    assert message == [
+        "the precision of float32 products is medium in the engine's process and highest in the baseline's"
+    ]
 
 
 def test_a_baseline_in_the_engine_s_memory_is_refused() -> None:
@@ -74,11 +76,11 @@ def test_a_baseline_in_the_engine_s_memory_is_refused() -> None:
     require_no_shared_memory(engine, copy.deepcopy(engine))
     tied = copy.deepcopy(engine)
     tied[0].weight = engine[0].weight
-    with pytest.raises(UsageError, match=r"the baseline's 0.weight shares its memory with the engine's 0.weight"):
+    with pytest.raises(UsageError, match=r"the baseline's 0.weight shares memory with the engine's 0.weight"):
         require_no_shared_memory(engine, tied)
     viewed = copy.deepcopy(engine)
     viewed[1].running_mean = engine[1].running_mean[:]
-    with pytest.raises(UsageError, match=r"1.running_mean shares its memory"):
+    with pytest.raises(UsageError, match=r"1.running_mean shares memory"):
         require_no_shared_memory(engine, viewed)
 
 

@@ -55,15 +55,15 @@ class Drawn(Baseline):
 
 def by_loss() -> Grads:
     """Return the mean over ranks of the sum over micro-steps of gradients of a third of the loss."""
-    return {name: sum_of(name, 3) / len(RANKS) for name in NAMES}
+    return {name: make_sum(name, 3) / len(RANKS) for name in NAMES}
 
 
 def by_gradient() -> Grads:
     """Return the mean over ranks and micro-steps of the undivided gradients."""
-    return {name: sum_of(name, 1) * APART / len(RANKS) / 3 for name in NAMES}
+    return {name: make_sum(name, 1) * APART / len(RANKS) / 3 for name in NAMES}
 
 
-def sum_of(name: str, divisor: int) -> Tensor:
+def make_sum(name: str, divisor: int) -> Tensor:
     return torch.stack([drawn(name, step, rank) / divisor for step in STEPS for rank in RANKS]).sum(0)
 
 
@@ -71,7 +71,7 @@ def wrong_in(grads: Grads, name: str) -> Grads:
     return {**grads, name: grads[name] * torch.tensor([1.5] + 49 * [1.0])}
 
 
-def trial_of(copies: Sequence[Grads]) -> JudgeContext:
+def make_context(copies: Sequence[Grads]) -> JudgeContext:
     """Return the judge's context for these gradients of the ranks."""
     seen = [RankEvidence((Snapshot("grads", 0, copy),), {}, ProcessConditions({}, ())) for copy in copies]
     return JudgeContext(Drawn(model_spec("mlp"), 0, len(RANKS)), tuple(seen), torch.float32)
@@ -79,7 +79,7 @@ def trial_of(copies: Sequence[Grads]) -> JudgeContext:
 
 def first_wrong(*copies: Grads) -> Mismatch | None:
     """Return the first mismatch in these gradients of the ranks; None if there is none."""
-    trial = trial_of(copies)
+    trial = make_context(copies)
     divided = [[local(step, rank, 3) for rank in RANKS] for step in STEPS]
     return list(stop_at_first_mismatch(judge_engine_divided_gradients(trial, "grads", 0, STEPS, {}, divided)))[
         -1
@@ -130,7 +130,7 @@ def test_a_rank_that_kept_its_own_gradient_is_told_so_beside_one_that_is_right()
     mean = {name: (own[0][name] + own[1][name]) / len(RANKS) for name in NAMES}
     found = list(
         stop_at_first_mismatch(
-            trial_of([mean, own[1]]).compare_reduced_grads("grads", [[local(0, rank) for rank in RANKS]])
+            make_context([mean, own[1]]).compare_reduced_grads("grads", [[local(0, rank) for rank in RANKS]])
         )
     )
     wrong = found[-1].mismatch
@@ -143,7 +143,7 @@ def test_a_rank_that_kept_its_own_gradient_is_told_so_beside_one_that_is_right()
 def test_copies_that_are_alike_are_each_told_with_their_rank_and_the_reason() -> None:
     grads = [[local(0, rank) for rank in RANKS]]
     mean = {name: (drawn(name, 0, 0) + drawn(name, 0, 1)) / len(RANKS) for name in NAMES}
-    found = list(trial_of([mean, mean]).compare_reduced_grads("grads", grads, exact=Exactness(False, "planted")))
+    found = list(make_context([mean, mean]).compare_reduced_grads("grads", grads, exact=Exactness(False, "planted")))
     staged = [each for each in found if each.tier is Tier.STAGED]
     assert [each.location.seen_on for each in staged if each.location is not None] == [*RANKS, *RANKS]
     assert all("planted" in each.note for each in staged)

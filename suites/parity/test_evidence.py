@@ -198,7 +198,7 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-def evidence_of(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
+def collect_evidence(runner: MutantRunner, mutant: str, check: str) -> tuple[Record, MismatchReport]:
     """Return the record of the mutant in its first target of ``check``, and its evidence."""
     target = next(target for target in MUTANTS[mutant].targets if target.law == check)
     record = runner.run(PlannedCell(make_target_cell(MUTANTS[mutant], target)))
@@ -213,7 +213,7 @@ def distances(counts: list[int]) -> int:
 
 
 def test_a_shard_that_was_not_updated_shows_as_that_shard_alone(runner: MutantRunner) -> None:
-    _, found = evidence_of(runner, "drops_the_short_shard", "training.sgd_step")
+    _, found = collect_evidence(runner, "drops_the_short_shard", "training.sgd_step")
     assert found["parameter"] == "first.bias"
     assert found["heat"]
     assert found["shards"]
@@ -225,7 +225,7 @@ def test_a_shard_that_was_not_updated_shows_as_that_shard_alone(runner: MutantRu
 
 
 def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRunner) -> None:
-    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "training.grads")
+    record, found = collect_evidence(runner, "a_ten_thousandth_too_much", "training.grads")
     assert found["heat"]
     assert found["layers"]
     assert found["ulps"]
@@ -241,7 +241,7 @@ def test_a_wrong_factor_shows_in_every_element_and_every_layer(runner: MutantRun
 def test_gradients_that_are_judged_all_at_once_show_every_layer_beside_what_torch_s_kernels_give(
     runner: MutantRunner,
 ) -> None:
-    record, found = evidence_of(runner, "a_ten_thousandth_too_much", "training.kernels")
+    record, found = collect_evidence(runner, "a_ten_thousandth_too_much", "training.kernels")
     assert record.tier == "C"
     assert found["layers"]
     assert found["ulps"]
@@ -251,7 +251,7 @@ def test_gradients_that_are_judged_all_at_once_show_every_layer_beside_what_torc
 
 
 def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -> None:
-    _, found = evidence_of(runner, "forgets_weight_decay", "training.trajectory")
+    _, found = collect_evidence(runner, "forgets_weight_decay", "training.trajectory")
     assert found["parameter"].endswith("/momentum_buffer")
     assert found["shards"], "FSDP2 shards the state of a weight as the weight"
     assert {shard["rank"] for shard in found["shards"]} == {0, 1}
@@ -264,7 +264,7 @@ def test_a_training_shows_how_it_went_beside_plain_torch(runner: MutantRunner) -
 
 
 def test_a_record_of_before_there_was_evidence_is_read_and_another_form_is_refused(runner: MutantRunner) -> None:
-    record, _ = evidence_of(runner, "drops_the_short_shard", "training.sgd_step")
+    record, _ = collect_evidence(runner, "drops_the_short_shard", "training.sgd_step")
     plain = record.as_json()
     del plain["evidence"]
     assert parse_record(json.dumps(plain)).evidence is None

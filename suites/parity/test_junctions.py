@@ -138,7 +138,7 @@ class Loud(Behind):
         return 2 * super().forward(inputs)
 
 
-@pytest.mark.parametrize(("choose", "words"), [(a_stranger, "Identity"), (one_twice, "expected distinct modules")])
+@pytest.mark.parametrize(("choose", "words"), [(a_stranger, "Identity"), (one_twice, "each at most once")])
 def test_junctions_elsewhere_than_at_modules_of_the_model_are_refused(choose: JunctionSelector, words: str) -> None:
     with pytest.raises(EngineContractError, match=words):
         with_junctions(SPEC, choose, {}).model(0)

@@ -50,7 +50,7 @@ def trial(*copies: Tensor) -> JudgeContext:
     return JudgeContext(Named(model_spec("mlp"), 0, 2), tuple(seen), torch.float32)
 
 
-def locals_of(terms: list[list[Tensor]]) -> list[list[LocalResult]]:
+def make_locals(terms: list[list[Tensor]]) -> list[list[LocalResult]]:
     """Return local results by micro-step and rank."""
     return [[LocalResult(torch.zeros(()), {"w": term}) for term in row] for row in terms]
 
@@ -71,16 +71,18 @@ def test_a_mean_that_is_torch_s_own_claims_no_more_than_one_that_rounds_apart_wi
     sums = [sum(row[rank] for row in terms) for rank in range(2)]
     right = (sums[0] + sums[1]) / 2 / (micros / scale)
     judged = trial(right, right)
-    own = list(judged.compare_reduced_grads("grads", locals_of(terms), scale=scale))
+    own = list(judged.compare_reduced_grads("grads", make_locals(terms), scale=scale))
     assert tiers(own) == {(Tier.STAGED, True), (Tier.EXACT, True)}, "ranks agree exactly"
-    assert tiers(list(judged.compare_reduced_grads("grads", locals_of(terms), exact=True, scale=scale))) == {
+    assert tiers(list(judged.compare_reduced_grads("grads", make_locals(terms), exact=True, scale=scale))) == {
         (Tier.EXACT, True)
     }
     assert all(each.mismatch is None for each in own)
     apart = right.clone()
     apart[LAST] *= 1 + micros * 2.0**-23
     found = [
-        each for each in trial(apart, apart).compare_reduced_grads("grads", locals_of(terms), scale=scale) if each.ratio
+        each
+        for each in trial(apart, apart).compare_reduced_grads("grads", make_locals(terms), scale=scale)
+        if each.ratio
     ]
     assert {each.tier for each in found} == {Tier.STAGED}
     assert all(each.mismatch is None for each in found)
@@ -92,9 +94,11 @@ def test_a_wrong_element_of_a_large_gradient_is_found_on_the_rank_that_has_it() 
     right = (terms[0][0] + terms[0][1]) / 2
     wrong = right.clone()
     wrong[LAST] += 1e-3
-    assert any(each.mismatch for each in trial(wrong, right).compare_reduced_grads("grads", locals_of(terms)))
+    assert any(each.mismatch for each in trial(wrong, right).compare_reduced_grads("grads", make_locals(terms)))
     (first,) = [
-        each.mismatch for each in trial(right, wrong).compare_reduced_grads("grads", locals_of(terms)) if each.mismatch
+        each.mismatch
+        for each in trial(right, wrong).compare_reduced_grads("grads", make_locals(terms))
+        if each.mismatch
     ][:1]
     assert (first.seen_on, first.index, first.wrong) == (1, (LAST,), 1)
 

@@ -120,7 +120,9 @@ def test_a_test_that_passes_unexpectedly_on_every_rank_is_xpassed(run_test: RunT
     assert strict.report("call").longrepr == "[XPASS(strict)] known"
 
 
-@pytest.mark.parametrize("end", [KILLED, make_end(RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s")])
+@pytest.mark.parametrize(
+    "end", [KILLED, make_end(RankEnd.HUNG, "setup", phase="call", cause="still running after 9 s")]
+)
 def test_a_crash_or_a_hang_is_xfailed_if_the_mark_expects_any_failure(
     run_test: RunTest, end: dict[str, object]
 ) -> None:

@@ -228,7 +228,7 @@ def test_a_harness_error_after_the_last_phase_is_not_the_cause_of_an_earlier_fai
 
 
 def test_different_collectives_are_the_cause_of_the_failures_that_follow(run_test: RunTest) -> None:
-    cause = "collective 1 differs: rank 0 calls all_reduce, rank 1 calls barrier"
+    cause = "collective calls differ between ranks at call 1: rank 0 calls all_reduce, rank 1 calls barrier"
     end = {"end": RankEnd.RAISED, "cause": cause, "exception": MISMATCH_EXCEPTION, "phase": "teardown"}
     ranks = run_test("def test_it(rank): raise RuntimeError(f'gloo on {rank}')", ends={0: end, 1: end})
     assert ranks.outcomes == CALL_FAILED
@@ -237,14 +237,14 @@ def test_different_collectives_are_the_cause_of_the_failures_that_follow(run_tes
 
 def test_a_rank_that_hangs_outside_of_a_collective_is_blamed_first(run_test: RunTest) -> None:
     waits = make_end(
-        RankEnd.HUNG, "setup", phase="call", site=SITE, cause=f"no end within 9 s; waits in {SITE}", at_ns=1
+        RankEnd.HUNG, "setup", phase="call", site=SITE, cause=f"still running after 9 s; waits in {SITE}", at_ns=1
     )
     alone = make_end(
-        RankEnd.HUNG, "setup", phase="call", cause="no end within 9 s; is in spin", at_ns=2, stack="in spin"
+        RankEnd.HUNG, "setup", phase="call", cause="still running after 9 s; is in spin", at_ns=2, stack="in spin"
     )
     ranks = run_test(PASSES, 3, ends={0: waits, 1: alone, 2: waits})
     assert ranks.outcomes == CALL_FAILED
-    assert ranks.message() == "rank 1 did not finish in time, in call: no end within 9 s; is in spin"
+    assert ranks.message() == "rank 1 did not finish in time, in call: still running after 9 s; is in spin"
     assert ranks.section("stack of rank 1") == "in spin"
     assert ranks.section("Ranks").splitlines()[1].startswith("ranks 0, 2 did not finish in time, in call: ")
     assert ranks.report("call").duration > 1.0, "the time of the whole group, because no rank reported its call"

@@ -246,7 +246,8 @@ def test_an_edit_that_a_step_on_the_master_weights_would_undo_is_refused(stage: 
 def test_accumulation_in_fp32_is_refused_for_a_bf16_model_without_masters(stage: int) -> None:
     data_types = {"data_types": {"grad_accum_dtype": "fp32"}}
     with pytest.raises(
-        ConfigError, match=r"grad_accum_dtype is torch\.float32 and parameter '0\.weight' torch\.bfloat16"
+        ConfigError,
+        match=r"grad_accum_dtype is torch\.float32, but the gradients of parameter '0\.weight', which is torch\.bf",
     ):
         start(stage, net().bfloat16(), **data_types)
     start(stage, net(), **data_types)

@@ -313,5 +313,5 @@ def test_the_full_state_dict_has_extra_state_and_a_model_without_it_does_not_fit
     assert plain.forwards == {"count": 0}
     engine.save_checkpoint(shared_tmp_path)
     bare = type("Bare", (Noisy,), {"get_extra_state": nn.Module.get_extra_state})
-    with pytest.raises(CheckpointError, match=r"it has the extra state \['_extra_state'\], this model \[\]"):
+    with pytest.raises(CheckpointError, match=r"it has the extra state \['_extra_state'\], this model has \[\]"):
         build_engine(stage, net=bare).load_checkpoint(shared_tmp_path)

@@ -47,7 +47,7 @@ def spec(groups: tuple[GroupSpec, ...]) -> OptimizerSpec:
     return OptimizerSpec("adamw", {"lr": 1e-2, "weight_decay": 0.1}, groups, schedule=(1.0, 0.5, 0.25, 0.125))
 
 
-def loss_of(call: Any, step: int) -> Tensor:
+def compute_loss(call: Any, step: int) -> Tensor:
     torch.manual_seed(100 * step + dist.get_rank())
     return call(torch.randn(3, 5)).pow(2).mean()
 
@@ -57,7 +57,7 @@ def train_with_deepspeed(stage: int, groups: tuple[GroupSpec, ...], folder: Path
     torch.manual_seed(0)
     engine = deepspeed.factory(Net(), EngineConfig(stage, optimizer=spec(groups), micro_batch_size=3))
     for step in range(3):
-        engine.backward(loss_of(engine, step))
+        engine.backward(compute_loss(engine, step))
         engine.step()
         engine.zero_grad()
     engine._engine.save_checkpoint(str(folder), tag="t", client_state={"epoch": 3})
@@ -127,7 +127,7 @@ def test_a_deepspeed_checkpoint_loads_at_every_stage_and_trains_on_like_plain_py
         assert engine.full_optimizer_state().keys() == saved["state"].keys()
         assert_same(dict(engine.module.named_buffers()), saved["buffers"])
         params, plain = plain_from(saved, groups)
-        engine.backward(loss_of(engine, 3))
+        engine.backward(compute_loss(engine, 3))
         for name, grad in engine.full_grads().items():
             params[name].grad = grad
         engine.step()

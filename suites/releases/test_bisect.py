@@ -57,7 +57,7 @@ def test_where_the_turn_lies_among_skipped_releases_all_of_them_are_named() -> N
     assert describe_bisect_result(found).startswith("the first bad release is one of 4, 5, 6 ")
 
 
-@pytest.mark.parametrize(("turn", "named"), [(0, "0 was named as good and is bad"), (9, "8 was named as bad")])
+@pytest.mark.parametrize(("turn", "named"), [(0, "0 was given as good, but is bad"), (9, "8 was given as bad")])
 def test_ends_that_do_not_differ_as_told_are_refused_after_two_runs_at_most(turn: int, named: str) -> None:
     shop = Shop(9, turn)
     with pytest.raises(UsageError, match=named):
@@ -66,7 +66,7 @@ def test_ends_that_do_not_differ_as_told_are_refused_after_two_runs_at_most(turn
 
 
 def test_an_end_that_cannot_be_run_is_refused_with_its_reason() -> None:
-    with pytest.raises(UsageError, match="0 was named as good and is skipped: it does not import"):
+    with pytest.raises(UsageError, match="0 was given as good, but is skipped: it does not import"):
         Shop(9, 4, skipped=(0,)).find()
 
 

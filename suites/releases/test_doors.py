@@ -42,9 +42,9 @@ def invoke_cli(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("releases", "no engine was named; try: zharness releases deepspeed"),
+        ("releases", "name one, as in `zharness releases deepspeed"),
         ("releases zero9 0.1", "unknown engine 'zero9'"),
-        ("releases deepspeed a.b", "not an engine|expected a version such as 0.18.8"),
+        ("releases deepspeed a.b", "got the engine|expected a version such as 0.18.8"),
         ("releases fsdp2 2.4.0", "fsdp2==2.4.0 is not the installed release, .*pip install torch==2.4.0"),
         ("releases deepspeed @nowhere", "expected a source checkout"),
         ("releases --clean deepspeed==0.18.8", "unknown release in the cache 'deepspeed==0.18.8'"),
@@ -53,13 +53,13 @@ def invoke_cli(*arguments: str) -> Result:
             "unknown release of deepspeed '9.9'; allowed: 0.18.8",
         ),
         ("bisect deepspeed training.grads --good 0.19.8 --bad 0.19.8", "name two releases"),
-        ("releases --list --clean", "give one of them"),
+        ("releases --list --clean", "got both --list and --clean"),
         ("releases deepspeed 0.18.8 --check trainning", "unknown law 'trainning'"),
         ("releases deepspeed 0.18.8 --check training --stage 4", "unknown stage '4'"),
         ("compare deepspeed==0.18.8 deepspeed --check trainning", "unknown law 'trainning'"),
         (
             "bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8 --stage 1 --timeout 9",
-            "got --stage, --timeout for reproduction 7913",
+            "got --stage, --timeout with reproduction 7913",
         ),
         ("bisect deepspeed 12345678 --good 0.19.8 --bad 0.18.8", "unknown reproduction '12345678'"),
         ("compare deepspeed@nowhere deepspeed", "expected a source checkout"),

@@ -26,7 +26,7 @@ CAUSE = (
 def records(count: int, bad: float = 0.02, seed: int = 0) -> list[Record]:
     """Invent ``count`` records. About the share ``bad`` fails with evidence, and some others did not pass either."""
     chance = random.Random(seed)  # noqa: S311 - not a secret
-    return [made(cell, version, chance, bad) for cell, version in itertools.islice(cells(), count)]
+    return [make_record(cell, version, chance, bad) for cell, version in itertools.islice(cells(), count)]
 
 
 def cells() -> Iterator[tuple[Cell, str]]:
@@ -38,7 +38,7 @@ def cells() -> Iterator[tuple[Cell, str]]:
                     yield Cell(law.name, engine, stage, size, dtype, model, f"s{seeded}" if seeded else ""), version
 
 
-def made(cell: Cell, version: str, chance: random.Random, bad: float) -> Record:
+def make_record(cell: Cell, version: str, chance: random.Random, bad: float) -> Record:
     """Invent one record with a random outcome."""
     drawn = chance.random()
     if drawn < bad:

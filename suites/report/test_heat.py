@@ -35,12 +35,12 @@ def test_a_wrong_shard_is_shown_on_the_lines_of_its_rank() -> None:
     ratio = torch.zeros(16, 12)
     ratio[8:] = 560.0
     assert render_heat_map(evidence(ratio)) == [
-        "error / bound, first.weight (16 x 12), 4 x 1 a character:",
+        "error / bound of first.weight (16 x 12), 4 x 1 elements per character:",
         "  rank 0 |            |",
         "  rank 0 |            |",
         "  rank 1 |============|",
         "  rank 1 |============|",
-        "  . within the bound, : up to 10 x, tenfold each of -=+*#%@",
+        "  . within the bound, : up to 10 x, then -=+*#%@ 10 x each",
     ]
 
 
@@ -68,6 +68,6 @@ def test_the_map_is_printed_below_the_cause() -> None:
     cell = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
     failed = Record(cell, 0, Verdict.FAIL, "1.0", "2.13.0", cause="wrong", evidence=evidence(torch.full((4, 4), 2.0)))
     lines = render_failures([failed]).splitlines()
-    assert lines[1:3] == ["  wrong", "  error / bound, first.weight (4 x 4), 1 x 1 a character:"]
+    assert lines[1:3] == ["  wrong", "  error / bound of first.weight (4 x 4), 1 x 1 elements per character:"]
     assert "::::" in lines[3]
     assert lines[-1].startswith("  again: ")

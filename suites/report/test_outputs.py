@@ -74,7 +74,7 @@ def test_a_step_summary_is_appended_if_the_variable_is_set(tmp_path: Path, monke
     assert text.startswith("before\n## zharness\n\n2 cells in 2.5 s: 1 fail, 1 pass\n")
     assert "reference 1.0\n\n| law" in text
     assert "| training.grads | fail 1, pass 1" in text
-    assert "<details><summary>What did not pass</summary>\n\n```\nFAIL training.grads" in text
+    assert "<details><summary>Cells that did not pass</summary>\n\n```\nFAIL training.grads" in text
 
 
 def test_a_step_summary_does_not_exceed_github_s_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_truncated_markdown_closes_the_open_block(text: str, end: str) -> None:
 
 def test_missing_jinja2_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(page, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="the page needs jinja2"):
+    with pytest.raises(UsageError, match="the HTML page needs jinja2"):
         Outputs(html=tmp_path / "page.html").require_writable()
 
 

@@ -39,7 +39,7 @@ def claims(engine: str, stage: int) -> Capabilities:
     return found
 
 
-def read(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
+def load(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
     path = folder / "ours.toml"
     path.write_text(text)
     return read_expected_failures([path])
@@ -47,7 +47,7 @@ def read(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
 
 def test_a_file_may_name_its_engine_once_and_each_entry_knows_its_line(tmp_path: Path) -> None:
     head = 'engine = "my.engine:factory"\n'
-    first, second = read(tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n")
+    first, second = load(tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n")
     assert first.location.endswith("ours.toml:3")
     assert second.location.endswith("ours.toml:12")
     assert not first.covers_cell(CELL, "(no release)")
@@ -60,26 +60,26 @@ def test_a_file_may_name_its_engine_once_and_each_entry_knows_its_line(tmp_path:
 
 
 def test_older_names_mean_the_same_and_mix_with_the_new_ones_in_the_order_of_the_file(tmp_path: Path) -> None:
-    (new,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
-    (old,) = read(tmp_path, 'engine = "ddp"\n' + OLD_ENTRY)
+    (new,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (old,) = load(tmp_path, 'engine = "ddp"\n' + OLD_ENTRY)
     assert old == new
-    mixed = read(
+    mixed = load(
         tmp_path, 'engine = "ddp"\n' + OLD_ENTRY + ENTRY + OLD_ENTRY.replace("[[excuse]]", "[[ excuse ]] # old")
     )
     assert mixed == tuple(replace(new, location=f"{tmp_path / 'ours.toml'}:{line}") for line in (3, 10, 17))
 
 
 def test_an_entry_whose_line_the_headers_do_not_tell_is_located_by_its_file(tmp_path: Path) -> None:
-    (new,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (new,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
     inline = ", ".join(ENTRY.split("\n")[2:-1])
     for name in ("expected_failure", "excuse"):
-        assert read(tmp_path, f'engine = "ddp"\n{name} = [{{{inline}}}]') == (
+        assert load(tmp_path, f'engine = "ddp"\n{name} = [{{{inline}}}]') == (
             replace(new, location=str(tmp_path / "ours.toml")),
         )
 
 
 def test_an_entry_with_several_engines_applies_to_each(tmp_path: Path) -> None:
-    both = read(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
+    both = load(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
     assert [entry.engine for entry in both] == ["ddp", "zero1"]
     assert len({entry.location for entry in both}) == 1
     shared = {entry.location for entry in expected_failures_for("ddp")}
@@ -87,7 +87,7 @@ def test_an_entry_with_several_engines_applies_to_each(tmp_path: Path) -> None:
 
 
 def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path) -> None:
-    (mine,) = read(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
+    (mine,) = load(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
     assert expected_failures_for("fsdp2", (mine,))[0] is mine
     assert mine not in expected_failures_for("ddp", (mine,))
 
@@ -109,11 +109,11 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
         ),
         (
             'engine = "ddp"\n' + ENTRY + 'check = "training"',
-            r":3: .* has both 'law' and 'check'; expected 'law', or its older name 'check'",
+            r":3: .* has both 'law' and 'check'; expected one of them",
         ),
         (
             'engine = "ddp"\n' + ENTRY.replace('law = "training.grads"\n', ""),
-            r":3: .* has neither 'law' nor 'check'; expected 'law', or its older name 'check'",
+            r":3: .* has neither 'law' nor 'check'; expected one of them",
         ),
         ('engin = "ddp"\n' + ENTRY, r"unknown key in .*'engin'"),
         ("engine =", r"ours.toml is not valid TOML"),
@@ -121,12 +121,12 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
 )
 def test_an_entry_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        read(tmp_path, text)
+        load(tmp_path, text)
 
 
 def test_details_narrow_an_entry_whose_cause_says_little(tmp_path: Path) -> None:
-    (bare,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
-    (precise,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
+    (bare,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (precise,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
     cause = f"rank 0: {bare.signatures[0]}"
     assert bare.matches_failure(cause, "")
     assert precise.matches_failure(cause, "line 7, in gather")
@@ -141,14 +141,14 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_it_covers(tmp_path: Path) -> None:
     head = 'engine = "ddp"\n'
-    (needed,) = read(tmp_path, head + ENTRY)
-    (idle,) = read(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
-    (other_release,) = read(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
+    (needed,) = load(tmp_path, head + ENTRY)
+    (idle,) = load(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
+    (other_release,) = load(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
     whole = plan(Request(engines=("ddp",)), claims)
     assert not describe_unmatched_failures(whole, claims, (needed, other_release))
     (description,) = describe_unmatched_failures(whole, claims, (idle,))
     assert description.startswith(f"{idle.location}: no cell of ddp")
-    assert "delete it" in description
+    assert "delete this entry" in description
     shadowed = replace(needed, location="ours.toml:99")
     (description,) = describe_unmatched_failures(whole, claims, (needed, shadowed))
     assert description.startswith("ours.toml:99")
@@ -157,7 +157,7 @@ def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_
 
 
 def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_path: Path) -> None:
-    (needed,) = read(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (needed,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
     refused = [replace(cell, unsupported_reason="not on this one") for cell in plan(Request(engines=("ddp",)), claims)]
     other = [replace(cell, cell=replace(cell.cell, engine="ddp==2.13.0")) for cell in refused]
     matched = plan(Request(engines=("ddp",)), claims)

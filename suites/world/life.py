@@ -12,32 +12,32 @@ LIFE = """
     EVENTS = []
 
     @pytest.fixture(scope="session")
-    def of_session(rank):
+    def session_fixture(rank):
         EVENTS.append("session")
         yield rank
         EVENTS.remove("session")
 
     @pytest.fixture(scope="module")
-    def of_module(of_session):
+    def module_fixture(session_fixture):
         EVENTS.append("module")
-        yield of_session + 10
+        yield session_fixture + 10
         EVENTS.remove("module")
 
     @pytest.fixture
-    def of_function(of_module, world_size):
+    def function_fixture(module_fixture, world_size):
         EVENTS.append("function")
-        yield of_module + 10
+        yield module_fixture + 10
         EVENTS.remove("function")
 
     @pytest.mark.world_size(2, 4)
-    def test_scopes(of_function, rank, world_size):
-        assert of_function == rank + 20
+    def test_scopes(function_fixture, rank, world_size):
+        assert function_fixture == rank + 20
         assert EVENTS == ["session", "module", "function"]
         assert exchange(rank) == list(range(world_size))
 
     class TestClass:
         @pytest.fixture(scope="class")
-        def of_class(self, of_module):
+        def class_fixture(self, module_fixture):
             EVENTS.append("class")
             yield
             EVENTS.remove("class")
@@ -46,10 +46,10 @@ LIFE = """
         def own(self):
             self.number = 7
 
-        def test_in_a_class(self, of_class):
+        def test_in_a_class(self, class_fixture):
             assert EVENTS[-1] == "class" and self.number == 7
 
-        def test_in_a_class_again(self, of_class):
+        def test_in_a_class_again(self, class_fixture):
             assert EVENTS[-1] == "class" and "function" not in EVENTS
 
     @pytest.mark.parametrize("make", [lambda number: number + 1], ids=["closure"])
@@ -140,7 +140,7 @@ LIFE = """
     def test_importorskip():
         pytest.importorskip("no_such_module")
 
-    @pytest.mark.usefixtures("of_module")
+    @pytest.mark.usefixtures("module_fixture")
     def test_usefixtures():
         assert EVENTS[-1] == "module"
 
@@ -148,7 +148,7 @@ LIFE = """
         pass
 
     def test_getfixturevalue(request, rank):
-        assert request.getfixturevalue("of_module") == rank + 10
+        assert request.getfixturevalue("module_fixture") == rank + 10
 
     def test_same_random_numbers(rank, world_size):
         assert len(set(exchange(torch.rand(1).item()))) == 1

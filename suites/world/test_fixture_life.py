@@ -239,10 +239,10 @@ def write_marked_test(marker: str, body: str = "pass") -> str:
 
 def test_a_wrong_marker_gives_one_clear_error(tmp_path: Path) -> None:
     expected = {
-        "world_size()": r"world_size\(\): expected one or more different whole numbers",
-        "world_size(0)": r"world_size\(0\): expected one or more different whole numbers",
-        'world_size("2")': r"world_size\('2'\): expected one or more different whole numbers",
-        "world_size(2, 2)": r"world_size\(2, 2\): expected one or more different whole numbers",
+        "world_size()": r"world_size\(\): expected one or more different integers above 0",
+        "world_size(0)": r"world_size\(0\): expected one or more different integers above 0",
+        'world_size("2")': r"world_size\('2'\): expected one or more different integers above 0",
+        "world_size(2, 2)": r"world_size\(2, 2\): expected one or more different integers above 0",
         'isolation("x")': r"test_wrong\[w2\].*isolation.*'x'.*expected one of \['fresh', 'pooled'\]",
         "rank_timeout(-1)": r"test_wrong\[w2\].*rank_timeout\(.*-1.*expected one number of seconds above 0",
         'collectives("x")': r"test_wrong\[w2\].*collectives.*'x'.*expected one of \['checked', 'trusted'\]",

@@ -34,7 +34,7 @@ def assert_both_got_the_mismatch(messages: list[str]) -> None:
     file = re.escape(Path(__file__).name)
     assert messages[0] == messages[1]
     assert re.fullmatch(
-        "the ranks called different functions: "
+        "calls that exchange values differ between ranks: "
         rf"rank 0 calls exchange \({file}, line \d+\), rank 1 calls assert_together \({file}, line \d+\)",
         messages[0],
     )

@@ -18,14 +18,14 @@ from zharness.world.server import RankEnvironment
 WORLD_SIZES = (2, 4)
 
 
-def outcome_of(function, *args, world_size=2, timeout=30.0, group=Group.DEFAULT):
+def run_and_get_outcome(function, *args, world_size=2, timeout=30.0, group=Group.DEFAULT):
     with RankServer() as server:
         return server.run(function, *args, world_size=world_size, timeout=timeout, group=group)
 
 
 def outcome_without_group(function):
     """Run ``function`` on ranks without a process group, so that no rank's end affects another."""
-    return outcome_of(function, group=Group.NONE)
+    return run_and_get_outcome(function, group=Group.NONE)
 
 
 def process_group_is_gone(pid: int) -> bool:
@@ -67,7 +67,7 @@ def raise_on(culprit: int) -> None:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_raise_while_peers_wait_names_the_rank_and_the_exception(culprit: int, world_size: int) -> None:
-    outcome = outcome_of(raise_on, culprit, world_size=world_size)
+    outcome = run_and_get_outcome(raise_on, culprit, world_size=world_size)
     assert outcome.cause is not None
     assert outcome.cause.rank == culprit
     assert outcome.cause.end is RankEnd.RAISED
@@ -85,7 +85,7 @@ def kill_self(culprit: int, number: int) -> None:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT])
 def test_death_by_a_signal_is_named_and_not_blamed_on_the_peer(culprit: int, number: signal.Signals) -> None:
-    outcome = outcome_of(kill_self, culprit, number)
+    outcome = run_and_get_outcome(kill_self, culprit, number)
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.SIGNALLED)
     assert number.name in outcome.cause.cause
@@ -101,7 +101,7 @@ def exit_with(culprit: int, status: int) -> int:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_exit_without_a_result_is_a_failure_whatever_its_status(culprit: int, status: int) -> None:
-    outcome = outcome_of(exit_with, culprit, status)
+    outcome = run_and_get_outcome(exit_with, culprit, status)
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.cause.end) == (culprit, RankEnd.EXITED)
     assert f"exit status {status}" in outcome.cause.cause
@@ -125,7 +125,7 @@ def hang_on(culprit: int) -> None:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_hang_ends_at_the_deadline_with_the_stack_of_every_rank(culprit: int, world_size: int) -> None:
-    outcome = outcome_of(hang_on, culprit, world_size=world_size, timeout=2.0)
+    outcome = run_and_get_outcome(hang_on, culprit, world_size=world_size, timeout=2.0)
     assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG] * world_size
     assert all("hang_on" in rank.stack for rank in outcome.ranks)
     assert "wait" in outcome.ranks[culprit].stack
@@ -140,7 +140,7 @@ def hang_with_blocked_signals(culprit: int) -> None:
 
 
 def test_a_hung_rank_that_blocks_signals_is_ended() -> None:
-    outcome = outcome_of(hang_with_blocked_signals, 1, timeout=2.0)
+    outcome = run_and_get_outcome(hang_with_blocked_signals, 1, timeout=2.0)
     assert [rank.end for rank in outcome.ranks] == [RankEnd.HUNG, RankEnd.HUNG]
 
 

@@ -15,17 +15,17 @@ SOURCE = """
     pytestmark = pytest.mark.world_size(2)
 
     @pytest.fixture(scope="module")
-    def of_module(rank):
+    def module_fixture(rank):
         yield rank
 
-    def test_before(of_module): pass
+    def test_before(module_fixture): pass
 
     def test_kills(rank):
         if rank == 1:
             os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
 
-    def test_after(of_module, rank): assert of_module == rank
+    def test_after(module_fixture, rank): assert module_fixture == rank
 """
 
 

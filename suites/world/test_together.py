@@ -73,7 +73,7 @@ def test_mismatched_collectives_are_named_with_both_call_sites(world_size: int, 
         outcome = server.run(differ, 1, what, world_size=world_size, timeout=TIMEOUT)
     assert outcome.cause is not None
     assert outcome.cause.end is RankEnd.RAISED
-    assert outcome.cause.cause.startswith("collective 2 differs: rank ")
+    assert outcome.cause.cause.startswith("collective calls differ between ranks at call 2: rank ")
     text = outcome.describe()
     call = operand if what == "operation" else f"all_reduce {operand}"
     assert f"rank 1 calls {call} (test_together.py, line " in text

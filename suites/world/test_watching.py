@@ -212,7 +212,7 @@ def close_pipes_and_wait() -> None:
 def test_a_rank_that_closes_its_pipes_and_goes_on_is_named() -> None:
     with RankServer() as server:
         outcome = server.run(close_pipes_and_wait, world_size=2, group=Group.NONE)
-    assert all("closed the pipe on which it reports" in rank.cause for rank in outcome.ranks)
+    assert all("closed the pipe through which it reports" in rank.cause for rank in outcome.ranks)
     assert outcome.seconds < 10.0, "long before the time-out; test_faults.py judges the bar of 2 s"
 
 

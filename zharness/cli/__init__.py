@@ -11,6 +11,7 @@ import click
 
 import zharness
 from zharness.cli import cells, releases
+from zharness.cli.check import check
 from zharness.cli.doctor import doctor
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
@@ -38,117 +39,23 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option(
-    "--engine", "engines", multiple=True, help="NAME, NAME==RELEASE or package.module:factory; may be repeated."
-)
-@click.option(
-    "--stage",
-    "stages",
-    callback=parse_integer_option,
-    metavar="0,1,2,3",
-    help="ZeRO stages; by default all stages that the engine has.",
-)
-@click.option(
-    "--world-size",
-    "world_sizes",
-    callback=parse_integer_option,
-    metavar="1,2,4",
-    show_default="2, and under torchrun the number of its ranks",
-)
-@click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", metavar="fp32,bf16", show_default=True)
-@click.option(
-    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models of the workload; by default all."
-)
-@click.option("--variant", "engine_variant", default="", help="An engine variant: named options of the engine.")
-@click.option(
-    "--expected-failures",
-    "--excuses",
-    "expected_failures",
-    multiple=True,
-    type=OUTPUT,
-    help="A TOML file of your expected failures, which take precedence over the package's; may be repeated.",
-)
-@click.option(
-    "--probe-withheld",
-    is_flag=True,
-    help="Also run cells that need a feature which the engine does not claim, and report where the law holds.",
-)
-@click.option("--seed", default=0, show_default=True, help="A number that changes weights and data of every cell.")
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
-@click.option(
-    "--isolation",
-    type=click.Choice(["fresh", "pooled"]),
-    default="fresh",
-    show_default=True,
-    help="New ranks for every cell, or a pool of ranks for all cells of one engine and stage.",
-)
-@click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in an order that is shuffled by SEED.")
-@click.option(
-    "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one for each core, pinned to it."
-)
-@click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
-@click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
-@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
-def check(
-    patterns: tuple[str, ...],
-    engines: tuple[str, ...],
-    stages: tuple[int, ...],
-    world_sizes: tuple[int, ...],
-    dtypes: tuple[str, ...],
-    models: tuple[str, ...],
-    engine_variant: str,
-    expected_failures: tuple[Path, ...],
-    probe_withheld: bool,
-    seed: int,
-    timeout: float,
-    isolation: str,
-    shuffle: int | None,
-    jobs: int | None,
-    jsonl: Path | None,
-    html: Path | None,
-    junitxml: Path | None,
-) -> int:
-    """Run an engine beside plain PyTorch and report which laws hold.
-
-    A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
-    a failure prints it. Without a PATTERN, every law runs.
-    """
-    from zharness.releases.rank_environment import get_release_environment
-    from zharness.report.outputs import Outputs
-    from zharness.run import Request
-    from zharness.run.check_loop import RunOptions, run_check
-    from zharness.run.expected_failures import read_expected_failures
-    from zharness.run.runner import WithheldPolicy
-    from zharness.world import Isolation
-    from zharness.world.launch import default_world_size
-
-    sizes = world_sizes or (default_world_size(),)
-    request = Request(patterns, engines or ("reference",), stages, sizes, dtypes, models, engine_variant)
-    withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    user_failures = read_expected_failures(expected_failures)
-    options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
-    return run_check(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
-
-
-@cli.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--contracts", is_flag=True, help="Print the differences that engines document, as a table in Markdown.")
+@click.option("--contracts", is_flag=True, help="Print a Markdown table of the differences that engines document.")
 @click.option(
     "--against",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="OLD.jsonl",
-    help="The records of an earlier run; print the differences from that run first.",
+    help="Records of an earlier run; print first how the results differ from that run.",
 )
-@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
-@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
+@click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
+@click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
 def report(
     files: tuple[Path, ...], contracts: bool, against: Path | None, html: Path | None, junitxml: Path | None
 ) -> int:
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
-    Lines that are not records are skipped and counted. The exit code is that of `zharness check`; but it is 2 if every
-    record is as expected and a line was skipped, which may have been a failure.
+    Lines that are not records are skipped and counted. The exit code is that of `zharness check`, except
+    that it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
     """
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
@@ -163,7 +70,7 @@ def report(
     metavar="[engines|laws|models|mutants|repros]",
 )
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option("--long", is_flag=True, help="With laws: also list the mutants that each law has to kill.")
+@click.option("--long", is_flag=True, help="With `list laws`: also list the mutants that each law has to kill.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> int:
     """List engines and their versions, laws, models, mutants or reproductions.
@@ -181,6 +88,7 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
 
 
 for command in (
+    check,
     releases.repro,
     releases.releases,
     releases.bisect,
@@ -200,14 +108,14 @@ for command in (
     "--check",
     "checks",
     multiple=True,
-    help="A law, a group or a glob; by default all laws. May be repeated.",
+    help="Laws to run: a law, a group or a glob; by default all laws. May be repeated.",
 )
 @click.option(
     "--scope",
     type=click.Choice(["every", "targets"]),
     default="every",
     show_default=True,
-    help="every: run every law on every mutant (hours). targets: run on each mutant the laws of its targets (minutes).",
+    help="every: run all laws on each mutant (hours). targets: run only the laws that have to kill it (minutes).",
 )
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", metavar="2,4", show_default=True
@@ -217,12 +125,16 @@ for command in (
     "models",
     callback=parse_name_option,
     metavar="NAME,...",
-    help="Models; by default the first of each law.",
+    help="Models to train; by default the first model of each law.",
 )
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Cells to run at a time.")
 @click.option(
-    "--jsonl", type=OUTPUT, help="Write records to this file, and skip cells whose records the file already has."
+    "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of cells to run at the same time."
+)
+@click.option(
+    "--jsonl", type=OUTPUT, help="Write records to FILE, and skip the cells whose records are already in FILE."
 )
 def mutants(
     patterns: tuple[str, ...],
@@ -236,9 +148,9 @@ def mutants(
 ) -> int:
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob; without one, every mutant is tried. A law stops at its first cell that
-    kills. The exit code is 1 when a mutant survives, or a law kills no mutant. `zharness list mutants` describes the
-    mutants.
+    A PATTERN is a mutant's name or a glob; without one, every mutant is run. On each mutant, a law runs until one of
+    its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
+    mutants` describes the mutants.
     """
     from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
     from zharness.run.check_loop import run_cells
@@ -250,7 +162,9 @@ def mutants(
 
 @cli.command()
 @click.argument("texts", nargs=-1, metavar="['MODEL | VERBS']...")
-@click.option("--engine", default="reference", show_default=True, help="NAME, NAME==RELEASE or package.module:factory.")
+@click.option(
+    "--engine", default="reference", show_default=True, help="Engine: NAME, NAME==RELEASE or package.module:factory."
+)
 @click.option("--stage", "stages", callback=parse_integer_option, default="0", show_default=True, metavar="0,1,2,3")
 @click.option(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", show_default=True, metavar="1,2,4"
@@ -260,14 +174,14 @@ def mutants(
 @click.option(
     "--clip",
     type=click.FloatRange(0, min_open=True),
-    help="The largest norm of the gradients; larger ones are clipped.",
+    help="Maximum norm to which gradients are clipped; by default they are not clipped.",
 )
 @click.option(
     "--window",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="The number of micro-batches of an optimizer step.",
+    help="Number of micro-batches that the engine accumulates for one optimizer step.",
 )
 @click.option(
     "--reduction",
@@ -281,9 +195,9 @@ def mutants(
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="The number of batches to draw, of 8 programs each.",
+    help="Number of batches to draw; each batch consists of 8 programs.",
 )
-@click.option("--seed", default=0, show_default=True, help="A number that changes which programs are drawn.")
+@click.option("--seed", default=0, show_default=True, help="Seed from which the programs are drawn.")
 @click.option(
     "--without",
     callback=parse_name_option,
@@ -293,7 +207,7 @@ def mutants(
 @click.option(
     "--outputs",
     type=click.IntRange(1),
-    help="The largest number of outputs that a drawn program keeps for backward at once.",
+    help="Maximum number of outputs that a drawn program keeps for later backwards at the same time.",
 )
 @click.option(
     "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one run, in seconds."
@@ -314,7 +228,7 @@ def program(
     outputs: int | None,
     timeout: float,
 ) -> int:
-    """Run programs, which are small models with sequences of calls, or draw many.
+    """Run programs, which are small models with sequences of calls, or draw random ones until one fails.
 
     A program is written as 'x(3) linear(2) relu | f b:retain b s'.
 
@@ -336,14 +250,17 @@ def program(
     from zharness.workload.programs import Program
 
     if clip is not None and not clip < float("inf"):
-        raise UsageError(f"--clip: got {clip}, expected a number above 0")
+        raise UsageError(f"--clip: got {clip}; expected a finite number above 0")
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     if texts:
         return run_given_programs(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
         )
     if settings.with_default_settings != settings:
-        raise UsageError("--clip, --window and --reduction apply only to programs on the command line; got no program")
+        raise UsageError(
+            "--clip, --window and --reduction apply only to programs on the command line, and none was given; "
+            "give a program, or leave these options out"
+        )
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
     return run_program_search(engine, search, timeout, get_release_environment)
 
@@ -365,7 +282,7 @@ def main() -> None:
         click.echo(f"zharness: the harness failed: {error}", err=True)
         sys.exit(3)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("zharness: interrupted; every rank was ended", err=True)
+        click.echo("zharness: interrupted; all ranks were stopped", err=True)
         sys.exit(130)
     except Exception:  # noqa: BLE001 - a bug of this package must not end with exit code 1, "a law is broken"
         traceback.print_exc()

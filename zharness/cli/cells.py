@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("cell_id", required=False, metavar="CELL_ID")
-@click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
-@click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
-@click.option("--no-verify", is_flag=True, help="Do not run the script.")
-@click.option("--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of the cell.")
+@click.option("--seed", default=0, show_default=True, help="The value of --seed with which `zharness check` was run.")
+@click.option("-o", "--output", type=OUTPUT, help="Write the script to FILE; by default, print it to standard output.")
+@click.option("--no-verify", is_flag=True, help="Do not run the script to verify that it shows the same verdict.")
 @click.option(
-    "--list", "listing", is_flag=True, help="List for each law whether it exports as a short script, and if not, why."
+    "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of the cell, in seconds."
+)
+@click.option(
+    "--list",
+    "listing",
+    is_flag=True,
+    help="List all laws, and for each whether its script is short or long, and why it is long.",
 )
 def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
     """Write a cell as a script that needs only torch and the engine, and run the script to verify it.
@@ -38,7 +43,9 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
         click.echo(command.render_law_table())
         return 0
     if cell_id is None:
-        raise UsageError("no cell was named; paste the id that a report prints, as in training.grads[ddp-zero0-...]")
+        raise UsageError(
+            "no cell id was given; give the id that a report prints, such as training.grads[ddp-zero0-w2-fp32-mlp]"
+        )
     options = command.ExportOptions(seed, timeout, output)
     return command.export(
         cell_id,
@@ -50,25 +57,29 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
 
 @click.command()
 @click.argument("cell_id", metavar="CELL_ID")
-@click.option("--seed", default=0, show_default=True, help="The seed that `zharness check` ran with.")
+@click.option("--seed", default=0, show_default=True, help="The value of --seed with which `zharness check` was run.")
 @click.option(
     "--seconds",
     type=SECONDS,
     default=45.0,
     show_default=True,
-    help="Seconds for the search; it ends with the smallest failure found by then.",
+    help="Time limit for the search, in seconds; the result is the smallest failure found by then.",
 )
-@click.option("-o", "--output", type=OUTPUT, help="The file for the script; by default standard output.")
-@click.option("--no-verify", is_flag=True, help="Do not run the script.")
+@click.option("-o", "--output", type=OUTPUT, help="Write the script to FILE; by default, print it to standard output.")
+@click.option("--no-verify", is_flag=True, help="Do not run the script to verify that it shows the same verdict.")
 @click.option(
-    "--timeout", type=SECONDS, default=30.0, show_default=True, help="Seconds for the ranks of one cell or program."
+    "--timeout",
+    type=SECONDS,
+    default=30.0,
+    show_default=True,
+    help="Time limit for the ranks of one cell or program, in seconds.",
 )
 def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
     """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
 
-    Tries fewer ranks, a lower stage, fp32 and smaller models; then programs (see `zharness program`) that Hypothesis
-    draws and shrinks. Two failures are alike if their verdicts are equal, and also the wrong part of the step or the
-    exception.
+    The command tries fewer ranks, a lower stage, fp32 and smaller models, and then programs (see `zharness program`)
+    that Hypothesis draws and shrinks. A failure is like that of the cell if it has the same verdict, and the same wrong
+    part of the training step or the same exception.
     """
     from zharness.export import command
     from zharness.releases.rank_environment import get_release_environment

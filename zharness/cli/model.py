@@ -12,7 +12,10 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
 @click.command()
 @click.argument("factory", metavar="PACKAGE.MODULE:FACTORY")
 @click.option(
-    "--config", default="", metavar="FILE", help="A DeepSpeed JSON configuration: optimizer, clipping, stage ..."
+    "--config",
+    default="",
+    metavar="FILE",
+    help="DeepSpeed JSON file that sets the optimizer, gradient clipping, stage and so on.",
 )
 @click.option(
     "--engine",
@@ -25,21 +28,43 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     "stages",
     callback=parse_integer_option,
     metavar="0,1,2,3",
-    help="ZeRO stages; by default the stage of the configuration, or all stages that the engine has.",
+    help="ZeRO stages to check; by default the stage that --config sets, or all stages of the engine.",
 )
-@click.option("--world-size", type=click.IntRange(1), default=2, show_default=True)
-@click.option("--dtype", default="", metavar="fp32", show_default="the configuration's, or fp32")
 @click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps of the law model.configured."
+    "--world-size", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks that train the model."
 )
-@click.option("--seed", default=0, show_default=True, help="A number that changes weights and data of every cell.")
-@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for the ranks of one cell.")
 @click.option(
-    "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one per core, if memory allows."
+    "--dtype",
+    default="",
+    metavar="fp32",
+    show_default="the dtype that --config sets, or fp32",
+    help="Dtype in which the model is trained.",
 )
-@click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell.")
-@click.option("--html", type=OUTPUT, help="Write one self-contained page.")
-@click.option("--junitxml", type=OUTPUT, help="Write JUnit's XML, as pytest does.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Number of steps that the law model.configured trains.",
+)
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed from which the weights and data of every cell are drawn."
+)
+@click.option(
+    "--timeout",
+    type=SECONDS,
+    default=300.0,
+    show_default=True,
+    help="Time limit for the ranks of one cell, in seconds.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Number of cells to run at the same time; by default one per core, if memory allows.",
+)
+@click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
+@click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
+@click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
 def model(
     factory: str,
     config: str,
@@ -72,10 +97,14 @@ def model(
 
     if detect_launch() is not None:
         raise UsageError(
-            "zharness model starts its own ranks; run it without torchrun, or run `zharness check` under torchrun"
+            "zharness model starts its own ranks, so torchrun must not start it; run it without torchrun, or run "
+            "`zharness check` under torchrun"
         )
     if not is_user_model(factory):
-        raise UsageError(f"got {factory!r}; expected package.module:factory, importable from the current directory")
+        raise UsageError(
+            f"got {factory!r} as the factory of a model; expected package.module:factory, where package.module can be "
+            "imported from the current directory"
+        )
     check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
     return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), get_release_environment)

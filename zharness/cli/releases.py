@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
-    "--all", "every", is_flag=True, help="Run every reproduction; with --on, only those of the engines that it names."
+    "--all", "every", is_flag=True, help="Run all reproductions; with --on, all of the engines that --on names."
 )
 @click.option(
     "--on",
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     "on",
     multiple=True,
     metavar="NAME==RELEASE|NAME@CHECKOUT",
-    help="A release, which is installed into its own folder, or a source checkout; NAME alone is the installed "
-    "release. May be repeated.",
+    help="Run on this release, which is installed into a folder of its own, or on this source checkout. NAME alone "
+    "means the release that is installed already. May be repeated.",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Scripts to run at a time; by default one for each core.")
-@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Seconds for one run.")
-@click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each run.")
-@click.option("--markdown", is_flag=True, help="Print bugs x releases as a table in Markdown.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Number of scripts to run at the same time; by default one per core."
+)
+@click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Time limit for one run, in seconds.")
+@click.option("--jsonl", type=OUTPUT, help="Write the result of each run to FILE, as one line of JSON.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table of the verdict of each bug on each release.")
 def repro(
     ids: tuple[str, ...],
     every: bool,
@@ -52,12 +54,12 @@ def repro(
 ) -> int:
     """Reproduce real bugs of real engines, named by the number of their issue.
 
-    Each script runs on the releases that its header names: one with the bug, and if there is one, one with the fix. The
-    verdict is reproduced, not reproduced or failed otherwise, by the error's signature. `zharness list repros` lists
-    the bugs; each is a script in repro/ that also runs under plain torchrun.
+    Each script runs on the releases that its header names: one with the bug and, if it exists, one with the fix. The
+    verdict is reproduced, not reproduced, or failed otherwise if the run failed without the error's signature.
+    `zharness list repros` lists the bugs; each has a script in repro/ that also runs under plain torchrun.
 
-    Exit codes: 0 every release gave the expected verdict, 1 one did not, 3 a run failed otherwise or its release could
-    not be installed.
+    Exit codes: 0 every run had the expected verdict, 1 a run had another verdict, 3 a run failed otherwise or its
+    release could not be installed.
     """
     from zharness import step_summary
     from zharness.releases import repro_runs, repro_table
@@ -92,7 +94,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             "stages",
             callback=parse_integer_option,
             metavar="0,1,2,3",
-            help="ZeRO stages; by default all stages.",
+            help="ZeRO stages to run; by default all stages of the engine.",
         ),
         click.option(
             "--world-size",
@@ -101,31 +103,42 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             default="2",
             show_default=True,
             metavar="1,2,4",
+            help="World sizes: the numbers of ranks on which each law runs.",
         ),
         click.option(
-            "--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16"
+            "--dtype",
+            "dtypes",
+            callback=parse_name_option,
+            default="fp32",
+            show_default=True,
+            metavar="fp32,bf16",
+            help="Dtypes in which the models train.",
         ),
         click.option(
             "--model",
             "models",
             callback=parse_name_option,
             metavar="NAME,...",
-            help="Models of the workload; by default all.",
+            help="Models to train; by default all models.",
         ),
         click.option(
-            "--timeout", type=SECONDS, default=60.0, show_default=True, help="Seconds for the ranks of one cell."
+            "--timeout",
+            type=SECONDS,
+            default=60.0,
+            show_default=True,
+            help="Time limit for the ranks of one cell, in seconds.",
         ),
         click.option(
             "--isolation",
             type=click.Choice(["fresh", "pooled"]),
             default="pooled",
             show_default=True,
-            help="New ranks for every cell, or a pool of ranks for all cells of one release and stage.",
+            help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(1), help="Cells to run at a time; by default one for each core, pinned to it."
+            "--jobs", type=click.IntRange(1), help="Number of cells to run at the same time; by default one per core."
         ),
-        click.option("--jsonl", type=OUTPUT, help="Write one JSON line for each cell."),
+        click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON."),
     )
     for option in reversed(options):
         command = option(command)
@@ -175,10 +188,10 @@ class CellOptions:
 
         def measure(request: Request) -> list[Record]:
             """Run the cells of ``request`` and return their records."""
-            records, unmatched_failures = run_request(request, options, open_sink, get_release_environment)
-            for description in unmatched_failures:
+            result = run_request(request, options, open_sink, get_release_environment)
+            for description in result.unmatched_failures:
                 print_once(f"UNMATCHED {description}")
-            return records
+            return result.records
 
         return measure
 
@@ -194,27 +207,34 @@ def reject_cell_options(identifier: str) -> None:
     ]
     if given:
         raise UsageError(
-            f"got {', '.join(given)} for reproduction {identifier}, which has no cells; leave them out, or name a law"
+            f"got {', '.join(given)} with reproduction {identifier}, but these options apply only to laws; leave them "
+            "out, or name a law"
         )
 
 
 @click.command(name="releases")
 @click.argument("engine", required=False)
 @click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
-@click.option("--law", "--check", "checks", multiple=True, help="A law, a group, a glob or a cell id; may be repeated.")
+@click.option(
+    "--law",
+    "--check",
+    "checks",
+    multiple=True,
+    help="Law to run: a law, a group, a glob or a cell id; may be repeated.",
+)
 @click.option("--newest", is_flag=True, help="Also run the newest release on the package index.")
 @click.option(
     "--compare-to",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="RECORDED.jsonl",
-    help="Print what changed since these records, and exit with 1 if anything did.",
+    help="Print what changed since these records, and exit with code 1 if anything changed.",
 )
 @click.option("--list", "listed", is_flag=True, help="List the releases and checkouts in the cache, and run nothing.")
 @click.option(
     "--clean",
     is_flag=True,
-    help="Remove ENGINE==RELEASE, ENGINE@CHECKOUT or ENGINE from the cache; by default all releases and checkouts, but "
-    "not the folders that setup_repro.sh made. Runs that use them at that time will fail.",
+    help="Remove the named ENGINE==RELEASE, ENGINE@CHECKOUT or ENGINE from the cache. Without a name, remove all "
+    "releases and checkouts, but not the folders that setup_repro.sh made. A run that uses a removed release fails.",
 )
 @add_cell_options
 def releases(
@@ -245,7 +265,7 @@ def releases(
 
     named = tuple(text for text in (engine, *versions) if text)
     if listed and clean:
-        raise UsageError("got --list and --clean; --list shows what --clean would remove: give one of them")
+        raise UsageError("got both --list and --clean; expected one of them (--list shows what --clean would remove)")
     if listed:
         click.echo(cache_table.render_entries(named))
         return 0
@@ -254,7 +274,9 @@ def releases(
         click.echo(cache_table.render_cleaned(cleaned))
         return 0 if all(outcome == cache_entries.REMOVED for _, outcome in cleaned) else 3
     if engine is None:
-        raise UsageError("no engine was named; try: zharness releases deepspeed 0.18.8 0.19.8, or --list")
+        raise UsageError(
+            "no engine was named; name one, as in `zharness releases deepspeed 0.18.8 0.19.8`, or give --list"
+        )
     cell_options = CellOptions(**options)
     request = cell_options.build_request(checks)
     release_names = compare_releases.spell_releases(engine, versions, newest)
@@ -306,7 +328,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     "--check",
     "checks",
     multiple=True,
-    help="A law, a group, a glob or a cell id; by default all laws. May be repeated.",
+    help="Law to run: a law, a group, a glob or a cell id; by default all laws. May be repeated.",
 )
 @click.option(
     "--expected-failures",
@@ -314,17 +336,17 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     "expected_failures",
     multiple=True,
     type=OUTPUT,
-    help="A file of expected failures of the change (TOML); may be repeated.",
+    help="TOML file of failures that are expected of the change; may be repeated.",
 )
 @add_cell_options
 def compare(
     base: str, change: str, checks: tuple[str, ...], expected_failures: tuple[Path, ...], **options: Any
 ) -> int:
-    """Run the same cells on a base and on a change of it, and fail only on what the change broke.
+    """Run the same cells on a base and on a change of it, and fail only if the change breaks a cell.
 
     Base and change are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
-    and count if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that is not
-    broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
+    and are reported only if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that
+    is not broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
 
     \b
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml

@@ -217,7 +217,7 @@ class DistributedFixture(DistributedExec):
         return run_in_ranks
 
     def run(self, **fixtures: Any) -> None:
-        """Do the work of the fixture; called on each of its ranks. Subclasses override this method."""
+        """Do the work of the fixture on each of its ranks; subclasses override this method."""
         raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The results of the inspections that ``zharness doctor`` runs."""
+"""Define the results of the inspections that ``zharness doctor`` runs."""
 
 from __future__ import annotations
 

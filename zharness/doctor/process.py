@@ -56,7 +56,7 @@ def inspect_fork_support() -> Iterator[Finding]:
     yield make_finding("child processes", text, Severity.PROBLEM, not can_watch, "use Linux 5.3 or newer")
     is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     text = "initialised in this process" if is_initialized else "not initialised"
-    remedy = "no rank can be forked now: find the import that uses a GPU (a sitecustomize, a plugin) and remove it"
+    remedy = "ranks cannot be forked after CUDA is initialised: find the import that uses a GPU and remove it"
     yield make_finding("CUDA", text, Severity.PROBLEM, is_initialized, remedy)
     launch = detect_launch()
     text = "none" if launch is None else "RANK, WORLD_SIZE and MASTER_ADDR are set"
@@ -81,5 +81,5 @@ def inspect_replaced_functions(current_conditions: ProcessConditions) -> Finding
     """Inspect whether another package has replaced functions of torch."""
     if not current_conditions.replacements:
         return ok_finding("functions of torch", "none was replaced")
-    remedy = "no baseline can run with replaced functions: find the import that replaces them, and run without it"
+    remedy = "the baseline needs torch's own functions: find the import that replaces them, and remove it"
     return Finding("functions of torch", Severity.PROBLEM, "; ".join(current_conditions.replacements), remedy)

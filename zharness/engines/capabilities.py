@@ -18,19 +18,19 @@ class Feature(Enum):
     TENSOR_BACKWARD = "loss.backward()"
     SCALE_BACKWARD = "engine.scale(loss).backward()"
     RETAIN_GRAPH = "a second backward on a retained graph"
-    TORCH_FUNC = "torch.func transforms of the engine"
-    ENGINE_ACCUMULATION = "accumulation divided and bounded by the engine"
-    CALLER_ACCUMULATION = "accumulation divided and bounded by the caller"
-    NO_SYNC = "local accumulation without reduction"
+    TORCH_FUNC = "torch.func transforms applied to the engine"
+    ENGINE_ACCUMULATION = "gradient accumulation controlled by the engine"
+    CALLER_ACCUMULATION = "gradient accumulation controlled by the caller"
+    NO_SYNC = "no_sync, which accumulates gradients without reducing them"
     SUM = "gradients summed over ranks"
-    CLIP = "clipping by the global norm"
+    CLIP = "gradient clipping by the global norm"
     PARAM_GROUPS = "several parameter groups"
     SCHEDULE = "a learning-rate schedule"
-    CHECKPOINT = "save and load"
-    RANK_BUFFERS = "buffers saved and loaded by each rank for itself"
-    RESHARD = "a checkpoint of one stage loaded at every other"
+    CHECKPOINT = "saving and loading checkpoints"
+    RANK_BUFFERS = "buffers saved and loaded by each rank separately"
+    RESHARD = "a checkpoint of one stage loaded at every other stage"
     UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
-    AUTOGRAD = "every way in which torch runs a backward"
+    AUTOGRAD = "every way to run a backward in torch"
     TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
@@ -39,21 +39,23 @@ class Feature(Enum):
     SUBMODULES = "submodules called outside the model's own forward"
     NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"
     SPARSE_GRADIENTS = "gradients that a backward makes sparse"
-    OWN_WEIGHT_GRADIENTS = "autograd.grad of weights: this rank's own gradients, to be differentiated again"
-    REDUCED_WEIGHT_GRADIENTS = "autograd.grad of weights: the reduced gradients' shards, to be differentiated again"
+    OWN_WEIGHT_GRADIENTS = "autograd.grad of weights that returns this rank's own gradients, differentiable again"
+    REDUCED_WEIGHT_GRADIENTS = (
+        "autograd.grad of weights that returns shards of the reduced gradients, differentiable again"
+    )
     UNFREEZING = "parameters unfrozen after construction"
-    EDITS = "full weights edited by one rank and seen by all"
+    EDITS = "full weights that one rank edits for all ranks"
     DEFERRED = "a model built on the meta device"
     AUTOCAST = "a configuration section that runs forwards under torch.autocast"
-    LOSS_SCALER = "a dynamic loss scale, and steps skipped at an overflow"
+    LOSS_SCALER = "a dynamic loss scale that skips steps with an overflow"
     AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
-    MASTERS = "masters, gradients and optimizer state in configured dtypes"
-    WIRES = "a configured reduce dtype, and elements sent per dtype, counted by the engine"
+    MASTERS = "master weights, gradients and optimizer state in configured dtypes"
+    WIRES = "a configured reduce dtype, and a count of the elements sent in each dtype"
     VARIATIONS = "training in which one setting varies"
     VARIANTS = "named sets of options that must not change a number"
     STEADINESS = "global state restored at close, and no read of uninitialized memory"
-    RESOURCES = "bytes allocated on this rank, counted by the engine"
-    TRAFFIC = "bytes sent and gathered, counted by the engine"
+    RESOURCES = "a count of the bytes allocated on this rank"
+    TRAFFIC = "a count of the bytes sent and gathered"
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ class Capabilities:
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
         if feature is Feature.VARIANTS and not self.variants:
-            return "the engine names no variants"
+            return "the engine lists no variants in its capabilities"
         return self.refuses.get(feature)
 
     @property
     def engine_options(self) -> Mapping[str, EngineOption]:
-        """The named options, each as an EngineOption."""
+        """Return the named options, each as an EngineOption."""
         return {
             name: value if isinstance(value, EngineOption) else EngineOption(value)
             for name, value in self.variants.items()
@@ -126,7 +128,7 @@ class Capabilities:
 
     @property
     def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:
-        """The options that this machine can run and that must not change any number, by name."""
+        """Return, by name, the options that this machine can run and that must not change any number."""
         return {
             name: dict(option.options)
             for name, option in self.engine_options.items()

@@ -64,10 +64,10 @@ CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VAR
 
 OPTIONS = {
     "broadcast_buffers": "broadcast rank 0's buffers before each forward; default true",
-    "bucket_cap_mb": "size of a bucket in MiB",
-    "find_unused_parameters": "look for parameters without gradient in each forward",
-    "gradient_as_bucket_view": "gradients are views of the buckets",
-    "static_graph": "the graph never changes",
+    "bucket_cap_mb": "size of each gradient bucket in MiB",
+    "find_unused_parameters": "after each forward, find the parameters that get no gradient",
+    "gradient_as_bucket_view": "make gradients views of the buckets",
+    "static_graph": "declare that the autograd graph is the same in every iteration",
     **AUTOCAST_OPTION,
 }
 

@@ -97,13 +97,13 @@ class DeepSpeedEngine:
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed refuses {ds_config}: {error}") from error
+            raise ConfigError(f"DeepSpeed does not accept the configuration {ds_config}: {error}") from error
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
             self.close()
             raise ConfigError(
-                f"got options with which DeepSpeed builds {type(zero).__name__} at stage {config.stage}, whose "
-                "gradients this adapter cannot read; leave data_types.grad_accum_dtype out"
+                f"with these options DeepSpeed builds {type(zero).__name__} at stage {config.stage}, and this adapter "
+                "cannot read its gradients; leave data_types.grad_accum_dtype out of the options"
             )
         self.module: nn.Module = self._engine.module
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
@@ -178,7 +178,7 @@ class DeepSpeedEngine:
     def load(self, path: Path) -> None:
         loaded_path, _ = self._engine.load_checkpoint(str(path))
         if loaded_path is None:
-            raise UsageError(f"load from {path}: DeepSpeed found no checkpoint of this stage and world size")
+            raise UsageError(f"{path} contains no checkpoint that DeepSpeed can load at this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._reader.state_dict(self.module)

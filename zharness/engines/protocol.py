@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class AccumulationOwner(Enum):
-    """Who divides the loss by the number of micro-batches and decides when a step ends: the engine or its caller."""
+    """The choice who divides the loss by the number of micro-batches and ends each step: the engine or its caller."""
 
     ENGINE = "engine"
     CALLER = "caller"
 
 
 class Reduction(Enum):
-    """Whether gradients are averaged or summed over ranks."""
+    """The choice between averaging and summing gradients over ranks."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -123,11 +123,11 @@ class Observations:
     loss_scale: float | Absent
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
-    gathered_bytes: int | Absent = Absent("the engine does not count them")
-    wire: Mapping[str, int] | Absent = Absent("the engine does not count them")
+    gathered_bytes: int | Absent = Absent("the engine does not count gathered bytes")
+    wire: Mapping[str, int] | Absent = Absent("the engine does not count the elements that it sends")
     masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
-    resources: Resources | Absent = Absent("the engine does not count them")
-    traffic: Traffic | Absent = Absent("the engine does not count it")
+    resources: Resources | Absent = Absent("the engine does not count allocated bytes")
+    traffic: Traffic | Absent = Absent("the engine does not count the bytes that it sends")
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def _require_method(engine: Engine, name: str, feature: Feature) -> None:
     """Raise EngineContractError if the engine lacks the method ``name``, which ``feature`` requires."""
     if not _has_method(engine, name):
         raise EngineContractError(
-            f"{type(engine).__name__} claims Feature.{feature.name} and has no method {name}(); "
-            "add it, or refuse the feature (docs/your-engine.md)"
+            f"{type(engine).__name__} claims Feature.{feature.name} but has no method {name}(); "
+            "define the method, or add the feature to Capabilities.refuses (docs/your-engine.md)"
         )
 
 

@@ -64,14 +64,14 @@ BUILT_IN: dict[str, EngineInfo] = {
         EngineInfo(
             name="plain",
             target="zharness.engines.plain:factory",
-            summary="the unwrapped model, the baseline of every other engine",
+            summary="plain PyTorch on one process, the baseline of every other engine",
             distribution="torch",
             install="pip install torch",
         ),
         EngineInfo(
             name="reference",
             target="zharness.engines.reference:factory",
-            summary="this package's own ZeRO 0-3, written to be read",
+            summary="this package's own implementation of ZeRO stages 0 to 3",
             distribution="zharness",
             install="pip install zharness",
         ),
@@ -99,7 +99,7 @@ BUILT_IN: dict[str, EngineInfo] = {
         EngineInfo(
             name="deepspeed",
             target="zharness.engines.deepspeed:factory",
-            summary="DeepSpeed ZeRO 0-3",
+            summary="DeepSpeed, ZeRO stages 0 to 3",
             distribution="deepspeed",
             install='pip install "zharness[deepspeed]" -c constraints.txt',
             warm_up="zharness.engines.deepspeed:warm_up",
@@ -169,7 +169,7 @@ def _parse_engine_name(text: str) -> re.Match[str]:
     match = _ENGINE_NAME.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"not an engine: {text!r}; allowed: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory "
+            f"got the engine {text!r}; allowed: NAME, NAME==RELEASE, NAME@CHECKOUT or package.module:factory "
             "(a checkout's path must not contain []{}, as it becomes part of cell ids)"
         )
     return match

@@ -32,7 +32,7 @@ from zharness.engines.protocol import (
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
 from zharness.errors import ConfigError, UsageError
 
-STATE_LAWS_NOT_CLAIMED = "the state laws do not cover this engine yet, so it makes no claim"
+STATE_LAWS_NOT_CLAIMED = "the laws on saved state do not cover this engine yet, so it does not claim the feature"
 _CALLER_OWNS_SCALER = (
     "the loss scale belongs to the caller's torch.amp.GradScaler, which torch's engines do not see "
     "(https://docs.pytorch.org/docs/stable/notes/amp_examples.html)"
@@ -40,7 +40,7 @@ _CALLER_OWNS_SCALER = (
 # Features that torch's own engines leave to the caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
     Feature.REDUCED_WEIGHT_GRADIENTS: "the reduction is outside the autograd graph, so autograd.grad reduces nothing",
-    Feature.UNIVERSAL_CHECKPOINT: "it is DeepSpeed's own format, which torch's engines cannot read",
+    Feature.UNIVERSAL_CHECKPOINT: "universal checkpoints have a format of DeepSpeed, which torch's engines do not read",
     Feature.LOSS_SCALER: _CALLER_OWNS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLER_OWNS_SCALER,
     Feature.WIRES: "torch's engines do not count the elements that they send",
@@ -62,7 +62,7 @@ def replicated_optimizer_states(
 
 def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
     """Return the reason why an engine does not count its memory."""
-    return Absent("torch's engines do not count them")
+    return Absent("this engine does not count allocated bytes")
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,16 @@ def validate_config(config: EngineConfig, capabilities: Capabilities, options: M
         raise ConfigError.unknown_name("stage", config.stage, sorted(capabilities.stages))
     reason = capabilities.refusal(Feature.ENGINE_ACCUMULATION)
     if config.accumulation_owner is AccumulationOwner.ENGINE and reason is not None:
-        raise ConfigError(f"got accumulation owned by the engine: {reason}; let the caller own it")
+        raise ConfigError(f"AccumulationOwner.ENGINE is not supported: {reason}; use AccumulationOwner.CALLER")
     for name in config.options:
         if name not in options:
             raise ConfigError.unknown_name("option", name, [f"{key} ({meaning})" for key, meaning in options.items()])
 
 
 LOW_PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-AUTOCAST_OPTION = {"torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16'}: every forward under torch.autocast"}
+AUTOCAST_OPTION = {
+    "torch_autocast": "{'enabled': true, 'dtype': 'bf16' or 'fp16'}: run every forward under torch.autocast"
+}
 
 
 def autocast_factory(config: EngineConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -239,7 +241,7 @@ class TorchEngine:
     def observe(self) -> Observations:
         return Observations(
             loss_scale=Absent("the loss scale belongs to the caller's torch.amp.GradScaler"),
-            skipped_steps=Absent("never skips a step"),
+            skipped_steps=Absent("this engine never skips a step"),
             learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
             masters=self._full_masters()
             if self._adapter.compute_dtype

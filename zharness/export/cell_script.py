@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from zharness.cell import Cell
@@ -17,11 +18,12 @@ from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer
+from zharness.law_kit.setting import DEFAULT_SETTING
 from zharness.laws import DTYPES, get_law
 from zharness.laws.torch_func import align_weights, measure_weight_alignment
 from zharness.parity.certificate import is_power_of_two
 from zharness.parity.junctions import insert_junction
-from zharness.run.configuration import configuration_for
+from zharness.run.configuration import cell_setting, configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.record import Record, Verdict
 from zharness.workload import ModelSpec, model_spec, models
@@ -65,6 +67,8 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
     Under other settings it would reject an engine that is right.
     """
     options, facts = engine_options(cell, claims), configuration_for(cell.engine_variant)
+    if replace(cell_setting(cell.engine_variant), options=()) != DEFAULT_SETTING:
+        return True
     if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):
         return True
     if facts.autocast_dtype is not None or facts.reduce_dtype is not None or options.get("torch_autocast"):
@@ -142,7 +146,7 @@ def render_registered_model(writing: ScriptWriter, name: str) -> str:
             fields = {keyword.arg: keyword.value for keyword in node.keywords}
             if getattr(fields["name"], "value", "") == name:
                 return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
-    raise UsageError.unknown_name("model to export", name, ())
+    raise UsageError.unknown_name("model to export", name, "a model of `zharness list models`, or a user's factory")
 
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:

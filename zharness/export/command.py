@@ -88,7 +88,7 @@ def run_exported_cell(
     with Runner({cell.engine: get_environment(cell.engine)}, options.timeout, options.seed) as runner:
         planned = plan_named_cell(cell, runner.claims)
         if planned.unsupported_reason:
-            raise UsageError(f"{cell.id} is not run: {planned.unsupported_reason}")
+            raise UsageError(f"cannot run {cell.id}: {planned.unsupported_reason}")
         return runner.run(planned), runner.claims(cell.engine, cell.stage)
 
 
@@ -139,7 +139,7 @@ def shrink(
     last = result.record.cell
     if result.record.verdict not in EXPORTABLE_VERDICTS:
         click.echo(
-            f"no script is written, because it would not end: {result.record.verdict.value}",
+            f"no script is written, because it would not end (the verdict is {result.record.verdict.value})",
             err=True,
         )
         return 0
@@ -154,7 +154,7 @@ def shrink(
 
 def describe_shrink_result(result: ShrinkResult) -> str:
     """Describe the smallest cell and the smallest program, with the commands that run them again."""
-    lines = [f"{result.attempts} cells and programs tried; the smallest cell that fails in the same way:"]
+    lines = [f"tried {result.attempts} cells and programs; the smallest cell that fails in the same way is:"]
     lines += [
         f"  {result.record.cell.id} ({result.cell_module_count} modules with parameters)",
         f"    {result.record.cause}",

@@ -37,13 +37,14 @@ from zharness.law_kit.law import Law
 from zharness.law_kit.program_executor import observe_program
 from zharness.law_kit.program_judge import judge_program
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.laws import DTYPES, LOSS_SCALES, get_law
 from zharness.parity.attribution import attribute_mismatch
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
 from zharness.parity.junctions import with_junctions
 from zharness.parity.snapshot import EvidenceWriter, RankEvidence
-from zharness.run.configuration import configuration_for
+from zharness.run.configuration import cell_setting, configuration_for
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.program_runner import SEED
 from zharness.workload.program_model import program_model_spec
@@ -70,6 +71,7 @@ CONSTANT_NAMES = frozenset(
             "AUTOCAST",
             "REDUCE_DTYPE",
             "TRAINING",
+            "SETTING",
             "CONFIG",
         ),
         *("CLAIMS", "MAKE", "BASELINE_SPEC", "PROGRAM", "NAME", "FACTORY", "observe", "judge", "status"),
@@ -101,6 +103,7 @@ class JudgeScriptSpec:
     judge: RenderText
     variant: str = ""
     training: TrainingConfig = DEFAULT_TRAINING
+    setting: Setting = DEFAULT_SETTING
     autocast: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -146,6 +149,7 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
         f"AUTOCAST = {text(script_spec.autocast)}  # of the user's configuration",
         f"REDUCE_DTYPE = {text(script_spec.reduce_dtype)}  # reduce dtype, if not DTYPE",
         f"TRAINING = {text(script_spec.training)}",
+        f"SETTING = {text(script_spec.setting)}",
         f"CONFIG = {text(script_spec.config)}",
         f"CLAIMS = {text(script_spec.claims)}".replace(", Feature.", ",\n    Feature."),
         f"MAKE = {render_factory(writing, script_spec.engine)}",
@@ -178,6 +182,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
         judge=partial(render_function, law.judge),
         variant=cell.variant,
         training=configuration.training,
+        setting=cell_setting(cell.engine_variant),
         autocast=configuration.autocast_dtype,
         reduce_dtype=configuration.reduce_dtype
         or configuration.autocast_dtype

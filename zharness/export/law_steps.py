@@ -21,7 +21,7 @@ def explain_long_script(law: Law, dtype: str, engine: str = "") -> str:
     if the script is short on at least one engine.
     """
     if law.steps is None:
-        return "it compares more than values, gradients, weights and an optimizer's state"
+        return "the law compares more than values, gradients, weights and optimizer state"
     if engine and is_self_comparison(law.steps) and registry.split_release(engine)[0] in ENGINES_WITHOUT_SAVE:
-        return f"{engine} leaves saving its state to its caller"
+        return f"{engine} does not save checkpoints itself"
     return "" if dtype in ("fp32", "bf16") else f"in {dtype} losses are scaled"

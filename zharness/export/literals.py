@@ -48,7 +48,7 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
         return f"({', '.join(map(render_inner, value))}{',' * (len(value) == 1)})"
     if isinstance(value, list):
         return f"[{', '.join(map(render_inner, value))}]"
-    raise UsageError(f"cannot export: a script cannot contain {value!r}, a {type(value).__name__}")
+    raise UsageError(f"cannot export the cell: a script cannot contain {value!r}, which is a {type(value).__name__}")
 
 
 def is_default(value: Any, field: Field[Any]) -> bool:
@@ -66,7 +66,8 @@ def render_name(thing: Any, collection: DefinitionCollection, imports: list[str]
     module, name = thing.__module__, thing.__qualname__
     if not name.isidentifier():
         raise UsageError(
-            f"cannot export: a script cannot name {name} of {module}, which is defined inside a function or class"
+            f"cannot export the cell: a script cannot import {name} of {module}, which is defined inside a function "
+            "or a class"
         )
     if module.partition(".")[0] == PACKAGE:
         return collection.add(module, name)

@@ -15,6 +15,7 @@ from zharness.export.model_candidates import count_parameter_owners, models_with
 from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
 from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
+from zharness.law_kit.setting import SEPARATOR
 from zharness.laws import get_law
 from zharness.run.plan import plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
@@ -233,12 +234,20 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
     if is_user_model(cell.model):  # an engine's fault usually shows in any model
         names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
-    if cell.engine_variant:
-        yield replace(cell, engine_variant="")
+    yield from (replace(cell, engine_variant=label) for label in smaller_settings(cell.engine_variant))
     yield from (replace(cell, world_size=size) for size in range(1, cell.world_size))
     if cell.dtype != "fp32":
         yield replace(cell, dtype="fp32")
     yield from (replace(cell, stage=stage) for stage in range(cell.stage))
+
+
+def smaller_settings(label: str) -> list[str]:
+    """Return the labels of settings with fewer parts than the setting ``label``: none, one part, all parts but one."""
+    if not label:
+        return []
+    parts = label.split(SEPARATOR)
+    without_one = (SEPARATOR.join(parts[:at] + parts[at + 1 :]) for at in range(len(parts)))
+    return list(dict.fromkeys(("", *(parts if len(parts) > 1 else ()), *without_one)))
 
 
 def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, claims: Capabilities) -> ProgramBatch:

@@ -41,6 +41,6 @@ def describe_verification(record: Record, result: ScriptResult) -> str:
     conclusion = (
         "shows the same verdict"
         if is_faithful(record, result)
-        else "does NOT show it, so do not publish it as this cell"
+        else "does NOT show the same verdict, so do not publish it as this cell"
     )
-    return f"{cell}\n{script}\nrun under torchrun, it {conclusion}"
+    return f"{cell}\n{script}\nunder torchrun, the script {conclusion}"

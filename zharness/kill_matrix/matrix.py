@@ -83,7 +83,9 @@ class KillMatrix:
                     killed_count += 1
                     if not target.named_by(record.divergence, record.cause):
                         expected = f"{target.part.value if target.part else 'no number'} of {target.parameter}"
-                        messages.append(f"{record.cell.id}: expected {expected}, got {record.cause}")
+                        messages.append(
+                            f"{record.cell.id}: expected the first divergence in {expected}; got {record.cause}"
+                        )
         return killed_count, messages
 
     def errors(self) -> list[Record]:

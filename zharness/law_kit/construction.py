@@ -28,7 +28,7 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
     require_engine(engine)
     layout = require_mapping("layout", engine.layout())
     if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
-        raise EngineContractError("layout: the engine did not return tuples of zharness.engines.Piece")
+        raise EngineContractError("layout: expected a tuple of zharness.engines.Piece for each parameter")
     owned = {name: tuple(pieces) for name, pieces in layout.items() if name in snapshot.requires_grad}
     snapshot.require_unchanged(model, owned)
     return engine, owned
@@ -89,7 +89,7 @@ class ModelSnapshot:
                 f"the engine changed the training flag of {names}; only the caller may set the mode"
             )
         check_names(
-            "the model's state dict, once the engine has it,",
+            "the model's state dict, after the engine was built,",
             dict.fromkeys(self.state_names),
             dict.fromkeys(list_state_names(model)),
         )
@@ -212,7 +212,7 @@ def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> N
     """
     if actual.shape != expected.shape:
         raise EngineContractError(
-            f"{source}[{name!r}]: the engine returned shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+            f"{source}[{name!r}]: the engine returned the shape {tuple(actual.shape)}; expected {tuple(expected.shape)}"
         )
 
 
@@ -220,7 +220,7 @@ def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
     """Return ``value``, or raise EngineContractError, which names the method ``source``, if it is not a dictionary."""
     if not isinstance(value, Mapping):
         raise EngineContractError(
-            f"{source}: the engine returned a {type(value).__name__}, expected a dictionary of tensors by original name"
+            f"{source}: the engine returned a {type(value).__name__}; expected a dictionary of tensors by parameter"
         )
     return value
 
@@ -229,6 +229,6 @@ def require_cpu_tensor(source: str, name: str, value: Any) -> Tensor:
     """Return ``value``, detached and on the CPU. Raise EngineContractError if ``value`` is not a tensor."""
     if not isinstance(value, Tensor):
         raise EngineContractError(
-            f"{source}[{name!r}]: the engine returned a {type(value).__name__}, expected a tensor"
+            f"{source}[{name!r}]: the engine returned a {type(value).__name__}; expected a tensor"
         )
     return value.detach().cpu()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
 from zharness.parity.attribution import GradientTerms, SuspectedGradients, attribute_mismatch, fit_scale
 from zharness.parity.baseline import Baseline, LocalResult, LossWeighting, Objective
@@ -41,7 +42,7 @@ class JudgeContext:
 
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
-    configured.
+    configured. ``setting`` has the cell's accumulation window, in which each micro-batch is repeated.
     """
 
     baseline: Baseline
@@ -50,6 +51,7 @@ class JudgeContext:
     variant: str = ""
     declared_reduce_dtype: torch.dtype | None = None
     training: TrainingConfig = DEFAULT_TRAINING
+    setting: Setting = DEFAULT_SETTING
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -156,8 +158,14 @@ class JudgeContext:
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Return one parameter's local gradients as ``[rank][micro-batch]``; ranks that did not use it have zeros."""
-        return [[get_grad_or_zeros(row[rank], name, micros) for row in micros] for rank in range(self.world_size)]
+        """Return one parameter's local gradients as ``[rank][micro-batch]``; ranks that did not use it have zeros.
+
+        Each micro-batch is repeated as in ``RankContext.backward``.
+        """
+        return [
+            [get_grad_or_zeros(row[rank], name, micros) for row in micros] * self.setting.accumulation_steps
+            for rank in range(self.world_size)
+        ]
 
     def _compare_reduced_grad(
         self,
@@ -257,7 +265,7 @@ class JudgeContext:
             mean_and_bound(flat, reduce_dtype, rank_grads[0].dtype) if not exact else (float64_mean(flat), None)
         )
         reason = exact.reason if isinstance(exact, Exactness) else ""
-        note = f"tier S by the bound of the reduction, not X: {reason}" if reason else ""
+        note = f"compared within the bound of the reduction (tier S), not bitwise (tier X): {reason}" if reason else ""
         rank_0_match: Comparison | None = None
         for rank, actual in enumerate(rank_grads):
             place = self.location(name, Part.REDUCTION, step, rank)
@@ -286,7 +294,7 @@ class JudgeContext:
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
         """Return whether tier X applies to the mean of the gradients of these micro-batches, and if not, the reason."""
-        return certify_exactness(self.baseline, steps, self.dtype, objective)
+        return certify_exactness(self.baseline, steps, self.dtype, objective, repeats=self.setting.accumulation_steps)
 
     def has_single_reduction_order(self) -> bool:
         """Return whether the mean over ranks is the same in every order of summation.

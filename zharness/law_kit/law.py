@@ -12,6 +12,7 @@ from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.law_kit.training_run import TrainingRun, make_training_run
 from zharness.parity import Comparison, Tier
 
@@ -55,7 +56,8 @@ class Law:
     dtypes that the law applies to. ``steps`` are the steps of the short script that ``zharness export`` writes, or None
     if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
     integers in every step. ``steps_are_verbs`` says that the step of a mismatch is the position of a verb in a program,
-    not a micro-batch that could be run again.
+    not a micro-batch that could be run again. ``setting_support`` says which accumulation windows and calls of backward
+    the law is stated for.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Law:
     steps: LawSteps | None = None
     weights_stay_integers: bool = True
     steps_are_verbs: bool = False
+    setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 
     def get_variant(self, name: str) -> Variant:
         """Return the variant with this name. Raise UsageError if the law has no such variant."""

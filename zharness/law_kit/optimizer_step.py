@@ -350,7 +350,7 @@ def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> 
     for label in (recorded_step.params_label, recorded_step.state_label):
         records = ctx.rank_records(label, recorded_step.step)
         for record in records[1:]:
-            check_names(f"what a rank reports as {label}, beside rank 0's,", records[0], record)
+            check_names(f"the record {label!r} of a rank, compared with that of rank 0,", records[0], record)
         for name in records[0]:
             place = ctx.location(name, Part.GATHER, recorded_step.step - 1)
             yield from compare_ranks(place, [record[name] for record in records])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from zharness.engines.options import Options, merge_options
+from zharness.engines.options import Options, are_options_compatible, merge_options
 
 
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
@@ -36,13 +36,3 @@ def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, A
 def is_compatible_with_row(name: str, row: set[str], variants: Mapping[str, Options]) -> bool:
     """Return whether the variant ``name`` is compatible with every variant in ``row``."""
     return all(are_options_compatible(variants[name], variants[other]) for other in row)
-
-
-def are_options_compatible(first: Options, second: Options) -> bool:
-    """Return whether the two sets of options are compatible, which means that no key has different values in them."""
-    return all(
-        are_options_compatible(first[key], second[key])
-        if isinstance(first[key], Mapping) and isinstance(second[key], Mapping)
-        else first[key] == second[key]
-        for key in first.keys() & second.keys()
-    )

@@ -22,17 +22,17 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def read_process_state() -> dict[str, Tensor]:
     """Return the global settings of this process and thread and the state of its random generators as tensors."""
     values = {
-        "recording of gradients": torch.is_grad_enabled(),
+        "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
         "torch.autocast's cache": torch.is_autocast_cache_enabled(),
         "torch.autocast's dtype": FLOAT_DTYPES.index(torch.get_autocast_dtype("cpu")),
         "default dtype": FLOAT_DTYPES.index(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "detection of anomalies": torch.is_anomaly_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
         "precision of matrix products": MATMUL_PRECISIONS.index(torch.get_float32_matmul_precision()),
-        "threads of a backward": private.is_backward_multithreaded(),
-        "collection of garbage": gc.isenabled(),
+        "multithreaded backward": private.is_backward_multithreaded(),
+        "garbage collection": gc.isenabled(),
         "number of threads": torch.get_num_threads(),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }

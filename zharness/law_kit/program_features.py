@@ -36,12 +36,14 @@ MARK_FEATURES = {
 def explain_unsupported(program: Program, capabilities: Capabilities) -> str:
     """Return the reason why an engine with these capabilities cannot run ``program``, or an empty string if it can."""
     if program.dtype not in capabilities.dtypes or program.stage not in capabilities.stages:
-        return f"the engine does not claim stage {program.stage} in {program.dtype}"
+        return f"the engine does not support stage {program.stage} with dtype {program.dtype}"
     if program.stage in capabilities.own_kernels:
-        return f"its local gradients are not torch's: {capabilities.own_kernels[program.stage]}"
+        return (
+            f"the engine's local gradients are not those of torch's kernels: {capabilities.own_kernels[program.stage]}"
+        )
     for verb in program.verbs:
         if program.dtype == "fp16" and Mark.TENSOR in verb.marks:
-            return "under fp16 a loss has to be scaled, which loss.backward() does not do"
+            return "fp16 needs a loss scale, which loss.backward() does not apply"
     for feature in find_required_features(program):
         reason = capabilities.refusal(feature)
         if reason is not None:

@@ -53,7 +53,7 @@ def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
     if raised:
         raise EngineContractError("an exception within a forward or a backward did not reach the engine's caller")
     if chosen:
-        raise EngineContractError("a backward returned without having run through the module's children")
+        raise EngineContractError("a backward returned without running through the child modules that its forward used")
     raise HarnessFault(
         f"none of the {len(children)} child modules of the engine's module ran, so nothing was interrupted"
     )

@@ -48,13 +48,13 @@ from zharness.parity.compare import check_names
 from zharness.parity.replay import replay_step
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
-SUMMED_AGAIN_HINT = "the sum of all, those before the last summed over the ranks once more"
+SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
 
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
 
-CALLER_TENSOR_CHANGED_HINT = "the backward changed a tensor of the caller's"
+CALLER_TENSOR_CHANGED_HINT = "the backward changed the caller's output, loss or inputs"
 
 EARLY_STEP_HINT = "a step was made before the window was full"
 

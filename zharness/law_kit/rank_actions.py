@@ -36,7 +36,7 @@ def shared_folder() -> Iterator[Path]:
 def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> None:
     """Train one step and record everything that ``judge_step`` compares."""
     ctx.record_training_state(engine, step)
-    engine.backward(ctx.loss(engine, step))
+    ctx.train(engine, step)
     ctx.record("grads", engine.full_grads(), step)
     engine.step()
     engine.zero_grad()

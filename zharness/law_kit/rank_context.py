@@ -24,6 +24,7 @@ from zharness.engines.protocol import (
 from zharness.law_kit.construction import construct_engine, require_cpu_tensor, require_mapping
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.setting import DEFAULT_SETTING, BackwardCall, Setting
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
 from zharness.parity.snapshot import EvidenceWriter
 from zharness.workload import Batch, ModelSpec
@@ -40,6 +41,7 @@ class RankContext:
 
     ``spec`` is the model with its data and loss. ``capabilities`` are the claims of the engine by which the cell was
     selected. ``records`` writes this rank's evidence. ``training`` is the training that the user configured.
+    ``setting`` has the cell's accumulation window and its call of backward.
     """
 
     def __init__(
@@ -55,16 +57,23 @@ class RankContext:
         device: torch.device,
         records: EvidenceWriter,
         training: TrainingConfig = DEFAULT_TRAINING,
+        setting: Setting = DEFAULT_SETTING,
     ) -> None:
         self.spec = spec
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.config = replace(config, micro_batch_size=SAMPLES)
+        self.config = replace(
+            config,
+            micro_batch_size=SAMPLES,
+            accumulation_steps=setting.accumulation_steps,
+            accumulation_owner=setting.owner,
+        )
         self.capabilities = capabilities
         self.variant = variant
         self.device = device
         self.training = training
+        self.setting = setting
         self._factory = factory
         self._records = records
         self._layout: Mapping[str, tuple[Piece, ...]] = {}
@@ -100,6 +109,35 @@ class RankContext:
         loss = self.spec.loss(batch.feed(call), batch.target)
         self.record(label, {"loss": loss}, step)
         return loss
+
+    def train(self, engine: Engine, step: int, label: str = "loss") -> None:
+        """Run forward and backward of micro-batch ``step`` in a window of the cell, and record its loss."""
+        self.backward(engine, self.loss(engine, step, label), step)
+
+    def backward(self, engine: Engine, loss: Tensor, step: int, factor: float = 1.0) -> None:
+        """Run backward on ``loss``, the loss of micro-batch ``step``, in the cell's way of calling backward.
+
+        In a cell with an accumulation window, the micro-batch is repeated until the window is full, so that the mean
+        gradient of the window is the gradient of the micro-batch. Each loss is multiplied by ``factor`` first.
+        """
+        for remaining in range(self.setting.accumulation_steps - 1, -1, -1):
+            self._run_backward(engine, loss if factor == 1.0 else loss * factor)
+            if remaining:
+                if self.setting.owner is AccumulationOwner.ENGINE:
+                    engine.step()
+                batch = self.batch(step)
+                loss = self.spec.loss(batch.feed(engine), batch.target)
+
+    def _run_backward(self, engine: Engine, loss: Tensor) -> None:
+        """Call backward on a loss in the cell's way. A caller who owns the accumulation divides the loss."""
+        if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
+            loss = loss / self.setting.accumulation_steps
+        if self.setting.backward_call is BackwardCall.ENGINE:
+            engine.backward(loss)
+        elif self.setting.backward_call is BackwardCall.TENSOR:
+            torch.autograd.backward(loss)
+        else:
+            torch.autograd.backward(engine.scale(loss))
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Record a copy of ``tensors`` under ``label`` and ``step``.

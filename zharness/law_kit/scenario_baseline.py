@@ -68,7 +68,7 @@ def make_plain_participant(
 
 @dataclass(frozen=True)
 class ScenarioResult:
-    """The result of a scenario on the plain model: returned values, and the gradients of each model.
+    """The result of a scenario on the plain model: the values of each repetition, and the gradients of each model.
 
     ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training, which is one ordinary
     micro-batch after the scenario. ``backward_grads`` holds, for each parameter, the gradient of every backward in
@@ -77,7 +77,7 @@ class ScenarioResult:
     ``backward_grads_after`` holds the same for the follow-up training.
     """
 
-    values: NamedTensors
+    values: tuple[NamedTensors, ...]
     grads: tuple[NamedTensors, ...]
     after: tuple[NamedTensors, ...]
     backward_grads: tuple[RecordedGradients, ...]
@@ -85,27 +85,31 @@ class ScenarioResult:
 
     def flatten(self) -> dict[str, Tensor]:
         """Return all values and gradients in one dictionary."""
-        parts = [self.values, *self.grads, *self.after]
+        parts = [*self.values, *self.grads, *self.after]
         return {f"{number}/{name}": tensor for number, part in enumerate(parts) for name, tensor in part.items()}
 
 
 def run_plain_scenario(
-    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
+    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype, repeats: int = 1
 ) -> ScenarioResult:
-    """Run a scenario, and then one ordinary micro-batch, on plain models, as the rank ``rank``."""
+    """Run a scenario and then an ordinary micro-batch, ``repeats`` times each, on plain models as the rank ``rank``."""
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(
             0, make_plain_participant(baseline, variant, rank, dtype, participants[0] if participants else None)
         )
     recorders = [record_gradients(participant.module) for participant in participants]
-    values = {name: tensor.detach() for name, tensor in (scenario.script(participants[0]) or {}).items()}
+    values = tuple(
+        {name: tensor.detach() for name, tensor in (scenario.script(participants[0]) or {}).items()}
+        for _ in range(repeats)
+    )
     backward_grads = tuple(drain_gradients(recorder) for recorder in recorders)
     grads, after = [], []
     for participant in participants:
         grads.append(collect_grads(participant.module))
         participant.zero_grad()
-        train_follow_up(participant)
+        for _ in range(repeats):
+            train_follow_up(participant)
         after.append(collect_grads(participant.module))
     return ScenarioResult(
         values, tuple(grads), tuple(after), backward_grads, tuple(drain_gradients(recorder) for recorder in recorders)
@@ -119,7 +123,7 @@ def collect_grads(module: nn.Module) -> NamedTensors:
 
 @lru_cache(maxsize=1024)
 def run_exact_scenario(
-    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype
+    baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype, repeats: int = 1
 ) -> ScenarioResult:
     """Run a scenario in the cell's dtype and in float64, and return the result in the cell's dtype.
 
@@ -127,7 +131,8 @@ def run_exact_scenario(
     the same for every engine and stage; a cached result takes about 20 KB.
     """
     result, wide = (
-        run_plain_scenario(baseline, variant, scenario, rank, precision) for precision in (dtype, torch.float64)
+        run_plain_scenario(baseline, variant, scenario, rank, precision, repeats)
+        for precision in (dtype, torch.float64)
     )
     double = wide.flatten()
     for name, tensor in result.flatten().items():
@@ -140,4 +145,8 @@ def run_exact_scenario(
 
 def run_scenario_on_all_ranks(ctx: JudgeContext, scenario: Scenario) -> list[ScenarioResult]:
     """Return the result of the scenario on the plain model, for each rank."""
-    return [run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype) for rank in range(ctx.world_size)]
+    repeats = ctx.setting.accumulation_steps
+    return [
+        run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype, repeats)
+        for rank in range(ctx.world_size)
+    ]

@@ -22,7 +22,8 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
         """Compare values and gradients of every engine, and those of the micro-batch trained after the scenario."""
         results = run_scenario_on_all_ranks(ctx, scenario)
-        yield from ctx.compare_values("values", [result.values for result in results])
+        for repeat in range(ctx.setting.accumulation_steps):
+            yield from ctx.compare_values("values", [result.values[repeat] for result in results], repeat)
         for number in range(scenario.engine_count):
             yield from compare_scenario_grads(ctx, results, "grads", number)
             yield from judge_after_effects(ctx, results, number)

@@ -35,4 +35,5 @@ def scenario_law(
         variants=variants,
         dtypes=("fp32",),  # its models mix dtypes of their own, and their sums need more bits than a narrow dtype has
         steps=LawSteps(scenario.script, StepsKind.SCENARIO, scenario),
+        setting_support=scenario.setting_support,
     )

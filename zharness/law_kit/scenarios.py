@@ -31,6 +31,7 @@ from zharness.engines.protocol import (
 )
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload import Batch, ModelSpec
 
@@ -103,7 +104,9 @@ class UnusedGrads(Enum):
 class Scenario:
     """A script with its settings: the number of engines, the number of micro-batches in a step, and the reduction.
 
-    If the engine leaves accumulation to its caller, gradients are not divided by the number of micro-batches.
+    If the engine leaves accumulation to its caller, gradients are not divided by the number of micro-batches. In a cell
+    with an accumulation window, the script runs once in each micro-batch of the window, unless the scenario has an
+    ``own_window``, because it ends steps itself or its judge expects one micro-batch.
     """
 
     script: ScenarioScript
@@ -111,6 +114,13 @@ class Scenario:
     accumulation_steps: int = 1
     unused_grads: UnusedGrads = UnusedGrads.NONE_IF_CLAIMED
     reduction: Reduction = Reduction.SUM
+    own_window: bool = False
+
+    @property
+    def setting_support(self) -> SettingSupport:
+        """Whether the scenario can run in each micro-batch of a window."""
+        has_window = self.own_window or self.accumulation_steps > 1
+        return SettingSupport.OPTIONS_ONLY if has_window else SettingSupport.WINDOWS
 
 
 def choose_exact_reduction(preferred: Reduction, world_size: int, capabilities: Capabilities) -> Reduction:
@@ -136,9 +146,12 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
 
     def observe(ctx: RankContext) -> None:
         """Run the scenario, a step with learning rate 0, and one more micro-batch; record values and gradients."""
-        owns = scenario.accumulation_steps > 1 and AccumulationOwner.ENGINE in ctx.accumulation_owners()
+        repeats = ctx.setting.accumulation_steps
+        micro_batches = scenario.accumulation_steps * repeats
+        claims_window = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+        owns = ctx.setting.owner is AccumulationOwner.ENGINE if repeats > 1 else micro_batches > 1 and claims_window
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
-        divisor = scenario.accumulation_steps if owns else 1
+        divisor = micro_batches if owns else 1
         reduction = choose_exact_reduction(scenario.reduction, ctx.world_size, ctx.capabilities)
         ctx.record(reduction.value, {})
         engines = [
@@ -158,12 +171,19 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
         for engine in reversed(engines):
             participant = make_engine_participant(ctx, engine, participant)
         assert participant is not None
-        ctx.record("values", scenario.script(participant) or {})
+        for repeat in range(repeats):
+            ctx.record("values", scenario.script(participant) or {}, repeat)
+            if owns and repeat < repeats - 1:
+                for engine in engines:
+                    engine.step()
         for number, engine in enumerate(engines):
             ctx.record("grads", engine.full_grads(), number)
             engine.step()
             engine.zero_grad()
-            train_follow_up(make_engine_participant(ctx, engine, None))
+            for repeat in range(repeats):
+                train_follow_up(make_engine_participant(ctx, engine, None))
+                if owns and repeat < repeats - 1:
+                    engine.step()
             ctx.record("after", engine.full_grads(), number)
             gathered = engine.observe().gathered_bytes
             ctx.record(

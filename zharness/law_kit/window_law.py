@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.engines.protocol import Feature
 from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.setting import OWNER_FEATURES
 from zharness.law_kit.window_judge import make_window_judge
 from zharness.law_kit.window_scenarios import WindowScenario, make_window_observer
 from zharness.parity import Tier
-
-OWNER_FEATURES = {
-    AccumulationOwner.CALLER: Feature.CALLER_ACCUMULATION,
-    AccumulationOwner.ENGINE: Feature.ENGINE_ACCUMULATION,
-}
 
 
 def window_law(

@@ -185,17 +185,17 @@ def backward_law(
 LAWS = (
     backward_law(
         engine_backward,
-        "engine.backward(loss) is plain PyTorch's loss.backward(), and retains no graph",
+        "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
         kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
-        "loss.backward() is plain PyTorch's",
+        "loss.backward() gives plain PyTorch's gradients",
         kept_because="torch's own call, which an engine notices only by its hooks",
     ),
     backward_law(
         non_scalar,
-        "out.backward(g) is plain PyTorch's",
+        "out.backward(g) gives plain PyTorch's gradients",
         kept_because="the only backward that starts from a gradient that the caller passes",
     ),
     backward_law(
@@ -213,23 +213,23 @@ LAWS = (
     ),
     backward_law(
         auxiliary_loss,
-        "a loss that the forward computes on the side gives plain PyTorch's gradients too",
+        "an auxiliary loss that the forward computes gives plain PyTorch's gradients too",
         kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
     ),
     backward_law(
         without_grad,
-        "forwards under no_grad and inference_mode are plain PyTorch's and leave nothing behind",
+        "forwards under no_grad and inference_mode give plain PyTorch's outputs and do not affect later gradients",
         kept_because="forwards under no_grad between a forward and its backward may overwrite state of modules",
     ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output is plain PyTorch's, unscaled by accumulation, and training goes on unharmed",
+        "torch.autograd.grad of an output is plain PyTorch's, not divided for accumulation, and training stays right",
         accumulation=4,
         kept_because="gradients that train nothing: an engine that counts backwards may count them",
     ),
     backward_law(
         backward_inputs,
-        "loss.backward(inputs=[x]) is plain PyTorch's and adds nothing to a parameter's gradient",
+        "loss.backward(inputs=[x]) gives plain PyTorch's gradient of x and changes no parameter's gradient",
         kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
     backward_law(

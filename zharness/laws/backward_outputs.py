@@ -24,7 +24,7 @@ class NamedTupleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DataclassOutput:
-    """A model output that is a dataclass, a container whose tensors torch does not find."""
+    """A model output that is a dataclass, which torch.utils._pytree treats as a leaf."""
 
     output: Tensor
     extra: Tensor

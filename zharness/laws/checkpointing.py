@@ -192,7 +192,7 @@ LAWS = (
     ),
     checkpointing_law(
         plain_inputs,
-        "a region whose inputs require no gradient does what plain PyTorch's does",
+        "a checkpointed region whose inputs require no gradient gives the gradients that it gives in plain PyTorch",
         Feature.SUBMODULES,
         kept_because="a region that autograd skips, as in plain PyTorch",
     ),
@@ -203,7 +203,7 @@ LAWS = (
     ),
     checkpointing_law(
         non_scalar,
-        "out.backward(g) through a checkpointed region is plain PyTorch's",
+        "out.backward(g) through a checkpointed region gives plain PyTorch's gradients",
         kept_because="a region at the end of a graph, whose backward starts from a gradient that the caller passes",
     ),
     checkpointing_law(

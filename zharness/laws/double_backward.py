@@ -174,7 +174,8 @@ def weight_penalty(participant: Participant) -> NamedTensors:
 
 
 # The reduction is the mean, because with the sum an engine that forgets to divide in the second backward is right.
-WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
+# The judge of the reduced gradients expects one micro-batch.
+WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN, own_window=True)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -211,10 +212,10 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
     return dict(collect_grads(module))
 
 
-def retained_law(script: ScenarioScript, statement: str, *, kept_because: str) -> Law:
+def retained_law(script: ScenarioScript, statement: str, *, kept_because: str, own_window: bool = False) -> Law:
     """Build the law of a scenario in which a backward retains the graph."""
-    features = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH)
-    return scenario_law("double_backward", Scenario(script), statement, kept_because=kept_because, features=features)
+    features, scenario = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH), Scenario(script, own_window=own_window)
+    return scenario_law("double_backward", scenario, statement, kept_because=kept_because, features=features)
 
 
 LAWS = (
@@ -225,17 +226,18 @@ LAWS = (
     ),
     retained_law(
         retain_leaks_nothing,
-        "a retained backward, or one that raised, leaves nothing for the next step",
+        "a backward that retained its graph, or raised, does not affect the next step",
         kept_because="compares the step after, where retained_same_loss compares gradients",
     ),
     retained_law(
         step_between_retained_backwards,
         "a backward raises if a step has written the weights since its forward, as in plain PyTorch",
+        own_window=True,
         kept_because="the only law of this group in which the right outcome is an error",
     ),
     retained_law(
         gradient_penalty,
-        "autograd.grad with create_graph, then backward of a penalty on it, is plain PyTorch's",
+        "backward of a penalty on a gradient from autograd.grad(create_graph=True) gives plain PyTorch's gradients",
         kept_because="the only backward through the gradient of an input",
     ),
     replace(

@@ -103,8 +103,8 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
     model: Any = spec.build()
     if not can_checkpoint(model):
         raise UsageError(
-            f"the model of {spec.name} has no gradient_checkpointing_enable() as models of transformers have; a model "
-            "that checkpoints in another way does so in every law, as its factory built it"
+            f"the model of {spec.name} has no gradient_checkpointing_enable(), which models of transformers have and "
+            "this law calls; a model that checkpoints in another way is checked with checkpointing by every law"
         )
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -145,7 +145,7 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="model.configured",
-        statement="each step of the configured training is the replay of its optimizer, clipping and accumulation",
+        statement="each step of the configured training follows the formulas of its optimizer and clipping",
         tier=Tier.STAGED,
         models=(),
         observe=observe_configured,

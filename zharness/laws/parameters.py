@@ -23,6 +23,7 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
+from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
@@ -184,7 +185,7 @@ def observe_deferred(ctx: RankContext) -> None:
         model
     )  # draws the same numbers as for the eager model: torch's generator has the same seed
     ctx.record("params", engine.full_params())
-    engine.backward(ctx.loss(engine, step=0))
+    ctx.train(engine, step=0)
     ctx.record("grads", engine.full_grads())
     engine.close()
 
@@ -230,7 +231,7 @@ LAWS = (
     ),
     parameter_law(
         branch,
-        "a parameter that a step does not use has no gradient in it, whatever the step before did",
+        "a parameter that a step does not use has no gradient in that step, even if the step before used it",
         unused_grads=UnusedGrads.ALWAYS_NONE,
         kept_because="the only law that distinguishes no gradient from a gradient of zeros",
     ),
@@ -242,13 +243,13 @@ LAWS = (
     ),
     parameter_law(
         outside_its_module,
-        "a weight that is read outside its module's forward gets that gradient too",
+        "a weight that is read outside its module's forward gets the gradient of that use too",
         Feature.OUTSIDE_FORWARD,
         kept_because="a weight that is read where no hook of its module runs",
     ),
     parameter_law(
         used_on_some_ranks,
-        "a parameter that only some ranks use counts as zero on the others, whichever ranks they are",
+        "if only some ranks use a parameter, its gradient counts as zero on the other ranks",
         variants=("", OTHER_RANKS),
         kept_because="the only law in which ranks take different branches",
     ),
@@ -267,7 +268,7 @@ LAWS = (
     ),
     parameter_law(
         edited,
-        "full weights may be edited between steps; every rank then has what rank 0 wrote",
+        "full weights may be edited between steps, and every rank then has the weights that rank 0 wrote",
         Feature.EDITS,
         kept_because="the only law in which the caller writes weights",
     ),
@@ -307,6 +308,7 @@ LAWS = (
         observe=observe_deferred,
         judge=judge_deferred,
         features=(Feature.DEFERRED,),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that builds on the meta device",
     ),
 )

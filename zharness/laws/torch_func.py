@@ -303,7 +303,7 @@ VECTOR_MODELS = ("mlp", "exact")
 LAWS = (
     transform_law(
         "grad",
-        "torch.func.grad of the engine is plain PyTorch's, unscaled by accumulation; training goes on unharmed",
+        "torch.func.grad of the engine is plain PyTorch's, not divided for accumulation, and training stays right",
         grad,
         DIFFERENTIABLE,
         TORCH_FUNC_FEATURES,
@@ -311,7 +311,7 @@ LAWS = (
     ),
     transform_law(
         "vmap_grad",
-        "vmap(grad) of the engine is plain PyTorch's, sample by sample; training goes on unharmed",
+        "vmap(grad) of the engine gives plain PyTorch's per-sample gradients, and training stays right",
         vmap_grad,
         DIFFERENTIABLE,
         TORCH_FUNC_FEATURES,
@@ -331,7 +331,7 @@ LAWS = (
     ),
     transform_law(
         "vjp",
-        "vjp of the engine is plain PyTorch's, its pullback called after the forward is over",
+        "vjp of the engine is plain PyTorch's, also if its pullback is called after the forward has ended",
         vjp,
         kept_because="its pullback runs after the forward, when a stage-3 engine has freed the full weights",
     ),

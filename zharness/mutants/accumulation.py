@@ -236,7 +236,7 @@ class RemembersForwards(Around):
         self.forwards = 0
 
 
-def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of samples in the arguments of a forward, which is the length of the first tensor."""
     return next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
@@ -249,7 +249,7 @@ class WeighsByTheFirstBatch(Around):
     first = rows = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.rows = rows_of(args, kwargs)
+        self.rows = count_rows(args, kwargs)
         self.first = self.first or self.rows
         return self.right(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The wrapper around a correct engine that every mutant subclasses, and base classes that several mutants share."""
+"""Define the wrapper around a correct engine that every mutant subclasses, and further base classes of mutants."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Around:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The right engine's optimizer."""
+        """Return the optimizer of the correct engine."""
         found: torch.optim.Optimizer = seams_engines.optimizer(self.right)
         return found
 

@@ -30,7 +30,7 @@ from zharness.mutants.mutant import (
 )
 
 
-def norm_of(grads: Mapping[str, Tensor]) -> float:
+def compute_norm(grads: Mapping[str, Tensor]) -> float:
     """Return the 2-norm of all tensors in ``grads`` together."""
     return math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
 
@@ -43,7 +43,7 @@ class NormOfItsOwnShard(Around):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        seams.wrap_grad_norm(self.right, lambda _: lambda: norm_of(seams.reduced_grads(self.right)))
+        seams.wrap_grad_norm(self.right, lambda _: lambda: compute_norm(seams.reduced_grads(self.right)))
 
 
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
@@ -53,7 +53,7 @@ class NormCountsEveryRank(Around):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
         factor = math.sqrt(dist.get_world_size())
-        seams.wrap_grad_norm(self.right, lambda _: lambda: norm_of(seams.reduced_grads(self.right)) * factor)
+        seams.wrap_grad_norm(self.right, lambda _: lambda: compute_norm(seams.reduced_grads(self.right)) * factor)
 
 
 @mutant_factory(

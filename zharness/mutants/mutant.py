@@ -1,4 +1,4 @@
-"""The data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
+"""Define the data of a mutant (an engine broken on purpose), and the decorators that register mutants."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Origin(Enum):
 
     @property
     def is_blind(self) -> bool:
-        """Whether the authors wrote this series without having seen the laws."""
+        """Return whether the authors wrote this series without having seen the laws."""
         return self.name.startswith("BLIND_")
 
 
@@ -162,7 +162,9 @@ class Mutant:
         """
         right = engines.capabilities(self.over, stage)
         if right is None:
-            raise HarnessFault(f"mutant {self.name}: the claim of {self.over!r} is unknown until the engine is built")
+            raise HarnessFault(
+                f"mutant {self.name} cannot be planned: the capabilities of {self.over!r} are unknown until it is built"
+            )
         return self.build.claims(right)
 
 

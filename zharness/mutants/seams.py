@@ -1,4 +1,4 @@
-"""All places where mutants use parts of the reference engine behind its adapter, except those that only stage 3 has.
+"""Define how mutants change private parts of the reference engine, except those that only stage 3 has.
 
 If the reference engine is rewritten, this file has to change, but no mutant. A function that is called
 ``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private
@@ -39,7 +39,7 @@ BroadcastEdit: TypeAlias = Callable[[ModelParam, Tensor, int], None]
 
 
 def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine] = ReferenceEngine) -> ReferenceEngine:
-    """Build the right reference engine behind an ``adapter``, which may be a mutant's own class."""
+    """Build the correct reference engine behind an ``adapter``, which may be a mutant's own class."""
     return adapter(build_reference(model, config).engine)
 
 
@@ -121,7 +121,7 @@ def skips_on_overflow(engine: ReferenceEngine) -> bool:
 
 
 def loss_scaler(engine: ReferenceEngine) -> LossScale:
-    """Return the object that holds and moves the loss scale."""
+    """Return the object that stores and updates the loss scale."""
     return engine.engine._loss_scale
 
 
@@ -164,7 +164,7 @@ def _gradients(engine: ReferenceEngine) -> Gradients:
 
 
 def reduce_pending(engine: ReferenceEngine) -> dict[str, Tensor]:
-    """Reduce all pending gradients, and return every reduced gradient. Collective."""
+    """Reduce all pending gradients, and return every reduced gradient. This is a collective."""
     return _gradients(engine).reduce_pending()
 
 
@@ -189,7 +189,7 @@ def wrap_reduce_pending(engine: ReferenceEngine, wrap: Callable[[ReducePending],
 
 
 def wrap_reduce_bucket(engine: ReferenceEngine, wrap: Callable[[ReduceBucket], ReduceBucket]) -> None:
-    """Wrap the reduction of one bucket; it takes ``grad`` from the bucket's parameters and returns their shares."""
+    """Wrap the reduction of one bucket, which sets its parameters' ``grad`` to None and returns reduced gradients."""
     replace_attribute(_gradients(engine), "_reduce", wrap(_gradients(engine)._reduce))
 
 
@@ -237,7 +237,7 @@ def wrap_clear_grads(engine: ReferenceEngine, wrap: Callable[[Callable[[], None]
 
 
 def keep_hooks_at_close(engine: ReferenceEngine) -> None:
-    """Let ``close`` drop the gradients and leave the hooks on the parameters."""
+    """Make ``close`` keep the hooks on the parameters; it still drops the gradients."""
     replace_attribute(_gradients(engine), "close", _gradients(engine).clear)
 
 
@@ -254,12 +254,12 @@ def wrap_reduced_tensors(
 
 
 def grad_norm(engine: ReferenceEngine) -> float:
-    """Return the global norm of the reduced gradients, still scaled. Collective."""
+    """Return the global norm of the reduced gradients, still scaled. This is a collective."""
     return _gradients(engine).norm()
 
 
 def grads_are_finite(engine: ReferenceEngine) -> bool:
-    """Return whether the reduced gradients are finite on every rank. Collective."""
+    """Return whether the reduced gradients are finite on every rank. This is a collective."""
     return _gradients(engine).is_finite()
 
 
@@ -285,7 +285,7 @@ def wrap_cast_for_reduce(
 
 
 def take_local_grad(param: ModelParam) -> Tensor:
-    """Take a parameter's local gradient and leave None; zeros if there is none."""
+    """Return a parameter's local gradient, or zeros if it has none, and set its ``grad`` to None."""
     return _take_local_grad(param)
 
 
@@ -369,7 +369,7 @@ def local_elements(engine: ReferenceEngine, param: ModelParam) -> Tensor:
 
 
 def publish(engine: ReferenceEngine, names: Iterable[str]) -> None:
-    """Copy updated leaves into the model's parameters. Collective."""
+    """Copy updated leaves into the model's parameters. This is a collective."""
     _parameters(engine).publish(names)
 
 

@@ -1,6 +1,6 @@
-"""All places where mutants use private parts of torch, its optimizers and the adapters of its engines.
+"""Define how mutants change private parts of torch, its optimizers and the adapters of its engines.
 
-``optimizer`` and ``schedule`` also find those of the reference engine.
+The functions ``optimizer`` and ``schedule`` also accept the reference engine.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def set_schedule(engine: TorchEngine, value: Any) -> None:
 
 
 def clip_limit(engine: TorchEngine) -> float | None:
-    """Return the norm that gradients are clipped to."""
+    """Return the norm to which gradients are clipped."""
     return engine._clip
 
 
 def set_clip_limit(engine: TorchEngine, limit: float | None) -> None:
-    """Set the norm that gradients are clipped to."""
+    """Set the norm to which gradients are clipped."""
     engine._clip = limit
 
 
 @contextmanager
 def without_clipping(engine: TorchEngine) -> Iterator[None]:
-    """Make ``step`` clip nothing within the block."""
+    """Context manager within which ``step`` does not clip gradients."""
     limit, engine._clip = engine._clip, None
     try:
         yield
@@ -74,7 +74,7 @@ def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
 
 
 def reset_window(engine: TorchEngine) -> None:
-    """Begin a new accumulation window: no micro-batch is counted."""
+    """Begin a new accumulation window by resetting its count of micro-batches to 0."""
     engine._micro_batches_counted = 0
 
 
@@ -107,7 +107,7 @@ def replace_no_sync(engine: TorchEngine, no_sync: Callable[[], AbstractContextMa
 
 
 def drop_gradients(engine: TorchEngine) -> None:
-    """Drop the gradients that live elsewhere than in ``grad`` of the engine's parameters."""
+    """Drop the gradients that are not in ``grad`` of the engine's parameters."""
     engine._adapter.drop_gradients()
 
 
@@ -130,7 +130,7 @@ def ddp_wrapper(engine: TorchEngine) -> Any:
 
 
 def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
-    """Make DistributedDataParallel leave the parameters ``names`` of ``model`` alone."""
+    """Make DistributedDataParallel ignore the parameters ``names`` of ``model``."""
     replaced: Any = model
     replaced._ddp_params_and_buffers_to_ignore = list(names)
 
@@ -139,14 +139,14 @@ def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def fsdp2_reset_reduced(drop_gradients: Callable[[], None]) -> Callable[[], None]:
-    """Return the part of FSDP2's ``drop_gradients`` that leaves unreduced gradients alone."""
+    """Return the part of FSDP2's ``drop_gradients`` that keeps unreduced gradients."""
     both: Any = drop_gradients
     reset: Callable[[], None] = both.args[0]
     return reset
 
 
 def fsdp2_sync(engine: TorchEngine) -> Any:
-    """Return the switch of FSDP2's gradient reduction."""
+    """Return the object that enables and disables FSDP2's gradient reduction."""
     return engine._adapter.no_sync.__self__  # type: ignore[attr-defined]
 
 
@@ -174,7 +174,7 @@ def fsdp2_param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def wrap_sync_param_groups(engine: TorchEngine, wrap: Callable[[SyncParamGroups], SyncParamGroups]) -> None:
-    """Wrap the copy of group settings between the exposed optimizer and the local one that updates."""
+    """Wrap the function that copies group settings between the exposed optimizer and the local one."""
     exposed = optimizer(engine)
     exposed._sync_param_groups = wrap(exposed._sync_param_groups)
 

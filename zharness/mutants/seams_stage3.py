@@ -1,4 +1,4 @@
-"""All places where mutants use private parts of the reference engine that only stage 3 has."""
+"""Define how mutants change private parts of the reference engine that only stage 3 has."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def wrap_reduce_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective], G
 
 
 def wrap_all_gather_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective], GradCollective]) -> None:
-    """Wrap the adjoint of the reduce-scatter: the divided all-gather of a gradient's shards."""
+    """Wrap the adjoint of the reduce-scatter, which all-gathers a gradient's shards and divides the result."""
     replace_attribute(_collectives(engine), "all_gather_grad", wrap(_collectives(engine).all_gather_grad))
 
 
 def all_gather_undivided(engine: ReferenceEngine, param: ModelParam, shard: Tensor) -> Tensor:
-    """All-gather the shards of a gradient without dividing them. Collective."""
+    """All-gather the shards of a gradient without dividing them. This is a collective."""
     return _collectives(engine)._run_or_negotiate(RequestKind.ALL_GATHER_GRAD, param, shard)
 
 
@@ -71,7 +71,7 @@ def wrap_unshard(engine: ReferenceEngine, wrap: Callable[[Unshard], Unshard]) ->
 
 
 def unshard_if_sharded(engine: ReferenceEngine, value: Any) -> Any:
-    """Return the full tensor of a sharded parameter, and any other value unchanged. Collective at stage 3."""
+    """Return the full tensor of a sharded parameter, and any other value unchanged. This is a collective at stage 3."""
     unsharder = _unsharder(engine)
     return value if unsharder is None else unsharder.unshard_if_sharded(value)
 
@@ -135,7 +135,7 @@ def leave_failed_forwards_open(engine: ReferenceEngine) -> None:
 
 
 def sharded_classes(engine: ReferenceEngine) -> Mapping[type[nn.Module], type[nn.Module]]:
-    """Return the subclass that stands in for each module class at stage 3."""
+    """Return, by module class, the subclass that replaces the class at stage 3."""
     swap = engine.engine._parameters._class_swap
     return {} if swap is None else swap._sharded_classes
 
@@ -176,5 +176,5 @@ def prefetched_shards(engine: ReferenceEngine) -> Mapping[str, Tensor]:
 
 
 def replace_contains(bucket: PrefetchedBucket, contains: Callable[[ModelParam, torch.dtype], bool]) -> None:
-    """Replace the test whether a prefetched bucket has a parameter's current values."""
+    """Replace the method that tests whether a prefetched bucket has a parameter's current values."""
     replace_attribute(bucket, "contains", contains)

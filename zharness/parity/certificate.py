@@ -77,9 +77,11 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 
 
 def certify_exactness(
-    baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None
+    baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None, repeats: int = 1
 ) -> Exactness:
     """Return whether the gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact.
+
+    Each micro-step occurs ``repeats`` times in the mean.
 
     Exact means that nothing is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
     spec); it must be linear in the output, with integer coefficients. For a model with random weights the answer is no,
@@ -89,13 +91,15 @@ def certify_exactness(
         return Exactness(False)
     # The result for a law's own objective is not cached: the cache would keep the cell's tensors alive for nothing.
     return (certify_exact_model_cached if objective is None else certify_exact_model)(
-        baseline, steps, dtype, objective or baseline.objective
+        baseline, steps, dtype, objective or baseline.objective, repeats
     )
 
 
-def certify_exact_model(baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective) -> Exactness:
+def certify_exact_model(
+    baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective, repeats: int = 1
+) -> Exactness:
     """Return what ``certify_exactness`` returns for a model with integer weights, without using the cache."""
-    terms = baseline.world_size * len(steps)
+    terms = baseline.world_size * len(steps) * repeats
     micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
     if not is_power_of_two(terms) or all(
         is_locally_exact(baseline, *position, terms, dtype, loss) for position in micro_batches

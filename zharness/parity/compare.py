@@ -113,8 +113,8 @@ def compare_within_bound(
     """
     if expected.shape != actual.shape:
         raise EngineContractError(
-            f"{location.name}: the engine returned shape {tuple(actual.shape)}, expected {tuple(expected.shape)}; "
-            "full_grads, full_params and full_optimizer_state use the shapes of the original model"
+            f"{location.name}: the engine returned the shape {tuple(actual.shape)}; expected {tuple(expected.shape)}: "
+            "full_grads, full_params and full_optimizer_state have to return the shapes of the original model"
         )
     got = actual.double()
     bound = bound.expand_as(expected)

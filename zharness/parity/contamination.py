@@ -51,11 +51,11 @@ class ProcessConditions:
     def describe_differences(self, other: ProcessConditions) -> list[str]:
         """Describe each function that is replaced in this process, and each setting that differs from ``other``."""
         differing = [
-            f"{name} is {value}, for the baseline {other.settings[name]}"
+            f"{name} is {value} in the engine's process and {other.settings[name]} in the baseline's"
             for name, value in self.settings.items()
             if other.settings.get(name, value) != value
         ]
-        return [*(f"the engine's process has {function}" for function in self.replacements), *differing]
+        return [*(f"in the engine's process, {function}" for function in self.replacements), *differing]
 
 
 def read_process_conditions() -> ProcessConditions:
@@ -76,7 +76,7 @@ def read_process_conditions() -> ProcessConditions:
 
 
 def find_replaced_functions() -> Iterator[str]:
-    """Describe replaced functions of torch, such as ``torch.nn.functional.linear replaced by deepspeed.x.y (file)``."""
+    """Describe replaced functions of torch, as in ``torch.nn.functional.linear is replaced by deepspeed.x (file)``."""
     for owner, holder in TORCH_NAMESPACES.items():
         if vars(holder) == _clean_namespaces.get(owner):
             continue
@@ -99,7 +99,7 @@ def find_foreign_functions(namespace: str, holder: Any) -> Iterator[str]:
         if not callable(function) or isinstance(function, type) or is_from_torch(function):
             continue
         if f"{namespace}.{name}" not in ALLOWED_ADDITIONS:
-            yield f"{namespace}.{name} replaced by {describe_function(function)}"
+            yield f"{namespace}.{name} is replaced by {describe_function(function)}"
 
 
 def is_from_torch(function: Any) -> bool:
@@ -137,8 +137,8 @@ def require_no_shared_memory(engine: nn.Module, baseline: nn.Module) -> None:
         other = engine_names.get(tensor.untyped_storage().data_ptr())
         if other is not None:
             raise UsageError(
-                f"the baseline's {name} shares its memory with the engine's {other}, so it would "
-                "be compared with itself; give the baseline a copy.deepcopy made before the engine wraps the model"
+                f"the baseline's {name} shares memory with the engine's {other}, so the engine would "
+                "be compared with itself; use a copy.deepcopy as the baseline, made before the engine wraps the model"
             )
 
 

@@ -81,8 +81,9 @@ def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
     selected = [id(module) for module in modules]
     if not names.keys() >= {*selected} or len({*selected}) < len(selected):
         raise EngineContractError(
-            f"junctions: got {len(modules)} modules ({', '.join(type(module).__name__ for module in modules)}); "
-            "expected distinct modules of the model that the function received"
+            f"Capabilities.junctions returned {len(modules)} modules "
+            f"({', '.join(type(module).__name__ for module in modules)}); "
+            "expected modules of the model that was passed to it, each at most once"
         )
     return tuple(names[key] for key in selected)
 

@@ -50,7 +50,7 @@ def propagate_step(
     defaults = optimizer_defaults(name)
     for argument in hyperparameters:
         if argument not in defaults and argument not in IMPLEMENTATION_OPTIONS:
-            raise UsageError.unknown_name(f"argument of {name} to replay", argument, sorted(defaults))
+            raise UsageError.unknown_name(f"argument of the optimizer {name}:", argument, sorted(defaults))
     options = {**defaults, **hyperparameters}
     return FORMULAS[name](weight, -grad if options["maximize"] else grad, state, steps, options)
 

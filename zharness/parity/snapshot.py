@@ -60,7 +60,7 @@ def evidence_path(folder: Path, rank: int) -> Path:
 
 
 class EvidenceWriter:
-    """Writes one rank's evidence file: the bytes of each tensor at once, and the description of all tensors at the end.
+    """A writer of one rank's evidence file: it writes each tensor's bytes at once, and all descriptions at the end.
 
     The use of memory does not grow with the number of snapshots, and no tensor is copied twice. torch.save is not used,
     because its archives take three times as long to write and to read.

@@ -1,4 +1,4 @@
-"""Implementations of the fixtures of tests on ranks: ``comm``, ``device``, ``shared_tmp_path``."""
+"""Implement the fixtures of tests on ranks: ``comm``, ``device``, ``shared_tmp_path``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of one phase of a test (setup, call or teardown) that a rank sends to the pytest process."""
+"""Define the report of one phase of a test (setup, call or teardown), which a rank sends to the pytest process."""
 
 from __future__ import annotations
 

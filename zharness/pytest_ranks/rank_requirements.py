@@ -52,7 +52,7 @@ def parse_world_sizes(marker: pytest.Mark) -> tuple[int, ...]:
     if not sizes or invalid or len(set(sizes)) != len(sizes) or marker.kwargs:
         arguments = ", ".join([*map(repr, sizes), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
         raise UsageError(
-            f"world_size({arguments}): expected one or more different whole numbers from 1 up, "
+            f"world_size({arguments}): expected one or more different integers above 0, "
             "as in @pytest.mark.world_size(2, 4)"
         )
     return tuple(sizes)
@@ -111,7 +111,9 @@ def parse_world_size(item: pytest.Item) -> int | None:
         return int(parameters["world_size"])
     sizes = parse_world_sizes(marker)
     if len(sizes) > 1:
-        raise UsageError(f"{item.nodeid}: a test that cannot be parametrized takes one world size, got {sizes}")
+        raise UsageError(
+            f"{item.nodeid}: a test that cannot be parametrized takes one world size, but its marker has {sizes}"
+        )
     return sizes[0]
 
 
@@ -127,8 +129,8 @@ def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
     allowed = [Isolation.FRESH.value, Isolation.POOLED.value]
     if len(names) != 1 or names[0] not in allowed or group not in GROUPS_BY_NAME or options:
         raise UsageError(
-            f"{item.nodeid}: isolation marker with {names} and {marker.kwargs if marker else {}}; "
-            f"expected one of {allowed}, and group= one of {list(GROUPS_BY_NAME)}"
+            f"{item.nodeid}: the isolation marker has the arguments {names} and {marker.kwargs if marker else {}}; "
+            f"expected one of {allowed}, and optionally group= with one of {list(GROUPS_BY_NAME)}"
         )
     return Isolation(names[0]), GROUPS_BY_NAME[group]
 
@@ -157,7 +159,9 @@ def parse_collectives(item: pytest.Item) -> CollectiveMode:
         return CollectiveMode(item.config.getoption("--collectives"))
     allowed = [mode.value for mode in CollectiveMode]
     if len(marker.args) != 1 or marker.args[0] not in allowed or marker.kwargs:
-        raise UsageError(f"{item.nodeid}: collectives marker with {list(marker.args)}; expected one of {allowed}")
+        raise UsageError(
+            f"{item.nodeid}: the collectives marker has the arguments {list(marker.args)}; expected one of {allowed}"
+        )
     return CollectiveMode(marker.args[0])
 
 

@@ -1,4 +1,4 @@
-"""Remote fixtures: they run on ranks of their own, before the ranks of the test that requests them start.
+"""Define remote fixtures, which run on ranks of their own before the ranks of the test that requests them start.
 
 [Note: a fixture on other ranks]
 Ranks cannot start ranks, so a remote fixture does not run inside its test. Before the controller sends a test to its

@@ -1,4 +1,4 @@
-"""Functions with which a rank uses the terminal of the pytest process for a debugger."""
+"""Let a rank use the terminal of the pytest process for a debugger."""
 
 from __future__ import annotations
 

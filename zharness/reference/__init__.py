@@ -1,4 +1,4 @@
-"""A ZeRO engine for stages 0 to 3 on ``torch.optim``, short enough to be read in one sitting.
+"""Implement a ZeRO engine for stages 0 to 3 on ``torch.optim``, short enough to be read in one sitting.
 
 Training with Adam keeps four numbers for each parameter: the weight, its gradient, and two in the optimizer. Data
 parallelism keeps all four on every one of N ranks. ZeRO leaves each rank 1/N of the optimizer state (stage 1), of the

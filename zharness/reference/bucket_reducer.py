@@ -1,4 +1,4 @@
-"""Stage 2: reduce buckets of gradients while backward runs, in the same order on all ranks."""
+"""Reduce buckets of gradients at stage 2 while backward runs, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BucketReducer:
         self._end_of_backward.reset()
 
     def _reduce_next_bucket(self) -> bool:
-        """Reduce the next bucket; return whether any rank has gradients in it or in later buckets. Collective."""
+        """Reduce the next bucket (a collective); return whether any rank has gradients in it or in later buckets."""
         bucket = self._buckets[self._next_bucket]
         self._pending_params.difference_update(param.parameter for param in bucket.members)
         self._missing_counts[self._next_bucket] = len(bucket.members)

@@ -38,7 +38,7 @@ class Bucket:
         return Bucket(tuple(param for param in self.members if param.name in names))
 
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum one full tensor for each member over the ranks, and return this rank's row of the sum. Collective."""
+        """Reduce-scatter one full tensor per member, and return this rank's row of the sum. This is a collective."""
         packed = [_pack_rows(full, param.layout) for full, param in zip(full_tensors, self.members, strict=True)]
         rows = torch.cat(packed, dim=1)
         own_row = rows.new_empty(rows.shape[1])
@@ -47,7 +47,7 @@ class Bucket:
         return own_row
 
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
-        """Sum one full tensor for each member over the ranks; returns the sums in one flat tensor. Collective.
+        """All-reduce one full tensor for each member; return the sums in one flat tensor. This is a collective.
 
         No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, across members.
         """

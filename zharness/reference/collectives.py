@@ -39,7 +39,7 @@ class ShardCollectives:
         self._order = CollectiveOrder(comm)
 
     def all_gather_bucket(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). Collective."""
+        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). This is a collective."""
         self._record_collective(RequestKind.ALL_GATHER_PARAM, bucket.members, row.dtype)
         return all_gather_rows(row, self._comm)
 
@@ -56,7 +56,7 @@ class ShardCollectives:
         return full / (self._remaining_divisor(param) * param.predivide_factor)
 
     def reduce_grad(self, param: ModelParam, full: Tensor) -> Tensor:
-        """Reduce-scatter ``full`` to this rank's shard of the mean, summed in the reduce dtype. Collective."""
+        """Reduce-scatter ``full`` to this rank's shard of the mean, in the reduce dtype. This is a collective."""
         return self._run_or_negotiate(RequestKind.REDUCE_GRAD, param, param.cast_for_reduce(full))
 
     def reduce_grads(self, params: Sequence[ModelParam], full_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -90,7 +90,7 @@ class ShardCollectives:
         self._negotiation.require_even(operation)
 
     def check_same_collectives(self) -> None:
-        """Raise UsageError on every rank if the ranks ran different collectives since the last check. Collective."""
+        """Raise UsageError on every rank if collectives differed between ranks since the last check (a collective)."""
         self._order.check_same_on_all_ranks(self._model_params[0].parameter.device)
 
     def _remaining_divisor(self, param: ModelParam) -> float:
@@ -101,7 +101,7 @@ class ShardCollectives:
         return 1 if param.has_master else self._divisor / param.predivide_factor
 
     def _run_or_negotiate(self, kind: RequestKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """Run a collective immediately, or in a negotiated round inside ``allow_uneven_ranks``. Collective."""
+        """Run a collective immediately, or in a negotiated round inside ``allow_uneven_ranks``."""
         request = CollectiveRequest(kind, self._param_indices[param.name], ALL_DTYPES.index(local_tensor.dtype))
         if not self.is_even:
             return self._negotiation.run_round(request, local_tensor)[request]
@@ -113,7 +113,7 @@ class ShardCollectives:
         self._order.record(int(kind), [self._param_indices[param.name] for param in params], dtype)
 
     def _run_collective(self, request: CollectiveRequest, local_tensor: Tensor) -> Tensor:
-        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean. Collective."""
+        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean."""
         param = self._model_params[request.param_index]
         if request.kind is not RequestKind.REDUCE_GRAD:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)

@@ -100,7 +100,7 @@ class Engine:
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) scale (out * g).sum()")
+            raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) pass (out * g).sum()")
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
@@ -126,7 +126,7 @@ class Engine:
         self._require_phase(EnginePhase.TRAINING)
         if self._placements.gradients is ShardPlacement.SHARDED:
             raise UsageError(
-                f"no_sync at stage {self.settings.stage}: sharded gradients have no room for unreduced ones; "
+                f"no_sync at stage {self.settings.stage} is impossible: gradient shards have no room for full ones; "
                 "set gradient_accumulation_steps and call step() after every micro-batch"
             )
         self._phase = EnginePhase.NO_SYNC
@@ -139,9 +139,9 @@ class Engine:
     def step(self) -> None:
         """Count the micro-batch, and at the accumulation boundary update the parameters and drop the gradients.
 
-        Collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under fp16 and
-        bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise NonFiniteError is
-        raised.
+        This is a collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under
+        fp16 and bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise
+        NonFiniteError is raised.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1
@@ -181,7 +181,7 @@ class Engine:
     def _require_phase(self, *phases: EnginePhase) -> None:
         """Raise UsageError unless the engine is in one of ``phases``."""
         if self._phase not in phases:
-            raise UsageError(f"the engine is {self._phase.value}; this method needs it to be {phases[0].value}")
+            raise UsageError(f"the engine is {self._phase.value}, but this method needs it to be {phases[0].value}")
 
     def zero_grad(self) -> None:
         """Drop all gradients, reduced or not, and begin a new accumulation window.
@@ -286,8 +286,8 @@ class Engine:
         with raise_on_all_ranks(self.comm):
             if self._micro_batches or self._pending_gradients():
                 raise CheckpointError(
-                    "there are gradients from before the accumulation boundary, which a checkpoint does not keep: call "
-                    "step() up to the boundary, or zero_grad()"
+                    "the engine has gradients from before the accumulation boundary, which a checkpoint does not keep; "
+                    "call step() until the boundary, or zero_grad()"
                 )
             contents = self._training_state.collect_contents(self.steps, self.skipped_steps)
             common_state = {"contents": vars(contents)}

@@ -113,7 +113,7 @@ class Gradients:
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. Collective."""
+        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. This is a collective."""
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -139,7 +139,7 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """Exchange which ``candidates`` have a gradient: one byte for each. Collective if parameters are replicated.
+        """Exchange which ``candidates`` have a gradient (a collective of one byte each, if parameters are replicated).
 
         Returns the names of those with a gradient on any rank, and whether ``has_more`` is true on any rank.
         """
@@ -161,7 +161,7 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_and_add(self, bucket: Bucket) -> None:
-        """Reduce the bucket's gradients and add them to the reduced gradients of earlier backwards. Collective."""
+        """Reduce the bucket's gradients (a collective) and add them to the reduced gradients of earlier backwards."""
         if not bucket.members:
             return
         for param, grad_shard in zip(bucket.members, self._reduce(bucket), strict=True):
@@ -212,7 +212,7 @@ class Gradients:
         return not self._context.comm.all_reduce((~values.isfinite().all()).to(torch.uint8), op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
-        """Compute the 2-norm of all reduced gradients together, in float64. Collective if they are sharded."""
+        """Compute the 2-norm of all reduced gradients in float64. This is a collective if they are sharded."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:

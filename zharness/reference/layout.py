@@ -16,7 +16,7 @@ from zharness.comm import Comm
 
 
 class ShardPlacement(Enum):
-    """Whether every rank has a full copy of a tensor, or each rank has its own shard."""
+    """The placement of a tensor: a full copy on every rank, or one shard on each rank."""
 
     REPLICATED = "whole"
     SHARDED = "sharded"
@@ -24,7 +24,7 @@ class ShardPlacement(Enum):
 
 @dataclass(frozen=True)
 class StagePlacements:
-    """Whether optimizer state, gradients and parameters are replicated or sharded at one ZeRO stage.
+    """The placements of optimizer state, gradients and parameters at one ZeRO stage.
 
     With Adam in fp32, a model of psi parameters needs 8 psi bytes of optimizer state, 4 psi of gradients and 4 psi of
     parameters on each rank, divided by the world size N where they are sharded.
@@ -143,7 +143,7 @@ def pad_flat(values: Tensor, length: int) -> Tensor:
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
-    """All-gather every rank's ``row`` (1-D, of the same length on all ranks) to shape (N, length). Collective."""
+    """All-gather every rank's 1-D ``row`` of one common length to shape (N, length). This is a collective."""
     rows = row.new_empty(comm.world_size, row.numel())
     if row.numel():
         comm.all_gather(rows.view(-1), row)

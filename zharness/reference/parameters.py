@@ -136,7 +136,7 @@ class Parameters:
             self._known_versions[param.name] = param.parameter._version
 
     def _all_gather_shards(self, names: Container[str]) -> None:
-        """All-gather the leaves ``names`` of all ranks into the replicated parameters, bucket by bucket. Collective."""
+        """All-gather the leaves ``names`` of all ranks into the replicated parameters, bucket by bucket."""
         for bucket in (bucket.select(names) for bucket in self._buckets):
             if bucket.members:
                 dtype = bucket.members[0].dtypes.param_dtype
@@ -165,7 +165,7 @@ class Parameters:
     def unshard_for_edit(
         self, selection: Iterable[str | nn.Parameter] | None, source: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Unshard parameters for ``Engine.gathered`` and write the edits back at the end. Collective at both ends."""
+        """Unshard parameters for ``Engine.gathered`` and write the edits back; both ends are collectives."""
         selected = [self._find_param(entry) for entry in (self._model_params if selection is None else selection)]
         parameters = [param.parameter for param in selected]
         values = (
@@ -225,11 +225,11 @@ class Parameters:
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
-        """Copy the full master weights to the CPU; empty if there are none. Collective if they are sharded."""
+        """Copy the full master weights (possibly none) to the CPU. This is a collective if they are sharded."""
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
-        """Copy full tensors to the CPU from ``tensors``, which ``placement`` distributes. Collective if sharded."""
+        """Copy full tensors to the CPU from ``tensors``; this is a collective if ``placement`` is sharded."""
         if placement is ShardPlacement.REPLICATED:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return all_gather_full_tensors(

@@ -87,7 +87,7 @@ class ParamUnsharder:
         return running.tensors_by_read[key]
 
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Unshard ``parameters`` for editing; attribute reads give these tensors until ``end_edit``. Collective."""
+        """Unshard ``parameters`` (a collective), and return these tensors from attribute reads until ``end_edit``."""
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
@@ -101,7 +101,7 @@ class ParamUnsharder:
         self._editable_params.clear()
 
     def unshard_for_deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Put full Parameters for ``module``'s own shards into the ``memo`` of a running deep copy. Collective."""
+        """Unshard ``module``'s own Parameters (a collective) into the ``memo`` of a running deep copy."""
         for parameter in module._parameters.values():
             if parameter in self._sharded_params and id(parameter) not in memo:
                 full = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context).unshard().clone()
@@ -249,7 +249,10 @@ class ModuleClassSwap:
         for name, submodule in module.named_modules():
             base = type(submodule)
             if isinstance(submodule, torch.jit.ScriptModule):
-                raise ConfigError(f"module {name!r} is compiled by torch.jit: stage 3 cannot see it read its weights")
+                raise ConfigError(
+                    f"module {name!r} is compiled by torch.jit, so stage 3 cannot unshard the weights that it reads; "
+                    "pass the module uncompiled"
+                )
             if base in self._sharded_classes.values():
                 continue
             if base not in self._sharded_classes:

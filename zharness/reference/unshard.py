@@ -115,7 +115,7 @@ class UnshardedParam:
         return SavedView(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack_hook(self, view: SavedView) -> Tensor:
-        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). Collective.
+        """Restore a saved tensor for the autograd node that runs now (autograd's unpack hook). This is a collective.
 
         Raises StaleGraphError if the parameter was changed since its forward.
         """
@@ -215,7 +215,7 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """Does the same as ``ReduceGrad`` for several parameters, once all of their gradients are complete on this rank.
+    """Reduces like ``ReduceGrad``, but for several parameters, once all of their gradients are complete on this rank.
 
     An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
     reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.
@@ -285,8 +285,8 @@ class AllGatherParam(torch.autograd.Function):
 class GradCollective(Enum):
     """The two collectives on gradients, reduce-scatter and all-gather, each of which is the adjoint of the other."""
 
-    REDUCE_SCATTER = "every rank's full gradient to this rank's shard of the mean"
-    ALL_GATHER = "every rank's shard to the full tensor, divided"
+    REDUCE_SCATTER = "reduce-scatter every rank's full gradient to this rank's shard of the mean"
+    ALL_GATHER = "all-gather every rank's shard to the full tensor, and divide it"
 
     @property
     def adjoint(self) -> GradCollective:
@@ -302,7 +302,7 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. Collective."""
+        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. This is a collective."""
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
         run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad

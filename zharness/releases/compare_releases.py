@@ -191,7 +191,7 @@ def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
         if release not in known:
             raise UsageError.unknown_name(f"release of {distribution}", release, known)
     if good == bad:
-        raise UsageError(f"got {good} as good and as bad; name two releases")
+        raise UsageError(f"got {good} as both the good and the bad release; name two different releases")
     first, last = sorted((known.index(good), known.index(bad)))
     return list(known[first : last + 1])
 

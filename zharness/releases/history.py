@@ -100,8 +100,8 @@ def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]
     both = len(before.keys() & after.keys())
     if not both:
         raise UsageError(
-            f"nothing was compared: of {len(before)} cells before and {len(after)} now, none is in both; "
-            "name the same checks, stages, world sizes, dtypes and models as before"
+            f"nothing was compared: the {len(before)} cells before and the {len(after)} now have none in common; "
+            "pass the same laws, stages, world sizes, dtypes and models as in the earlier run"
         )
     return f"{both} cells compared, {len(before) - both} only before, {len(after) - both} only now"
 

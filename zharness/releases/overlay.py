@@ -1,4 +1,4 @@
-"""Overlays: folders with one release of an engine each, which a child process puts before the installed packages.
+"""Build overlays: folders with one release of an engine each, put before the installed packages on the import path.
 
 An overlay is built in a temporary folder and then renamed, so a folder with an overlay's name is complete. A stamp file
 in the overlay records the Python and the torch for which it was built. A lock lets only one process build an overlay at

@@ -27,8 +27,8 @@ def get_release_environment(engine: str) -> RankEnvironment:
     is_installed = bool(release and installed and is_same_release(release, installed))
     if info.distribution in registry.ALREADY_IMPORTED and not is_installed:
         raise UsageError(
-            f"{engine} is not the installed release, {installed}, and ranks are forks of a process that has imported "
-            f"it; run the laws in an environment of its own: pip install {info.distribution}=={release}"
+            f"{engine} is not the installed release {installed}, which this process has imported for its ranks; "
+            f"install that release in a separate environment: pip install {info.distribution}=={release}"
         )
     prepared = prepare_release(engine, info.distribution)
     return build_rank_environment(engine, prepared.search_path, prepared.environment)

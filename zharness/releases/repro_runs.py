@@ -54,7 +54,7 @@ def select_runs(identifiers: Sequence[str], run_all: bool, engines: Sequence[str
         texts = select_releases(repro, engines)
         if not texts and not run_all:
             raise UsageError(
-                f"reproduction {repro.id} runs on {repro.engine}, not on {', '.join(engines)}; name its engine"
+                f"reproduction {repro.id} runs on {repro.engine}, not on {', '.join(engines)}; pass --on {repro.engine}"
             )
         found += [ReproRun(repro, text) for text in texts]
     if not found:

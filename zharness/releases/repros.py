@@ -1,4 +1,4 @@
-"""The catalogue of bug reproductions in ``repro/``: parse the scripts, run them on a release, judge their output.
+"""Parse the bug reproductions in ``repro/``, run them on a release, and judge their output.
 
 Each script also runs without this package, under ``torchrun``. The second paragraph of a script's docstring, its
 header, has lines of the form ``key: value``, which give the fields of ``Repro``.
@@ -200,8 +200,11 @@ def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Rep
     """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
-        several = ", ".join(repro.id for repro in found) or f"none of {engine}"
-        raise UsageError(f"reproduction {identifier} is {several}; name one of this engine")
+        several = ", ".join(repro.id for repro in found) or "none"
+        raise UsageError(
+            f"{identifier} must name one reproduction of {engine}, but matches {several}; "
+            "`zharness list repros` lists all of them"
+        )
     return found[0]
 
 
@@ -222,15 +225,19 @@ def parse_repro(script: Path) -> Repro:
     if missing:
         raise UsageError(f"{script}: the docstring lacks the lines {', '.join(f'{key}:' for key in missing)}")
     if not facts["ranks"].isdecimal() or int(facts["ranks"]) < 1:
-        raise UsageError(f"{script}: got ranks: {facts['ranks']}; expected a positive number")
+        raise UsageError(f"{script}: got the line ranks: {facts['ranks']}; expected a positive integer")
     bounds = [_BOUND.fullmatch(bound.strip()) for bound in facts["affects"].split(",")]
     if not all(bound and _is_version(bound[2]) for bound in bounds):
-        raise UsageError(f"{script}: got affects: {facts['affects']}; expected bounds such as >=0.18.3,<=0.19.5")
+        raise UsageError(
+            f"{script}: got the line affects: {facts['affects']}; expected bounds such as >=0.18.3,<=0.19.5"
+        )
     named = [facts[key] for key in ("fixed", "broken") if facts.get(key, NOT_YET) != NOT_YET]
     if not all(map(_is_version, named)):
-        raise UsageError(f"{script}: got fixed: or broken: {', '.join(named)}; expected releases such as 0.18.8")
+        raise UsageError(
+            f"{script}: got fixed and broken releases {', '.join(named)}; expected releases such as 0.18.8"
+        )
     if facts.get("needs", CUDA) != CUDA:
-        raise UsageError(f"{script}: got needs: {facts['needs']}; allowed: {CUDA}")
+        raise UsageError(f"{script}: got the line needs: {facts['needs']}; allowed: {CUDA}")
     return Repro(
         path=script,
         fixed=None if facts["fixed"] == NOT_YET else facts["fixed"],

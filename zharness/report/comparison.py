@@ -22,9 +22,9 @@ class DifferenceKind(Enum):
 
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before
-    FAILS_DIFFERENTLY = "fails otherwise"
+    FAILS_DIFFERENTLY = "fails differently"
     NEWLY_HOLDING = "newly holding"
-    INCONCLUSIVE = "shows nothing any more"
+    INCONCLUSIVE = "no longer decided"
     REMOVED = "gone"
     ADDED = "new"
 
@@ -107,7 +107,7 @@ def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
 
 
 def comparison_key(cell: Cell, ambiguous_engines: set[str]) -> Cell:
-    """Return the cell under which a record is compared: without its release, unless a run has several of the engine."""
+    """Return the cell that identifies a record in both runs, without a release unless one run has several releases."""
     return cell if strip_release(cell).engine in ambiguous_engines else strip_release(cell)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from zharness.report.heat_map import render_heat_map
 from zharness.run.outcomes import count_outcomes, group_records, outcome_name
-from zharness.run.record import Record, Verdict
+from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
@@ -25,6 +25,7 @@ def render_failures(records: Iterable[Record]) -> str:
     return "\n\n".join(
         [
             *map(render_failure_group, groups.values()),
+            *render_pool_differences(records),
             *render_expected_failures(records),
             *render_withheld(records),
             *render_unsupported(records),
@@ -41,6 +42,12 @@ def render_failure_group(records: Sequence[Record]) -> str:
     if first.verdict is Verdict.ERROR and first.details:
         lines.extend(f"  | {line}" for line in first.details.split("\n\n")[0].splitlines())
     return "\n".join([*lines, *(f"  again: {record.command}" for record in records)])
+
+
+def render_pool_differences(records: Sequence[Record]) -> list[str]:
+    """Render a line for each cell that failed on pooled ranks and ended differently on fresh ones."""
+    notes = ((record.cell.id, note) for record in records for note in record.notes)
+    return [f"POOLED {cell}\n  {shorten_cause(note)}" for cell, note in notes if note.startswith(POOL_DIFFERENCE)]
 
 
 def render_expected_failures(records: Sequence[Record]) -> list[str]:
@@ -61,7 +68,7 @@ def render_withheld(records: Sequence[Record]) -> list[str]:
     withheld = (record for record in records if record.withheld_feature)
     groups = group_records(withheld, lambda record: (record.cell.engine, record.withheld_feature))
     return [
-        f"WITHHELD {engine} does not claim {feature}, and the law holds in {len(group)} cells:\n"
+        f"WITHHELD {engine} does not claim {feature}, although the law holds in {len(group)} cells:\n"
         + "\n".join(f"  {record.cell.id}" for record in group)
         for (engine, feature), group in groups.items()
     ]

@@ -1,4 +1,4 @@
-"""Draw the error of a failing cell over its parameter, as a small map for the terminal."""
+"""Draw the errors in the elements of a failing cell's parameter as a small map for the terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zharness.parity.mismatch_report import JsonNumber, MismatchReport, ShardRan
 
 # Blank: no error. Then: within the bound, up to ten times the bound, and one character for each further power of ten.
 RATIO_CHARACTERS = " .:-=+*#%@"
-LEGEND = ". within the bound, : up to 10 x, tenfold each of -=+*#%@"
+LEGEND = ". within the bound, : up to 10 x, then -=+*#%@ 10 x each"
 MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
 
 
@@ -37,7 +37,8 @@ def render_heat_map(evidence: MismatchReport | None) -> list[str]:
     margin = max(len(label) for label, _ in drawn)
     shape = " x ".join(map(str, evidence["shape"]))
     return [
-        f"error / bound, {evidence['parameter']} ({shape}), {line_rows * height} x {width * char_columns} a character:",
+        f"error / bound of {evidence['parameter']} ({shape}), {line_rows * height} x {width * char_columns} elements "
+        "per character:",
         *(f"  {label:{margin}} |{line}|" for label, line in drawn),
         f"  {LEGEND}",
     ]

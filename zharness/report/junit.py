@@ -53,7 +53,7 @@ def build_testsuites(records: Sequence[Record], seconds: float) -> Element:
 
 
 def add_testcase(suite: Element, record: Record) -> None:
-    """Add the test case of one cell: its id, its law as the class name, its seconds, and what went wrong."""
+    """Add the test case of one cell: its id, its law as the class name, its seconds, and its failure."""
     testcase = SubElement(
         suite,
         "testcase",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from zharness.report.engine_names import name_engines
 from zharness.run.outcomes import count_outcomes, group_records
 from zharness.run.record import Record
 
@@ -18,9 +19,13 @@ def render_square(records: Sequence[Record]) -> str:
 def render_matrix(records: Iterable[Record], tablefmt: str = "simple") -> str:
     """Render one table for each engine and release: a row for each law, a column for each stage, world size and dtype.
 
-    ``tablefmt`` is a table format of the package tabulate.
+    The table of a covering array has a column for each stage. ``tablefmt`` is a table format of the package tabulate.
     """
-    blocks = group_records(records, lambda record: (record.cell.engine_label, record.engine_version))
+    records = list(records)
+    names = name_engines(records)
+    blocks = group_records(
+        records, lambda record: (names.get(record.cell.engine_label, record.cell.engine_label), record.engine_version)
+    )
     return "\n\n".join(
         render_engine_table(engine, version, rows, tablefmt) for (engine, version), rows in blocks.items()
     )
@@ -28,10 +33,12 @@ def render_matrix(records: Iterable[Record], tablefmt: str = "simple") -> str:
 
 def render_engine_table(engine: str, version: str, records: Sequence[Record], tablefmt: str) -> str:
     """Render the table of one engine below a line with its name and version."""
-    columns = sorted({matrix_column(record) for record in records})
-    head = [f"stage {stage}, {world_size} ranks, {dtype}" for stage, world_size, dtype in columns]
+    is_array = len({record.cell.engine_label for record in records}) > 1
+    get_column = stage_column if is_array else matrix_column
+    columns = sorted({get_column(record) for record in records})
+    head = [describe_column(column) for column in columns]
     body = [
-        [law, *(render_square([r for r in rows if matrix_column(r) == column]) for column in columns)]
+        [law, *(render_square([r for r in rows if get_column(r) == column]) for column in columns)]
         for law, rows in group_records(records, lambda record: record.cell.law).items()
     ]
     gap = "\n" if tablefmt == "simple" else "\n\n"  # Markdown would join a line right above a table to the table
@@ -41,3 +48,14 @@ def render_engine_table(engine: str, version: str, records: Sequence[Record], ta
 def matrix_column(record: Record) -> tuple[int, int, str]:
     """Return the column of a record: its stage, world size and dtype."""
     return record.cell.stage, record.cell.world_size, record.cell.dtype
+
+
+def stage_column(record: Record) -> tuple[int, int, str]:
+    """Return the column of a record of a covering array: its stage alone."""
+    return record.cell.stage, 0, ""
+
+
+def describe_column(column: tuple[int, int, str]) -> str:
+    """Return the head of a column."""
+    stage, world_size, dtype = column
+    return f"stage {stage}, {world_size} ranks, {dtype}" if world_size else f"stage {stage}"

@@ -29,20 +29,28 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written; called before a long run."""
+        """Raise UsageError if the page or the XML file cannot be written. Call it before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:
             require_writable(self.junitxml)
 
-    def report_run(self, records: Sequence[Record], seconds: float, unmatched_failures: Sequence[str] = ()) -> int:
-        """Print the matrix, sensitivity, failures and summary, write the files, and return the exit code.
+    def report_run(
+        self,
+        records: Sequence[Record],
+        seconds: float,
+        unmatched_failures: Sequence[str] = (),
+        coverage: Sequence[str] = (),
+    ) -> int:
+        """Print the matrix, sensitivity, coverage, failures and summary, write the files, and return the exit code.
 
-        ``unmatched_failures`` describe expected failures that matched no cell; with any of them the exit code is not 0.
+        ``coverage`` says how many pairs the cells cover. ``unmatched_failures`` describe expected failures that matched
+        no cell; with any of them the exit code is not 0.
         """
         parts = [
             render_matrix(records),
             render_sensitivity(records),
+            "\n".join(coverage),
             render_failures(records),
             "\n".join(f"UNMATCHED {description}" for description in unmatched_failures),
             render_summary(records, seconds),
@@ -71,7 +79,7 @@ class Outputs:
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             render_matrix(records, "github"),
-            step_summary.render_details("What did not pass", render_failures(records)),
+            step_summary.render_details("Cells that did not pass", render_failures(records)),
         )
         if self.html is not None:
             write_page(records, seconds, self.html, skipped, comparison)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from tabulate import tabulate
 
-from zharness.run.outcomes import OUTCOME_ORDER, outcome_name
+from zharness.report.engine_names import name_engines
+from zharness.run.outcomes import OUTCOME_ORDER, group_records, outcome_name
 from zharness.run.record import Record
 
 # A letter stands for all cells of one law on one engine and stage: the most serious outcome of those that were run, "-"
@@ -35,7 +37,12 @@ Column = tuple[str, str, str]
 
 def render_overview(records: Sequence[Record]) -> str:
     """Render laws x engines; an engine has a column for each release and dtype."""
-    columns = {column: column_stages(records, column) for column in dict.fromkeys(map(engine_column, records))}
+    names = name_engines(records)
+    engine_column = partial(find_engine_column, names)
+    columns = {
+        column: sorted({record.cell.stage for record in rows})
+        for column, rows in group_records(records, engine_column).items()
+    }
     squares: dict[tuple[str, Column, int], list[str]] = {}
     for record in records:
         squares.setdefault((record.cell.law, engine_column(record), record.cell.stage), []).append(outcome_name(record))
@@ -54,14 +61,10 @@ def render_overview(records: Sequence[Record]) -> str:
     return f"{table}\n\n{LEGEND}"
 
 
-def engine_column(record: Record) -> Column:
-    """Return the column of a record: engine, release and dtype."""
-    return record.cell.engine_label, record.engine_version, record.cell.dtype
-
-
-def column_stages(records: Sequence[Record], column: Column) -> list[int]:
-    """Return the stages of one column, sorted."""
-    return sorted({record.cell.stage for record in records if engine_column(record) == column})
+def find_engine_column(names: Mapping[str, str], record: Record) -> Column:
+    """Return the column of a record: the engine by its name in ``names``, its release and the dtype."""
+    label = record.cell.engine_label
+    return names.get(label, label), record.engine_version, record.cell.dtype
 
 
 def outcome_letter(outcomes: Sequence[str]) -> str:

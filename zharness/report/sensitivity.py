@@ -30,10 +30,11 @@ def describe_sensitivity(records: Sequence[Record]) -> str:
     undetermined = sum(record.undetermined or 0 for record in records)
     elements = sum(record.elements or 0 for record in records)
     return (
-        f"{tier_counts}; errors reach {max(record.ratio or 0.0 for record in records):.2g} of their bound\n"
-        f"  caught in every tensor of every cell: a scale error of {smallest_scale_error(bluntest):.1e} (least in "
-        f"{bluntest.cell.id}), {most_lost.wrong_elements} lost elements ({most_lost.cell.id}); "
-        f"{undetermined} of {elements} elements undetermined"
+        f"{tier_counts}; the largest error is {max(record.ratio or 0.0 for record in records):.2g} of its bound\n"
+        f"  every cell would find, in any tensor, a scale error of {smallest_scale_error(bluntest):.1e} (the least "
+        f"sensitive: {bluntest.cell.id}) and "
+        f"{most_lost.wrong_elements} lost elements (the least sensitive: {most_lost.cell.id}); "
+        f"{undetermined} of {elements} elements are undetermined"
     )
 
 

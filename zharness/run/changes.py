@@ -28,8 +28,8 @@ class ChangeKind(Enum):
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before
     HOLDS_AGAIN = "holds again"
-    FAILS_DIFFERENTLY = "fails otherwise"
-    INCONCLUSIVE = "shows nothing any more"
+    FAILS_DIFFERENTLY = "fails differently"
+    INCONCLUSIVE = "no longer decided"
 
 
 FAILURE_KINDS = (ChangeKind.NEWLY_BROKEN, ChangeKind.NEW_FAILURE)

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from zharness.cell import Cell, is_cell_id
 from zharness.engines.rank_environment import GetEnvironment
-from zharness.run import PlannedCell, Record, Request, Runner, plan
+from zharness.run import PlannedCell, Record, Request, Runner
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import outcome_name
-from zharness.run.plan import shuffle_cells, validate_request
+from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -40,10 +40,16 @@ class RunReporter(Protocol):
         ...
 
     def require_writable(self) -> None:
-        """Raise UsageError if a file cannot be written; called before a long run."""
+        """Raise UsageError if a file cannot be written. Call this method before a long run."""
         ...
 
-    def report_run(self, records: Sequence[Record], seconds: float, unmatched_failures: Sequence[str] = ()) -> int:
+    def report_run(
+        self,
+        records: Sequence[Record],
+        seconds: float,
+        unmatched_failures: Sequence[str] = (),
+        coverage: Sequence[str] = (),
+    ) -> int:
         """Report a finished run, and return the exit code of the command."""
         ...
 
@@ -81,6 +87,24 @@ class RunOptions:
         return self.jobs or max(1, os.cpu_count() or 1)
 
 
+@dataclass(frozen=True)
+class RunResult:
+    """The records of a run in the order of the matrix.
+
+    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, and ``coverage`` a sentence
+    for each engine with the number of covered pairs.
+    """
+
+    records: list[Record]
+    unmatched_failures: list[str]
+    coverage: list[str]
+
+
+def describe_coverage(planned: Plan) -> list[str]:
+    """Return a sentence for each engine with the pairs that the cells of ``planned`` cover."""
+    return [f"{engine}: {covering.describe()}" for engine, covering in planned.coverings.items()]
+
+
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
     """Run every cell of ``request``, report the records, and return the command's exit code.
 
@@ -96,8 +120,8 @@ def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_
     began = time.monotonic()
     with ExitStack() as stack:
         open_sink = partial(open_optional_record_file, stack, reporter.jsonl)
-        records, unmatched_failures = run_request(request, options, open_sink, get_environment)
-    return reporter.report_run(records, time.monotonic() - began, unmatched_failures)
+        result = run_request(request, options, open_sink, get_environment)
+    return reporter.report_run(result.records, time.monotonic() - began, result.unmatched_failures, result.coverage)
 
 
 def open_optional_record_file(stack: ExitStack, path: Path | None) -> RecordFile | None:
@@ -110,10 +134,9 @@ def run_request(
     options: RunOptions,
     open_sink: Callable[[], RecordFile | None],
     get_environment: GetEnvironment,
-) -> tuple[list[Record], list[str]]:
+) -> RunResult:
     """Run every cell of ``request``. Raises UsageError for a request that cannot be run.
 
-    Returns the records in the order of the matrix, and a sentence for each expected failure that matched no cell.
     ``open_sink`` opens the file to which each record is written when its cell ends; it is called after the request was
     validated, so that a mistake in the request does not replace an earlier file.
     """
@@ -121,12 +144,13 @@ def run_request(
     environments = {name: get_environment(name) for name in requested_engines(request)}
     with ExitStack() as stack:
         runners = [stack.enter_context(options.create_runner(environments)) for _ in range(options.job_count())]
-        cells = plan(request, runners[0].claims)
+        planned = plan_with_coverage(request, runners[0].claims)
+        cells = planned.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
         finished = run_cells(options.order_cells(cells), runners)
         records = list(write_with_progress(finished, open_sink(), len(cells)))
-    return sort_as_planned(records, cells), unmatched_failures
+    return RunResult(sort_as_planned(records, cells), unmatched_failures, describe_coverage(planned))
 
 
 def sort_as_planned(records: Iterable[Record], cells: Sequence[PlannedCell]) -> list[Record]:

@@ -19,6 +19,7 @@ from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
 from zharness.law_kit.default_training import DEFAULT_OPTIMIZER, DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 
 SUFFIX = ".json"
 # The batch function decides how many samples there are, and the laws feed each rank its own micro-batches.
@@ -69,6 +70,14 @@ def is_config_file(engine_variant: str) -> bool:
     return engine_variant.endswith(SUFFIX)
 
 
+def cell_setting(engine_variant: str) -> Setting:
+    """Return the setting that an engine variant names; a configuration file has the setting of defaults.
+
+    Raises UsageError for a text that is neither.
+    """
+    return DEFAULT_SETTING if is_config_file(engine_variant) else Setting.parse(engine_variant)
+
+
 def register_config(name: str, config: Mapping[str, Any]) -> None:
     """Make ``config`` available as ``name``, which ends in .json, in this process and in forks of it from now on."""
     _registered_configs[name] = config
@@ -94,12 +103,12 @@ def load_json_object(name: str) -> Mapping[str, Any]:
     """Read the JSON object in the file ``name``. Raises ConfigError if the file has none or cannot be read."""
     if set(name) & set("[]{}"):
         raise ConfigError(
-            f"got the configuration {name!r}; its path becomes part of cell ids, so it must not contain []{{}}"
+            f"got the configuration {name!r}; the path becomes part of cell ids, so it must not contain [, ], {{ or }}"
         )
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config {name!r} is not a readable JSON file: {error}") from error
+        raise ConfigError(f"cannot read the configuration {name!r} as a JSON file: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {name!r} contains a {type(content).__name__}; expected one JSON object")
     return content
@@ -152,7 +161,8 @@ def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> 
     for key, value in config.items():
         if value == "auto":
             raise ConfigError(
-                f"config {name!r}: {path}{key} is 'auto', which the Trainer of transformers replaces; write its value"
+                f"config {name!r}: {path}{key} is 'auto', which only the Trainer of transformers replaces; write the "
+                "value itself"
             )
         if isinstance(value, Mapping):
             reject_auto_values(name, value, f"{path}{key}.")
@@ -175,14 +185,16 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
     if not params.get("bias_correction", True):
         raise ConfigError(
             f"config {name!r}: optimizer.params.bias_correction is false, which torch's {ELEMENTWISE[kind].__name__} "
-            "does not support, but each step is compared with torch's; leave the key out"
+            "does not support, although each step is compared with that optimizer; remove the key"
         )
     params = {key: value for key, value in params.items() if key not in DEEPSPEED_ADAM_KEYS}
     args: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     try:
         ELEMENTWISE[kind]([torch.nn.Parameter(torch.zeros(()))], **args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"config {name!r}: torch's {ELEMENTWISE[kind].__name__} refuses {args}: {error}") from error
+        raise ConfigError(
+            f"config {name!r}: torch.optim.{ELEMENTWISE[kind].__name__} does not accept {args}: {error}"
+        ) from error
     return OptimizerSpec(kind, {"lr": 1e-3, **args})
 
 
@@ -196,7 +208,7 @@ def explain_ignored_key(key: str) -> str:
     """Explain why no law uses an ignored key."""
     if key == TORCH_ADAM_KEY:
         return "every engine gets an optimizer of torch.optim"
-    return "the batch function makes the batches; learning rate and loss scale stay constant"
+    return "the batch function sets the batch size; the learning rate and the loss scale stay constant"
 
 
 def ignored_loss_scale_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.cell import Cell
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
+from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws, matches_pattern
 
 if sys.version_info >= (3, 11):
@@ -76,14 +77,18 @@ class ExpectedFailure:
             (self.dtypes, cell.dtype),
             (self.models, cell.model),
             (self.variants, cell.variant),
-            (self.engine_variants, cell.engine_variant),
         )
         return (
             split_release(cell.engine)[0] == self.engine
             and matches_pattern(cell.law, self.check)
             and all(not allowed or value in allowed for allowed, value in narrowed)
+            and (not self.engine_variants or self._covers_variant(cell.engine_variant))
             and self.applies_to_version(version)
         )
+
+    def _covers_variant(self, engine_variant: str) -> bool:
+        """Return whether ``engine_variants`` has the whole engine variant of a cell, or one of its parts."""
+        return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(self.engine_variants)
 
     def matches_failure(self, cause: str, details: str) -> bool:
         """Return whether a cell with this cause and these details failed in the expected way."""
@@ -192,7 +197,9 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     spellings = [key for key in ("law", "check") if key in entry]
     if len(spellings) != 1:
         got = "both 'law' and 'check'" if spellings else "neither 'law' nor 'check'"
-        raise UsageError(f"{location}: the expected failure has {got}; expected 'law', or its older name 'check'")
+        raise UsageError(
+            f"{location}: the expected failure has {got}; expected one of them ('check' is the older name)"
+        )
     required = ("engine", *spellings, *REQUIRED_KEYS)
     for key in required:
         if not entry.get(key):

@@ -23,7 +23,7 @@ def unwritable_error(path: Path, error: OSError) -> UsageError:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the temporary name beside ``path``, with symbolic links resolved."""
+    """Return the path of the temporary file in the folder of ``path``, with symbolic links resolved."""
     return path.resolve().with_name(path.name + ".partial")
 
 

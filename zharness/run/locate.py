@@ -1,4 +1,4 @@
-"""Find the first module whose numbers are wrong, for a cell whose error arises on one rank without its peers."""
+"""Find the first module whose numbers are wrong, if one rank's own computation in a cell is wrong."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ OpenSink = Callable[[], RecordFile | None]
 
 @dataclass(frozen=True)
 class ModelCheckRequest:
-    """The model to check, by the path of its factory, and the axes of its cells.
+    """The model to check, named by the path of its factory, and the settings of its cells.
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file sets it.
     ``steps`` is the number of training steps of the law ``model.configured``.
@@ -112,7 +112,8 @@ def check_model(
     request = check_request.build_request()
     validate_request(request)
     report_status(
-        f"{check_request.model}: build it, run it twice in plain PyTorch, and build {check_request.engine} around it"
+        f"{check_request.model}: building it, running it twice in plain PyTorch, and building {check_request.engine} "
+        "around it"
     )
     for key in configuration_for(check_request.config).ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
@@ -173,7 +174,7 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
-    """Set the number of training steps of a cell whose law has one."""
+    """Return the cell with ``steps`` training steps if its law trains a configurable number of steps."""
     if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
@@ -215,4 +216,7 @@ def skip_unbuildable_stage(planned: PlannedCell, failure_records: Mapping[Cell, 
     failure = next((record for cell, record in failure_records.items() if cell.stage == planned.cell.stage), None)
     if failure is None or planned.unsupported_reason or planned.cell in failure_records:
         return planned
-    return replace(planned, unsupported_reason=f"the engine cannot be built around the model, see {failure.cell.law}")
+    return replace(
+        planned,
+        unsupported_reason=f"the engine cannot be built around the model; see the failure of {failure.cell.law}",
+    )

@@ -221,8 +221,8 @@ def explain_too_large(facts: ModelFacts, world_size: int, free_bytes: float) -> 
     if needed <= free_bytes:
         return ""
     return (
-        f"a model of {facts.parameter_bytes / GIB:.1f} GiB takes about {needed / GIB:.1f} GiB with {world_size} ranks, "
-        f"and {free_bytes / GIB:.1f} GiB are free; use fewer ranks, fewer layers, or a machine with more memory"
+        f"a model of {facts.parameter_bytes / GIB:.1f} GiB needs about {needed / GIB:.1f} GiB on {world_size} ranks, "
+        f"but only {free_bytes / GIB:.1f} GiB are free; use fewer ranks, fewer layers, or a machine with more memory"
     )
 
 

@@ -20,6 +20,7 @@ from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.judge_context import stop_at_first_mismatch
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
 from zharness.parity import Comparison, Mismatch, Tier
@@ -28,7 +29,7 @@ from zharness.parity.contamination import read_process_conditions, require_clean
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
-from zharness.run.configuration import configuration_for, is_config_file
+from zharness.run.configuration import cell_setting, configuration_for, is_config_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.rank import rank_device, seed_torch
@@ -86,7 +87,15 @@ def build_cell_context(
     )
     spec, training = model_spec(cell.model), configuration_for(cell.engine_variant).training
     return build_rank_context(
-        cell.engine, spec, cell.seed(salt), config, capabilities, evidence_dir, cell.variant, training
+        cell.engine,
+        spec,
+        cell.seed(salt),
+        config,
+        claims_with_setting(cell, capabilities),
+        evidence_dir,
+        cell.variant,
+        training,
+        cell_setting(cell.engine_variant),
     )
 
 
@@ -98,7 +107,15 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
         return merge_options(defaults, configuration_for(cell.engine_variant).options)
-    return merge_options(defaults, capabilities.engine_options[cell.engine_variant].options)
+    options: dict[str, Any] = dict(defaults)
+    for name in cell_setting(cell.engine_variant).options:
+        options = merge_options(options, capabilities.engine_options[name].options)
+    return options
+
+
+def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
+    """Return the capabilities of the cell's engine with the cell's options set. A configuration file changes none."""
+    return capabilities.with_options(cell_setting(cell.engine_variant).options)
 
 
 def build_rank_context(
@@ -110,6 +127,7 @@ def build_rank_context(
     evidence_dir: Path | None,
     variant: str = "",
     training: TrainingConfig = DEFAULT_TRAINING,
+    setting: Setting = DEFAULT_SETTING,
 ) -> RankContext:
     """Build the context of this rank of the default process group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -128,6 +146,7 @@ def build_rank_context(
         if evidence_dir is None
         else open_evidence_writer(evidence_dir, rank),
         training=training,
+        setting=setting,
     )
 
 
@@ -167,11 +186,13 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
     """
     conditions = read_process_conditions()
     require_clean_torch(conditions)
-    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, capabilities, cell.variant)
+    claims = claims_with_setting(cell, capabilities)
+    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, claims, cell.variant)
     config = configuration_for(cell.engine_variant)
     ctx = replace(
         ctx,
         training=config.training,
+        setting=cell_setting(cell.engine_variant),
         declared_reduce_dtype=config.reduce_dtype or config.autocast_dtype or ctx.declared_reduce_dtype,
     )
     judgement = judge_law(ctx, get_law(cell.law))
@@ -204,7 +225,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
         curves = training_curves(ctx, law)
         exhibit = build_mismatch_report(compared, remaining, ctx.baseline.parameter_names, curves)
     except Exception as error:  # noqa: BLE001 - wrong numbers may break the exhibit, but must not change the verdict
-        note = f"no evidence is shown: {type(error).__name__}: {error}"
+        note = f"the report shows no evidence, because building it raised {type(error).__name__}: {error}"
         return replace(judgement, notes=(*judgement.notes, note))
     return replace(judgement, exhibit=exhibit)
 
@@ -257,15 +278,15 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     with raise_as_usage_error(f"factory {engine!r}"):
         built, _ = construct_engine(factory, spec.model(0), config)
     claims = built.capabilities
-    with raise_as_usage_error(f"full_params() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
     # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
     with suppress(Exception):
         batch = spec.micro_batch(0, 0, 0)
         built.backward(spec.loss(built(batch.inputs), batch.target))
-    with raise_as_usage_error(f"full_grads() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
         require_gradients(built.full_grads(), spec.model(0))
-    with raise_as_usage_error(f"close() of the engine of {engine!r}"):
+    with raise_as_usage_error(f"close() of engine {engine!r}"):
         built.close()
     return claims
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zharness import engines
 from zharness.cell import Cell, is_cell_id
 from zharness.engines import Capabilities, Feature
+from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
-from zharness.run.configuration import is_config_file, load_configuration
+from zharness.run.configuration import cell_setting, is_config_file, load_configuration
+from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
 STAGES = (0, 1, 2, 3)
+ARRAY_WORLD_SIZES = (2, 1, 3, 4)  # of covering arrays; the first is the default
 
 ClaimsLookup = Callable[[str, int], Capabilities]
 
@@ -27,7 +30,9 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 class Request:
     """The cells to run: glob patterns of laws or whole cell ids, and the values of each axis of the matrix.
 
-    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values.
+    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` of 2 or
+    3, cells are added that cover pairs of laws, engine options, accumulation windows, calls of backward, world sizes
+    and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they take.
     """
 
     patterns: tuple[str, ...] = ()
@@ -37,6 +42,9 @@ class Request:
     dtypes: tuple[str, ...] = ("fp32",)
     models: tuple[str, ...] = ()
     engine_variant: str = ""
+    depth: int = 1
+    array_world_sizes: tuple[int, ...] = ()
+    array_dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class PlannedCell:
 
     @property
     def case(self) -> Cell:
-        """Return ``cell``, by its older name, which tests that use the fixture ``cell`` may read."""
+        """Return ``cell``; this is the older name of the field, which users' tests may read."""
         return self.cell
 
 
@@ -63,25 +71,43 @@ def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str
     return laws or checks
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The cells of a request, each once and in the order of the matrix, and the covered pairs by engine."""
+
+    cells: tuple[PlannedCell, ...]
+    coverings: Mapping[str, Covering]
+
+
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
     """Return the cells of ``request`` in the order of the matrix, each once.
 
-    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError for anything that does not exist.
+    ``claims(engine, stage)`` returns an engine's capabilities. Raises UsageError if ``request`` names an engine, stage,
+    dtype, model, world size or law that does not exist.
     """
+    return list(plan_with_coverage(request, claims).cells)
+
+
+def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
+    """Return the cells of ``request`` and the pairs that they cover. Raises UsageError as ``plan`` does."""
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
-    cells = [plan_named_cell(Cell.parse(text), claims) for text in ids]
+    cells, coverings = [plan_named_cell(Cell.parse(text), claims) for text in ids], dict[str, Covering]()
     if globs or not ids:
         for engine in request.engines:
-            cells.extend(plan_engine_cells(engine, request, find_laws(globs), claims))
+            matrix = list(plan_engine_cells(engine, request, find_laws(globs), claims))
+            cells.extend(matrix)
+            if request.depth > 1:
+                coverings[engine] = plan_covering_cells(engine, request, find_laws(globs), claims, matrix)
+                cells.extend(PlannedCell(cell) for cell in coverings[engine].cells)
     if not cells:
         raise UsageError(
-            f"nothing to run: no law among {', '.join(request.patterns) or 'all'} uses "
+            f"there is nothing to run: none of the laws ({', '.join(request.patterns) or 'all'}) applies to "
             f"{'the models ' + ', '.join(request.models) if request.models else 'these options'}; "
             "`zharness list laws` and `zharness list models` list the possible names"
         )
-    return list({cell.cell: cell for cell in cells}.values())
+    return Plan(tuple({cell.cell: cell for cell in cells}.values()), coverings)
 
 
 def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
@@ -119,7 +145,7 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     if is_user_model(cell.model):
         require_any_model_law(law, cell)
     elif cell.model not in law.models:
-        raise UsageError.unknown_name(f"model for {law.name}", cell.model, law.models)
+        raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
     return plan_cell(law, cell, claims(cell.engine, stages[0]))
@@ -139,6 +165,25 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
                     yield plan_cell(law, cell, capabilities)
 
 
+def plan_covering_cells(
+    engine: str, request: Request, laws: Sequence[Law], claims: ClaimsLookup, matrix: Sequence[PlannedCell]
+) -> Covering:
+    """Choose the cells that cover pairs on one engine, beside the cells of its ``matrix``."""
+    stages = select_stages(engine, request.stages, claims)
+    claims_at = {stage: claims(engine, stage) for stage in stages}
+    claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
+    axes = Axes(
+        engine,
+        claims_at,
+        request.array_world_sizes or request.world_sizes,
+        tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
+        lambda law, cell: not plan_cell(law, cell, claims(engine, cell.stage)).unsupported_reason,
+        lambda law: list(select_models(law, request.models)),
+    )
+    runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
+    return cover_pairs(axes, laws, runnable, request.depth)
+
+
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
     """Return the requested stages that the engine has, or all of its stages if none was requested.
 
@@ -148,7 +193,7 @@ def select_stages(engine: str, requested_stages: tuple[int, ...], claims: Claims
     selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
     if not selected:
         raise UsageError.unknown_name(
-            f"stage of engine {engine!r}", ", ".join(map(str, requested_stages)), sorted(engine_stages)
+            f"stage of engine {engine!r}:", ", ".join(map(str, requested_stages)), sorted(engine_stages)
         )
     return selected
 
@@ -158,9 +203,15 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
     if is_config_file(variant):
         load_configuration(variant)
         return
-    known = list(dict.fromkeys(name for stage in stages for name in claims(engine, stage).variants))
-    if variant and variant not in known:
-        raise UsageError.unknown_name(f"variant of engine {engine!r}", variant, known or ("(it has none)",))
+    known = {name: option for stage in stages for name, option in claims(engine, stage).engine_options.items()}
+    options = cell_setting(variant).options
+    for name in options:
+        if name not in known:
+            names = list(known) or ["(the engine has none)"]
+            raise UsageError.unknown_name(f"variant of engine {engine!r}:", name, names)
+    reason = find_exclusion({name: known[name] for name in options})
+    if reason:
+        raise UsageError(f"got the setting {variant!r} of engine {engine!r}, in which {reason}; leave one of them out")
 
 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
@@ -215,8 +266,10 @@ def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
     )
     if not_stated:
         return PlannedCell(cell, not_stated)
-    for feature in law.required_features(cell.variant):
-        refusal = capabilities.refusal(feature)
+    setting = cell_setting(cell.engine_variant)
+    with_options = capabilities.with_options(setting.options)
+    for feature in (*setting.required_features(), *law.required_features(cell.variant)):
+        refusal = with_options.refusal(feature)
         if refusal is not None:
             reason = f"{cell.engine} does not claim {feature.value}: {refusal}"
             return PlannedCell(cell, reason, None if not_comparable else feature)
@@ -232,15 +285,29 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the matrix excludes this cell regardless of the engine's features, or '' if it does not."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
-    if cell.engine_variant not in ("", *capabilities.variants) and not is_config_file(cell.engine_variant):
-        return f"{cell.engine} has no variant {cell.engine_variant} at stage {cell.stage}"
+    reason = reason_setting_not_stated(law, cell, capabilities)
+    if reason:
+        return reason
     if cell.dtype not in capabilities.dtypes:
-        return f"{cell.engine} claims {', '.join(sorted(capabilities.dtypes))} only"
+        return f"{cell.engine} supports only the dtypes {', '.join(sorted(capabilities.dtypes))}"
     if cell.dtype not in law.dtypes:
-        return f"{law.name} is stated for {', '.join(law.dtypes)} only"
-    if Feature.TENSOR_BACKWARD in law.required_features(cell.variant) and LOSS_SCALES[cell.dtype] != 1:
+        return f"{law.name} applies only to the dtypes {', '.join(law.dtypes)}"
+    required = (*law.required_features(cell.variant), *cell_setting(cell.engine_variant).required_features())
+    if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.dtype] != 1:
         return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"
     return ""
+
+
+def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine or the law has no such setting at this stage, or '' if they have it."""
+    setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
+    for name in setting.options:
+        if name not in known:
+            return f"{cell.engine} has no variant {name} at stage {cell.stage}"
+        if known[name].absent:
+            return f"this machine cannot run the option {name}: {known[name].absent}"
+    exclusion = find_exclusion({name: known[name] for name in setting.options})
+    return exclusion or setting.reason_unsupported(law.name, law.setting_support)
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
@@ -249,8 +316,8 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself
     if kernels is not None and not exact and not is_tolerant:
-        return f"kernels other than torch's are judged by exact models, and by tier C in training.kernels ({kernels})"
+        return f"only exact models and training.kernels can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
-        return f"the mean over {cell.world_size} ranks is not exact, and {cell.engine} has no exact sum: {refusal}"
+        return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"
     return ""

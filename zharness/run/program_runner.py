@@ -50,7 +50,7 @@ class ProgramOutcome:
 
 
 def format_program_command(engine: str, programs: Sequence[Program]) -> str:
-    """Return the shell command that runs ``programs`` on ``engine``."""
+    """Return the shell command that runs ``programs`` on ``engine`` again."""
     first = programs[0]
     axes = f"--engine {shlex.quote(engine)} --stage {first.stage} --world-size {first.world_size}"
     rest = f"--dtype {first.dtype} --optimizer {first.optimizer}"
@@ -106,7 +106,7 @@ def build_program_judge_context(program: Program, evidence_dir: Path, capabiliti
 
 
 class ProgramRunner:
-    """Runs programs on the engines of one rank server, in pooled ranks.
+    """A runner that runs programs on the engines of one rank server, in pooled ranks.
 
     Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
     its servers and ranks.

@@ -70,7 +70,9 @@ def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) 
 
         from zharness.workload.strategies import Repertoire, program_batches
     except ImportError as error:
-        raise UsageError(f"programs are drawn by Hypothesis: pip install hypothesis ({error})") from error
+        raise UsageError(
+            f"Hypothesis draws the programs, and cannot be imported ({error}); pip install hypothesis"
+        ) from error
 
     repertoires = {
         stage: Repertoire(**repertoire_fields(options, runner.claims(engine, stage))) for stage in options.stages

@@ -81,7 +81,7 @@ def plan_marked_cells(
 
 @cache
 def _read_expected_failures(paths: tuple[str, ...]) -> tuple[ExpectedFailure, ...]:
-    """Read the files once per process."""
+    """Read the files of expected failures, once per process."""
     return read_expected_failures(map(Path, paths))
 
 

@@ -43,8 +43,11 @@ class Verdict(Enum):
 
     @property
     def broken(self) -> bool:
-        """Return ``is_broken``, by its older name."""
+        """Return ``is_broken``; this is the older name of that property."""
         return self.is_broken
+
+
+POOL_DIFFERENCE = "on ranks that earlier cells had used, the cell ended differently"  # the beginning of a note
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ class JsonLine(Protocol):
 
 
 class RecordFile:
-    """Writes JSON lines; every line is flushed, so the file is complete at any time."""
+    """A file of JSON lines; each line is flushed at once, so the file always has all finished records."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

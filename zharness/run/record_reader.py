@@ -42,7 +42,7 @@ def load_records(paths: Iterable[Path]) -> LoadedRecords:
     if not records:
         names = ", ".join(map(str, paths))
         reason = f"; the first line that is not a record: {skipped[0]}" if skipped else ""
-        raise UsageError(f"no record in {names}{reason}; `zharness check --jsonl FILE` writes records")
+        raise UsageError(f"found no record in {names}{reason}; `zharness check --jsonl FILE` writes records")
     return LoadedRecords(tuple(records), tuple(skipped))
 
 

@@ -20,11 +20,18 @@ from zharness.engines import Capabilities
 from zharness.errors import WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
+from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import ExpectedFailure, find_expected_failure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
-from zharness.run.verdicts import apply_expected_failure, apply_remedy, make_failure_record, make_judged_record
+from zharness.run.verdicts import (
+    apply_expected_failure,
+    apply_remedy,
+    make_failure_record,
+    make_judged_record,
+    note_pool_difference,
+)
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Group, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
@@ -42,7 +49,7 @@ class WithheldPolicy(Enum):
 
 
 class Runner:
-    """Runs cells on one rank server for each engine and one server for the judges.
+    """A runner that runs cells on one rank server for each engine and one server for the judges.
 
     Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
     every server and rank.
@@ -59,7 +66,8 @@ class Runner:
     ) -> None:
         """Start the servers. ``environments`` maps engine names; ``timeout`` is in seconds, for the ranks of one cell.
 
-        ``isolation`` determines whether the cells of one engine and stage share ranks, one after the other.
+        ``isolation`` determines whether the cells of one engine and stage share ranks, one after the other. A cell
+        that fails unexpectedly on shared ranks runs again on fresh ones.
         ``user_expected_failures`` take precedence over those of the package.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: load them here, not in every rank.
@@ -119,13 +127,23 @@ class Runner:
         blank = self._blank_record(planned.cell)
         if planned.unsupported_reason:
             return replace(self._record_refused(planned, blank), seconds=time.monotonic() - began)
-        record = self._run_once(planned.cell, blank, {})
-        expected = find_expected_failure(planned.cell, blank.engine_version, self.user_expected_failures)
+        record = self._run_expecting_failure(planned.cell, blank, self.isolation)
+        if self.isolation is Isolation.POOLED and not record.is_expected:
+            # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
+            fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
+            record = note_pool_difference(record, fresh)
+        return replace(record, seconds=time.monotonic() - began)
+
+    def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
+        """Run a cell, and apply the expected failure that covers the cell, and its documented remedy."""
+        record = self._run_once(cell, blank_record, {}, isolation)
+        expected = find_expected_failure(cell, blank_record.engine_version, self.user_expected_failures)
         if expected is not None:
             record = apply_expected_failure(record, expected)
             if record.expected_failure and expected.documented:
-                record = apply_remedy(record, expected, self._run_once(planned.cell, blank, expected.remedy))
-        return replace(record, seconds=time.monotonic() - began)
+                remedied = self._run_once(cell, blank_record, expected.remedy, isolation)
+                record = apply_remedy(record, expected, remedied)
+        return record
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
         """Return the record of an unsupported cell.
@@ -135,12 +153,12 @@ class Runner:
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:
             return record
-        trial = self._run_once(planned.cell, blank_record, {})
+        trial = self._run_once(planned.cell, blank_record, {}, self.isolation)
         return (
             replace(record, withheld_feature=planned.refused_feature.value) if trial.verdict is Verdict.PASS else record
         )
 
-    def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any]) -> Record:
+    def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
         """Run a cell once with the engine options ``options``; do not apply expected failures."""
         evidence_dir = (
             self._free_evidence_dirs.pop()
@@ -149,7 +167,7 @@ class Runner:
         )
         record = blank_record
         try:
-            record = self._observe_and_judge(cell, evidence_dir, blank_record, options)
+            record = self._observe_and_judge(cell, evidence_dir, blank_record, options, isolation)
         except WorldError as error:
             return replace(blank_record, cause=str(error))
         finally:
@@ -165,7 +183,7 @@ class Runner:
         return Record(cell, self.seed, Verdict.ERROR, get_engine_version(cell.engine), torch.__version__)
 
     def _observe_and_judge(
-        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any]
+        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any], isolation: Isolation
     ) -> Record:
         """Run the cell on ranks, judge the evidence, and name the module where a local divergence begins."""
         claims = self.claims(cell.engine, cell.stage)
@@ -177,8 +195,8 @@ class Runner:
             cell.world_size,
             self.timeout,
             group=Group.REUSED,
-            isolation=self.isolation,
-            pool=f"stage {cell.stage} {cell.engine_variant} {factory_path(cell.model)}",
+            isolation=isolation,
+            pool=f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}",
         )
         outcome = self._servers[cell.engine].submit(observe_task)
         if outcome.cause is not None:
@@ -248,6 +266,15 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
     if not is_gpu_requested() and not any(is_user_model(cell.cell.model) for cell in cells):
         for lane, runner in enumerate(runners):
             runner.pin_to_cores(assign_cores(lane, busy_runners))
+
+
+def pool_variant(engine_variant: str) -> str:
+    """Return the part of a pool's name for an engine variant: the path of a configuration file, or ''.
+
+    Cells with named options share ranks with cells that have none. A covering array has hundreds of settings, and a
+    failed cell on pooled ranks runs again on fresh ones.
+    """
+    return engine_variant if is_config_file(engine_variant) else ""
 
 
 def factory_path(model: str) -> str:

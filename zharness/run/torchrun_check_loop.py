@@ -1,4 +1,4 @@
-"""``torchrun ... -m zharness check``: rank 0 runs the cells and reports; the other processes are its ranks."""
+"""Run ``zharness check`` under torchrun: rank 0 plans the cells and reports, and every process is a rank of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import click
 
 from zharness.engines.rank_environment import GetEnvironment
 from zharness.errors import UsageError
-from zharness.run import Record, Request, plan
+from zharness.run import Record, Request
 from zharness.run.check_loop import (
     RunOptions,
     RunReporter,
+    describe_coverage,
     open_optional_record_file,
     requested_engines,
     sort_as_planned,
     write_with_progress,
 )
-from zharness.run.plan import validate_request
+from zharness.run.plan import plan_with_coverage, validate_request
 from zharness.run.record import RecordFile
 from zharness.run.torchrun_runner import TorchrunRunner
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -85,7 +86,8 @@ class TorchrunCheck:
             self.exit_stack.callback(runner.close)
             leader.ask_followers(None)
             runner.import_engines()
-            cells = plan(request, runner.claims)
+            planned = plan_with_coverage(request, runner.claims)
+            cells = planned.cells
             self.planned_count = len(cells)
             unmatched_failures = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
             self.record_file = open_optional_record_file(self.exit_stack, self.reporter.jsonl)
@@ -93,7 +95,10 @@ class TorchrunCheck:
             for record in write_with_progress(finished, self.record_file, len(cells)):
                 self.records.append(record)
         return self.reporter.report_run(
-            sort_as_planned(self.records, cells), time.monotonic() - self.start_time, unmatched_failures
+            sort_as_planned(self.records, cells),
+            time.monotonic() - self.start_time,
+            unmatched_failures,
+            describe_coverage(planned),
         )
 
     def report_lost_rank(self, outcome: GroupOutcome | None, message: str) -> int:

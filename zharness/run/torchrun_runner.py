@@ -25,7 +25,7 @@ from zharness.run.pytest_cells import RUNNER_KEY, get_planned_cell, user_expecte
 from zharness.run.record import Record
 from zharness.run.runner import Runner, WithheldPolicy
 from zharness.run.verdicts import make_failure_record, make_judged_record
-from zharness.world import Group, GroupOutcome, RankTask, current_rank
+from zharness.world import Group, GroupOutcome, Isolation, RankTask, current_rank
 from zharness.world.leader import Leader
 from zharness.world.server import RankEnvironment, prepare_process
 from zharness.world.store import StoreChannel
@@ -34,7 +34,7 @@ PREPARATION_TIMEOUT = 600.0  # seconds for the imports of all engines
 
 
 class TorchrunRunner(Runner):
-    """Runs cells one after the other on the ranks of a torchrun launch.
+    """A runner that runs cells one after the other on the ranks that torchrun started.
 
     All cells share the ranks' processes, so state that one engine leaves there may affect the next: DeepSpeed's stage 3
     replaces torch.nn.functional.linear permanently and keeps the first process group. Cells of one world size share a
@@ -58,8 +58,8 @@ class TorchrunRunner(Runner):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UsageError(
-                f"several releases of {', '.join(repeated)}: torchrun's ranks run all cells, and a process can import "
-                "only one release; start torchrun once for each"
+                f"got several releases of {', '.join(repeated)}; torchrun's ranks run all cells, and a process can "
+                "import only one release: start torchrun once for each release"
             )
         super().__init__(
             {}, timeout, seed, user_expected_failures=user_expected_failures, withheld_policy=withheld_policy
@@ -90,7 +90,7 @@ class TorchrunRunner(Runner):
         if planned.cell.world_size > ranks and not planned.unsupported_reason:
             planned = replace(
                 planned,
-                unsupported_reason=f"world size {planned.cell.world_size}: torchrun started {ranks} ranks",
+                unsupported_reason=f"the cell needs {planned.cell.world_size} ranks, and torchrun started {ranks}",
                 refused_feature=None,
             )
         return super().run(planned)
@@ -108,9 +108,9 @@ class TorchrunRunner(Runner):
         return make_failure_record(outcome, blank)
 
     def _observe_and_judge(
-        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any]
+        self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any], isolation: Isolation
     ) -> Record:
-        """Run the cell on the launch's ranks, write their evidence into files, and judge it here."""
+        """Run the cell on the launch's ranks, write their evidence into files, and judge it. Ignore ``isolation``."""
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)

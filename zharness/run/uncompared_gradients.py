@@ -1,4 +1,4 @@
-"""Detect a run on a user's model that compared no gradient, so that even laws that hold prove little."""
+"""Detect a run on a user's model that compared no gradient, so that its passing laws prove little."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def describe_unmatched_failures(
 ) -> list[str]:
     """Describe each expected failure of a run's engines that none of ``cells`` matches, and which entry to delete.
 
-    Only a run that has every cell which an entry covers reports it. An entry that matches a passing cell is not
-    reported here: the record of that cell says that it is stale.
+    An entry is described only if the run has every cell that the entry covers. An entry that matches a passing cell is
+    not described, because the record of that cell says that the entry is stale.
     """
     run_cells = {cell.cell for cell in cells}
     descriptions = []
@@ -29,7 +29,7 @@ def describe_unmatched_failures(
         ]
         descriptions += [
             f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of {entry.check} "
-            f"({entry.upstream}), or an earlier entry matches them all; delete it, or narrow its releases"
+            f"({entry.upstream}), or an earlier entry matches them all; delete this entry, or narrow its releases"
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)

@@ -27,7 +27,7 @@ def require_type(value: Any, expected_type: Any, label: str) -> None:
     """Raise TypeError unless ``value`` has ``expected_type``; ``label`` names the value in the message."""
     if not matches_type(value, expected_type):
         type_name = expected_type.__name__ if isinstance(expected_type, type) else str(expected_type)
-        raise TypeError(f"{label} is {value!r:.60}, expected {type_name}")
+        raise TypeError(f"{label} is {value!r:.60}; expected {type_name}")
 
 
 def matches_type(value: Any, expected_type: Any) -> bool:
@@ -55,7 +55,7 @@ def matches_type(value: Any, expected_type: Any) -> bool:
 
 @cache
 def leaf_types(expected_type: Any) -> frozenset[type] | None:
-    """Return the classes that match a type without parts; None for a type with parts.
+    """Return the classes that match ``expected_type``; None for a type with parts, such as ``list[int]``.
 
     An integer matches float, as in JSON; a bool does not match int.
     """
@@ -71,7 +71,7 @@ def require_valid_exhibit(exhibit: MismatchReport) -> None:
     """Raise TypeError or ValueError for evidence with wrong types or sizes that do not fit together."""
     require_type(exhibit, MismatchReport, "evidence")
     if min(exhibit["shape"], default=1) < 1:
-        raise ValueError(f"evidence of shape {exhibit['shape']}, expected positive sizes")
+        raise ValueError(f"the evidence has the shape {exhibit['shape']}; expected positive sizes")
     require_numeric(layer["ratio"] for layer in exhibit["layers"] or [])
     for curve in exhibit["curves"].values():
         require_numeric([*curve["engine"], *curve["baseline"]])
@@ -84,7 +84,8 @@ def require_valid_heat_map(heat: HeatMap) -> None:
     sizes, widths = [heat["rows"], heat["columns"], *heat["block"]], {len(row) for row in heat["values"]}
     if len(sizes) != 4 or min(sizes) < 1 or len(heat["values"]) != heat["rows"] or widths != {heat["columns"]}:
         raise ValueError(
-            f"a heat map of {heat['rows']} x {heat['columns']} blocks of {heat['block']} has values of another size"
+            f"a heat map of {heat['rows']} x {heat['columns']} blocks of {heat['block']} has "
+            f"{len(heat['values'])} rows of {sorted(widths)} values"
         )
     for row in heat["values"]:
         require_numeric(row)

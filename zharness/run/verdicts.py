@@ -1,4 +1,4 @@
-"""Derive the verdict of a cell from the ends of its ranks, the judgement, and the expected failure that covers it."""
+"""Derive a cell's verdict from the outcomes of its ranks, the judgement, and the expected failure that covers it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import zharness
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
-from zharness.run.record import Record, Verdict
+from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
@@ -89,7 +89,7 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
         )
         return (
             Verdict.UNDETERMINED,
-            f"{share}, so finding no mismatch proves nothing; compare in a wider dtype, or use larger steps",
+            f"{share}, so a comparison without mismatch proves nothing; use a wider dtype or a larger learning rate",
         )
     return Verdict.PASS, ""
 
@@ -103,7 +103,8 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
         return record
     if not record.verdict.is_broken:
         stale = (
-            f"{expected_failure.upstream} no longer shows here: narrow or delete its entry, {expected_failure.location}"
+            f"the law holds, but was expected to fail ({expected_failure.upstream}): narrow or delete the entry "
+            f"{expected_failure.location}"
         )
         return replace(record, stale_reason=stale)
     if record.verdict.value != expected_failure.verdict or not expected_failure.matches_failure(
@@ -129,5 +130,17 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
     return replace(
         record,
         expected_failure="",
-        cause=f"the documented remedy {dict(expected_failure.remedy)} fails: {remedy_record.cause}",
+        cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
     )
+
+
+def note_pool_difference(pooled: Record, fresh: Record) -> Record:
+    """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
+
+    It is the record on fresh ranks. If the verdicts differ, a note says so.
+    """
+    if pooled.verdict is fresh.verdict and pooled.is_expected == fresh.is_expected:
+        return fresh
+    outcome = pooled.stale_reason or pooled.cause or pooled.verdict.value
+    note = f"{POOL_DIFFERENCE} ({pooled.verdict.value}): {' '.join(outcome.split())}"
+    return replace(fresh, notes=(*fresh.notes, note))

@@ -47,7 +47,9 @@ def require_legal(program: Program) -> None:
     for layer in program.layers:
         shape = shape_after_layer(shape, layer)
     if not shape.trained_count:
-        raise UsageError(f"{program.model or 'an empty model'}: no layer is trained in every micro-batch")
+        raise UsageError(
+            f"{program.model or 'an empty model'}: no layer is trained in every micro-batch; add one, such as linear(2)"
+        )
     for number, verb, caller in iter_verbs(program):
         reason = explain_illegal_verb(program.layers, caller, verb)
         if reason:
@@ -62,7 +64,7 @@ def parse_layers(text: str) -> list[Layer]:
     while rest:
         token = _LAYER_TOKEN.match(rest)
         if token is None or (token["close"] and not open_blocks):
-            raise UsageError(f"not a model: {text!r}; cannot read {rest!r}, expected layers as in 'x(3) linear(2)'")
+            raise UsageError(f"not a model: {text!r}; cannot read {rest!r}; expected layers, as in 'x(3) linear(2)'")
         rest = rest[token.end() :].lstrip()
         if token["close"]:
             inner = tuple(stack.pop())
@@ -71,7 +73,7 @@ def parse_layers(text: str) -> list[Layer]:
         kind = parse_layer_kind(token["name"])
         if bool(token["open"]) != (kind in BLOCK_KINDS):
             raise UsageError(
-                f"not a model: {text!r}; expected [ after {join_words(k.value for k in BLOCK_KINDS)}, and only there"
+                f"not a model: {text!r}; expected '[' after {', '.join(k.value for k in BLOCK_KINDS)}, and only there"
             )
         if token["open"]:
             open_blocks.append(kind)
@@ -80,7 +82,7 @@ def parse_layers(text: str) -> list[Layer]:
             sizes = token["sizes"] or ""
             stack[-1].append(Layer(kind, tuple(int(size) for size in sizes.split(",") if size.strip())))
     if open_blocks:
-        raise UsageError(f"not a model: {text!r}; expected a ] for every [")
+        raise UsageError(f"not a model: {text!r}; expected a ']' for every '['")
     return stack[0]
 
 
@@ -102,5 +104,5 @@ def parse_verb(word: str) -> Verb:
     mark_names = [mark for mark in marks.split(",") if mark]
     for mark in mark_names:
         if mark not in {known.value for known in Mark}:
-            raise UsageError.unknown_name(f"mark of {name}", mark, [known.value for known in Mark])
+            raise UsageError.unknown_name(f"mark of the verb {name}:", mark, [known.value for known in Mark])
     return Verb(act, tuple(mark for mark in Mark if mark.value in mark_names))

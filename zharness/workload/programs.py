@@ -225,10 +225,10 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
     """Return the shape of the model with ``layer`` appended. Raises UsageError if the layer does not fit."""
     kind, sizes, width = layer.kind, layer.sizes, model_shape.width
     if len(sizes) != SIZE_COUNTS.get(kind, 0) or not all(size > 0 for size in sizes):
-        raise UsageError(f"{layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
+        raise UsageError(f"layer {layer}: expected {SIZE_COUNTS.get(kind, 0)} sizes above 0 for {kind.value}")
     if (kind in SOURCE_KINDS) != (width == 0):
         raise UsageError(
-            f"{layer}: expected {' or '.join(k.value for k in SOURCE_KINDS)} as the first layer, and only there"
+            f"layer {layer}: expected {' or '.join(k.value for k in SOURCE_KINDS)} as the first layer, and only there"
         )
     after = replace(model_shape, trained_count=model_shape.trained_count + (kind in TRAINED_KINDS))
     if kind in BLOCK_KINDS:
@@ -246,7 +246,9 @@ def shape_after_layer(model_shape: ModelShape, layer: Layer) -> ModelShape:
     if kind is LayerKind.TIED:
         shape = model_shape.find_tieable_weight()
         if shape is None:
-            raise UsageError(f"tied: no earlier linear, matrix or tokens has a weight with {width} inputs")
+            raise UsageError(
+                f"layer tied: no earlier layer linear, matrix or tokens has a weight with {width} inputs to share"
+            )
         return replace(after, width=shape[0])
     return after
 
@@ -258,11 +260,11 @@ def shape_after_block(model_shape: ModelShape, block: Layer) -> ModelShape:
         after = shape_after_layer(after, layer)
     if block.kind in WIDTH_PRESERVING_KINDS and after.width != model_shape.width:
         raise UsageError(
-            f"{block}: it ends with width {after.width}; expected {model_shape.width}, the width that it begins with"
+            f"block {block} ends with width {after.width}; expected {model_shape.width}, the width of its input"
         )
     if block.kind is LayerKind.REENTRANT and not model_shape.trained_count:
         raise UsageError(
-            f"{block}: no layer before it is trained, so torch's reentrant checkpoint would give it no gradients"
+            f"block {block}: no layer before it is trained, so torch's reentrant checkpoint gives it no gradients"
         )
     # Layers that only every second micro-batch uses do not count: the other micro-batches would have no gradient.
     return replace(after, trained_count=model_shape.trained_count) if block.kind is LayerKind.SOMETIMES else after
@@ -273,8 +275,8 @@ class PendingGradients(Enum):
 
     NOTHING = "there is no gradient"
     REDUCED = "the gradients are reduced"
-    UNSEEN = "the gradients are reduced, and were not read"
-    UNREDUCED = "the last gradients are unreduced, because of no_sync"
+    UNSEEN = "the gradients are reduced, and have not been read"
+    UNREDUCED = "the last gradients are not reduced, because their backward ran in no_sync"
 
 
 @dataclass(frozen=True)
@@ -313,11 +315,11 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
     act = verb.act
     forbidden = [mark.value for mark in verb.marks if mark not in ALLOWED_MARKS.get(act, ())]
     if forbidden:
-        return f"it cannot have the mark {', '.join(forbidden)}"
+        return f"this verb cannot have the mark {', '.join(forbidden)}"
     if {Mark.TENSOR, Mark.SCALE} <= {*verb.marks}:
-        return "it cannot have both marks tensor and scale"
+        return "a verb cannot have both the mark tensor and the mark scale"
     if Mark.TENSOR in verb.marks and caller.window > 1:
-        return "an engine that divides by its micro-batches needs engine.backward or engine.scale"
+        return "with a window above 1, the engine divides losses, so backward needs engine.backward or engine.scale"
     if act is Act.BACKWARD and not caller.outputs:
         return "no output is kept for a backward"
     if act is Act.STEP and not (
@@ -327,11 +329,11 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
     if act in BETWEEN_STEPS_ACTS and (
         caller.outputs or caller.pending is not PendingGradients.NOTHING or caller.micro_batches_counted
     ):
-        return "it is allowed only between steps, with no output kept"
+        return "this verb is allowed only between steps, without gradients and without outputs kept for a backward"
     if act is Act.IDLE and caller.window > 1:
         return "an engine that counts micro-batches would count this step"
     if not caller.save_count and (act is Act.LOAD or (act is Act.SAVE and Mark.OLD in verb.marks)):
-        return "nothing was saved"
+        return "no checkpoint was saved before"
     if act in (Act.INPUT_GRAD, Act.TRANSFORM):
         return explain_missing_input_gradient(layers)
     return ""

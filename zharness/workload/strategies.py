@@ -71,7 +71,7 @@ def program_batches(
 
 
 def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
-    """Return a strategy that draws legal models: an input or embedding layer, then layers of which one is trained."""
+    """Return a strategy that draws legal models: an input or embedding layer, then layers of which some are trained."""
     sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
     inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))

@@ -206,7 +206,7 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     if not isinstance(model, nn.Module) or not all(part is None or callable(part) for part in (draw, score)):
         raise UsageError(f"the factory {name} returned {describe_value(result)}; expected {EXPECTED_RETURN}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected one that trains")
+        raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected at least one")
     return UserModelParts(model, draw or default_draw(name, model), score or default_loss)
 
 
@@ -218,8 +218,8 @@ def default_draw(name: str, model: nn.Module) -> DrawInputs:
     draw = find_draw(model, SAMPLES)
     if draw is None:
         raise UsageError(
-            f"the factory {name} returned a {type(model).__name__} without a batch function; only models of the "
-            f"transformers package that compute a loss need none; return {EXPECTED_RETURN}, as in: "
+            f"the factory {name} returned a {type(model).__name__} without a batch function, which only models of the "
+            f"transformers package that compute a loss do not need; return {EXPECTED_RETURN}, as in: "
             "return model, lambda generator: torch.randn(4, 16, generator=generator), "
             "lambda output, batch: output.square().mean()"
         )
@@ -237,7 +237,7 @@ def default_loss(output: Any, _batch: Any) -> Tensor:
 def describe_value(obj: Any) -> str:
     """Describe the type of ``obj``, and the shapes of the tensors in it, for an error message."""
     if isinstance(obj, Tensor):
-        return f"a tensor of shape {tuple(obj.shape)}{'' if obj.requires_grad else ' without gradient'}"
+        return f"a tensor of shape {tuple(obj.shape)}{'' if obj.requires_grad else ' that requires no gradient'}"
     if isinstance(obj, (tuple, list)):
         return f"a {type(obj).__name__} of ({', '.join(map(describe_value, obj))})"
     if isinstance(obj, dict):

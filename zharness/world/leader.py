@@ -129,7 +129,7 @@ class Leader(LaunchedRank, RankServer):
         WorldError if the launch has too few ranks.
         """
         if task.world_size > self.launch.world_size:
-            raise WorldError(f"world size {task.world_size} does not fit on {self.launch.describe()}")
+            raise WorldError(f"world size {task.world_size} needs more ranks than the {self.launch.describe()}")
         reuses_group = task.group is Group.REUSED and self._group_size == task.world_size and dist.is_initialized()
         group = task.group if reuses_group or task.group is Group.NONE else Group.DEFAULT
         if not reuses_group:
@@ -287,7 +287,7 @@ class Leader(LaunchedRank, RankServer):
         self.undo_redirection()
         try:
             status = self._write_final_report(
-                outcome, f"{reason}; torchrun's ranks cannot be replaced, so nothing more is run"
+                outcome, f"{reason}; torchrun's ranks cannot be replaced, so no further test or cell is run"
             )
         finally:
             store.post(REPORT_WRITTEN_KEY, True)

@@ -14,7 +14,7 @@ from zharness.world.stacks import describe_innermost_frame, find_waiting_collect
 from zharness.world.team import TeamMember
 
 FATAL_ERROR_PREFIX = "Fatal Python error"  # the beginning of faulthandler's dump; the stack follows
-CLOSED_PIPE_CAUSE = "closed the pipe on which it reports"
+CLOSED_PIPE_CAUSE = "closed the pipe through which it reports"
 # Remedies for known crashes, by the Python function in which they happen.
 _KNOWN_CRASHES = {
     # torch 2.13: DistributedDataParallel's logger casts the wrapper group that checks collectives to gloo's own class.
@@ -46,7 +46,7 @@ def judge_exit(member: TeamMember, outcome: RankOutcome | None, pipe_fault: str,
     control pipe, or is empty. ``oom_kills_before`` is the result of ``count_oom_kills`` when the task began.
     """
     code = member.process.exitcode
-    assert code is not None, "judge_exit called on a process that has not ended"
+    assert code is not None, "judge_exit was called for a process that has not ended"
     if outcome is not None and (code == 0 or outcome.end is not RankEnd.RETURNED):
         return outcome
     when = "after its function had returned" if outcome is not None else "before its function had returned"
@@ -86,7 +86,7 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
     if has_returned:
         return f"its function had returned, but its process did not end within {seconds:g} s"
     if not stack.strip():
-        return f"no end within {seconds:g} s; it wrote no stack (the test may block SIGUSR1)"
+        return f"still running after {seconds:g} s; it wrote no stack (the test may block SIGUSR1)"
     frames = parse_main_thread(stack)
     site = find_waiting_collective(frames)
     location = (
@@ -94,9 +94,9 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
         if site
         else f"is in {describe_innermost_frame(frames)}"
         if frames
-        else "its function was still running"
+        else "its stack names no function"
     )
-    return f"no end within {seconds:g} s; {location}"
+    return f"still running after {seconds:g} s; {location}"
 
 
 def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None) -> RankOutcome:

@@ -119,7 +119,7 @@ class ServerChannel:
         while True:
             answer = self.receive()
             if not isinstance(answer, ExchangeAnswer):
-                raise WorldError(f"the rank server answered an exchange with {answer!r}")
+                raise WorldError(f"expected the answer to an exchange from the rank server, but got {answer!r}")
             if answer.ordinal < self._exchange_count:
                 continue  # the answer to an exchange that an exception interrupted, such as one of a signal handler
             if isinstance(answer, ExchangeResult):
@@ -134,7 +134,9 @@ class ServerChannel:
         """Return the server's next task or its shutdown message; ignore answers to an exchange that was interrupted."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
-        assert isinstance(message, (RankTask, ShutdownMessage)), f"unexpected message of the rank server: {message!r}"
+        assert isinstance(message, (RankTask, ShutdownMessage)), (
+            f"expected a task from the rank server, got {message!r}"
+        )
         return message
 
     def announce(self, operation: str, call_site: str) -> None:

@@ -77,7 +77,7 @@ class RankCoordinator:
             calls = describe_calls(
                 (first.rank, first.operation, first.call_site), (second.rank, second.operation, second.call_site)
             )
-            message = f"collective {announcement.ordinal} differs: {calls}"
+            message = f"collective calls differ between ranks at call {announcement.ordinal}: {calls}"
             self.mismatch = MismatchedCollective((first.rank, second.rank), min(first.at_ns, second.at_ns), message)
             return True
         if len(same_ordinal) == self._world_size:
@@ -86,8 +86,8 @@ class RankCoordinator:
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Return the message for two ranks that called different functions; each call is (rank, function, call site)."""
-    return f"the ranks called different functions: {describe_calls(first, second)}"
+    """Return the message for two ranks whose exchanging calls differ; each call is (rank, function, call site)."""
+    return f"calls that exchange values differ between ranks: {describe_calls(first, second)}"
 
 
 def describe_calls(*calls: tuple[int, str, str]) -> str:

@@ -180,7 +180,9 @@ class StoreChannel:
         first_call = self._store.post_if_absent(key, own_call)
         if first_call[1] != operation:
             calls = describe_calls(*sorted((first_call, own_call)))
-            raise CollectiveMismatch(f"collective {self._announcement_count} differs: {calls}")
+            raise CollectiveMismatch(
+                f"collective calls differ between ranks at call {self._announcement_count}: {calls}"
+            )
         if self._store.add_to_counter(f"{key}/seen") == self._world_size:
             self._store.delete_keys(key, f"{key}/seen")
 

@@ -209,7 +209,7 @@ class Witness:
             self._busy_count = busy_count
             self._ends_at = max(self._ends_at, time.monotonic() + 2 * RECHECK_SECONDS)
         elif time.monotonic() > self._ends_at:
-            message = f"no end of {task.title} within {task.timeout:g} s"
+            message = f"{task.title} did not end within {task.timeout:g} s"
             self._end_rank(
                 self._store.post_if_absent(LAUNCH_OVER_KEY, LaunchOver(self._rank, message, is_hang=True)), stack
             )

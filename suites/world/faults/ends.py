@@ -161,7 +161,7 @@ DYING = (
             if rank == CULPRIT:
                 os.closerange(3, 4096)
         """,
-        "SIGABRT|closed the pipe on which it reports",  # gloo aborts once it wakes up
+        "SIGABRT|closed the pipe through which it reports",  # gloo aborts once it wakes up
     ),
 )
 

@@ -30,11 +30,11 @@ def disagrees(name: str, culprit_call: str, peer_call: str, *patterns: str, by: 
     if by == "dist":
         return fault(name, source, "Detected mismatch between collectives", blamed="either", patterns=patterns)
     # CULPRIT may stand first or second: the pattern holds for both.
-    headline = "collective 1 differs: rank .* calls .*rank .* calls"
+    headline = "collective calls differ between ranks at call 1: rank .* calls .*rank .* calls"
     return fault(name, source, headline, blamed="either", patterns=(*patterns, r"rank CULPRIT calls"))
 
 
-OUT_OF_TIME = "did not finish in time, in call: no end within 2 s; "
+OUT_OF_TIME = "did not finish in time, in call: still running after 2 s; "
 
 HANGING = (
     hangs("hangs_in_python", "threading.Event().wait()  # site", OUT_OF_TIME + "is in wait", stacks="all"),

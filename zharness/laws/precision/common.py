@@ -116,7 +116,10 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
     """
     sent = engine.observe().wire
     if isinstance(sent, Absent):
-        raise EngineContractError(f"observe().wire: {sent.reason}; expected elements by collective and dtype")
+        raise EngineContractError(
+            f"engine.observe() returned no element counts (wire): {sent.reason}; "
+            "expected the number of elements by collective and dtype"
+        )
     return sent
 
 

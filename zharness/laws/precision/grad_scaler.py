@@ -91,7 +91,7 @@ def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
 
 
 def observe_scaler(ctx: RankContext) -> None:
-    """Train steps of which two overflow, and record loss scale, skipped steps and learning rates after each step."""
+    """Train steps, two of which overflow, and record loss scale, skipped steps and learning rates after each step."""
     options, _, _ = SCALER_SETTINGS[ctx.variant]
     engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options)
     for step in range(STEPS):

@@ -26,7 +26,9 @@ def require_observation(engine: Engine, attribute: str, kind: type[T]) -> T:
     """
     observed = getattr(engine.observe(), attribute)
     if not isinstance(observed, kind):
-        raise EngineContractError(f"observe().{attribute}: {observed.reason}; expected {kind.__qualname__}")
+        raise EngineContractError(
+            f"engine.observe() returned no {attribute}: {observed.reason}; expected {kind.__qualname__}"
+        )
     return observed
 
 

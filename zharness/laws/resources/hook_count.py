@@ -31,7 +31,7 @@ WARMUP_BACKWARDS = 2
 
 
 class ScalarParameters(nn.Module):
-    """A model with ``count`` parameters of one element, all of which one forward uses."""
+    """A model with ``count`` parameters of one element; every forward uses all of them."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ScalarParameters(nn.Module):
 
 
 class CheckpointedLayers(nn.Module):
-    """A model with ``count`` layers of one parameter each, every one of which is checkpointed separately."""
+    """A model with ``count`` layers of one parameter each; activation checkpointing wraps each layer separately."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "hook_count",
-        "a backward makes O(parameters) Python calls, with checkpoints and without, and a later one no more",
+        "a backward makes O(parameters) Python calls, with or without checkpointing, and not more in later steps",
         observe_hook_count,
         judge_hook_count,
         Feature.STEADINESS,

@@ -1,4 +1,4 @@
-"""Define laws on leaks: a closed engine leaves no hook or object, and a longer training keeps no more of them."""
+"""Define laws that find leaks: a closed engine leaves no hook or object, and longer training does not add any."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import train_and_record_step
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.resources.common import resource_law
 from zharness.parity import Comparison
 
@@ -54,12 +55,13 @@ def judge_poisoned_memory(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     resource_law(
         "poisoned_memory",
-        "a step in which all fresh memory is NaN is the same step",
+        "filling newly allocated memory with NaN does not change a training step",
         observe_poisoned_memory,
         judge_poisoned_memory,
         Feature.STEADINESS,
         models=("mlp", "conv"),
         variants=(Variant(),),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that distinguishes memory that was never written from zeros",
     ),
 )

@@ -28,7 +28,7 @@ RESHARD_OPTIMIZER = TRAJECTORY_OPTIMIZERS["adamw"]
 def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> None:
     """Make one optimizer step for each number in ``steps``, and record the losses under a name with ``label``."""
     for step in steps:
-        engine.backward(ctx.loss(engine, step, f"loss-{label}"))
+        ctx.train(engine, step, f"loss-{label}")
         engine.step()
         engine.zero_grad()
 
@@ -48,7 +48,7 @@ def record_snapshot(ctx: RankContext, engine: Engine, step: int, label: str) -> 
 def record_next_step(ctx: RankContext, engine: Engine, label: str) -> None:
     """Record the loaded weights and state, make one step, and record the weights and state after it."""
     record_snapshot(ctx, engine, SAVE_STEP, label)
-    engine.backward(ctx.loss(engine, SAVE_STEP, f"loss-{label}"))
+    ctx.train(engine, SAVE_STEP, f"loss-{label}")
     ctx.record(f"grads-{label}", engine.full_grads(), SAVE_STEP)
     engine.step()
     record_snapshot(ctx, engine, SAVE_STEP + 1, label)

@@ -12,6 +12,7 @@ from zharness.engines.protocol import Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import RESHARD_OPTIMIZER, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import check_names
@@ -79,6 +80,7 @@ LAWS = (
         features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
         variants=(Variant(applies_to_user_models=True),),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that gives the weights to a plain model",
     ),
 )

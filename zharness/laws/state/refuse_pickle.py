@@ -18,6 +18,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
@@ -86,6 +87,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True),),
         steps=LawSteps(observe_refuse_pickle, StepsKind.SELF_COMPARISON, comparison_part="compare_refused_load"),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law with a malicious file",
     ),
 )

@@ -10,6 +10,7 @@ from zharness.law_kit.law import Law
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import (
     RESHARD_OPTIMIZER,
     SAVE_STEP,
@@ -58,6 +59,7 @@ LAWS = (
         judge=judge_reshard,
         features=(Feature.CHECKPOINT, Feature.RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that loads at another stage",
     ),
 )

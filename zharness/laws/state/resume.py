@@ -19,6 +19,7 @@ from zharness.law_kit.process_state import compare_process_state, read_process_s
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import RESHARD_OPTIMIZER, SAVE_STEP, record_snapshot, run_eval_forward, train_steps
 from zharness.parity import Comparison, Part, Tier
 
@@ -111,6 +112,7 @@ LAWS = (
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
     ),
 )

@@ -17,6 +17,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_published_weig
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import RESHARD_OPTIMIZER, SAVE_STEP, judge_next_step, record_next_step, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
@@ -148,6 +149,7 @@ LAWS = (
         features=(Feature.UNIVERSAL_CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
         variants=(Variant("shaped"), Variant("flat")),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that reads another engine's files",
     ),
 )

@@ -15,6 +15,7 @@ from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part
 
@@ -26,8 +27,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
     for at, clip in enumerate(CLIP_NORMS):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip)
         ctx.record_weights(engine, at, "-before")
-        batch = ctx.batch(0)
-        engine.backward(ctx.spec.loss(batch.feed(engine), batch.target))
+        ctx.train(engine, 0, f"loss-{at}")
         ctx.record("grads", engine.full_grads(), at)
         engine.step()
         norm = engine.grad_norm()
@@ -64,6 +64,7 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
         steps=LawSteps(observe_clip_and_norm),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",
     ),
 )

@@ -15,6 +15,7 @@ from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_forward
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 
@@ -38,7 +39,7 @@ def observe_forward_alone(ctx: RankContext) -> None:
         gathered = engine.observe().gathered_bytes
         if not isinstance(gathered, Absent):
             ctx.record("left", {"gathered": torch.tensor(gathered)}, step)
-        engine.backward(ctx.loss(engine, step))
+        ctx.train(engine, step)
         ctx.record("grads", engine.full_grads(), step)
         with FORWARD_MODES[ctx.variant](engine):
             ctx.loss(engine, 20 + step)
@@ -66,11 +67,12 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "forward_alone",
-        "a forward without backward leaves nothing behind: in eval mode, under no_grad, in inference mode",
+        "a forward without backward (in eval mode, under no_grad or inference_mode) does not affect training",
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),
         steps=LawSteps(observe_forward_alone),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="forwards that train nothing, each in a mode of its own",
     ),
 )

@@ -11,6 +11,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 from zharness.parity.baseline import LossWeighting
@@ -20,7 +21,7 @@ from zharness.parity.certificate import single_term_mean_exactness
 def observe_grads(ctx: RankContext) -> None:
     """Run one backward, and record the loss and the gradients."""
     engine = ctx.build_engine()
-    engine.backward(ctx.loss(engine, step=0))
+    ctx.train(engine, step=0)
     ctx.record("grads", engine.full_grads())
     engine.close()
 
@@ -36,8 +37,8 @@ def observe_one_hot_rank(ctx: RankContext) -> None:
     """Run one backward for each rank, in which all other ranks multiply their loss by zero."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for rank_with_loss in range(ctx.world_size):
-        loss = ctx.loss(engine, step=rank_with_loss) * float(ctx.rank == rank_with_loss)
-        engine.backward(loss)
+        loss = ctx.loss(engine, rank_with_loss)
+        ctx.backward(engine, loss, rank_with_loss, factor=float(ctx.rank == rank_with_loss))
         ctx.record("grads", engine.full_grads(), step=rank_with_loss)
         engine.step()
         engine.zero_grad()
@@ -69,6 +70,7 @@ LAWS = (
         judge=judge_grads,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_grads),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),
     Law(
@@ -80,6 +82,7 @@ LAWS = (
         judge=judge_one_hot_rank,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_one_hot_rank),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
     ),
 )

@@ -14,6 +14,7 @@ from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
@@ -22,7 +23,7 @@ def observe_ranks_agree(ctx: RankContext) -> None:
     """Train several steps, and record weights, state, buffers, norm, loss scale and skipped steps after each step."""
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
-        engine.backward(ctx.loss(engine, step))
+        ctx.train(engine, step)
         engine.step()
         engine.zero_grad()
         ctx.record("params", engine.full_params(), step)
@@ -96,12 +97,13 @@ LAWS = (
         tier=Tier.EXACT,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
         kept_because="needs no baseline: it holds for a model that no other law can run",
     ),
     variation_law(
         "config_invariance",
-        "the engine's variants, alone and in compatible pairs, change no number",
+        "engine variants, alone and in compatible pairs, do not change any result",
         observe_config_invariance,
         judge_config_invariance,
         features=(Feature.VARIANTS,),

@@ -8,6 +8,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
@@ -18,8 +19,8 @@ def observe_loss_scale_power(ctx: RankContext) -> None:
     """Run one backward for each power of two by which the loss is multiplied, and record the gradients."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, power in enumerate(LOSS_POWERS):
-        batch = ctx.batch(0)
-        engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target) * 2.0**power)
+        loss = ctx.loss(engine, 0, f"loss-{at}")
+        ctx.backward(engine, loss, 0, factor=2.0**power)
         ctx.record("grads", engine.full_grads(), at)
         engine.step()
         engine.zero_grad()
@@ -54,6 +55,7 @@ LAWS = (
         models=MODELS,
         dtypes=("fp32", "bf16"),  # in fp16 a gradient divided by four may underflow and lose bits
         steps=LawSteps(observe_loss_scale_power),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="needs neither baseline nor bound, so it can also judge kernels that are not torch's",
     ),
 )

@@ -9,6 +9,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, Tier
 
@@ -21,14 +22,14 @@ def observe_looked_at(ctx: RankContext) -> None:
     """Train two engines in the same way, and read everything from one of them between all calls."""
     unseen, seen = ctx.build_engine(optimizer=ADAMW), ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
-        unseen.backward(ctx.loss(unseen, step, "loss-unseen"))
+        ctx.train(unseen, step, "loss-unseen")
         unseen.step()
         unseen.zero_grad()
     for step in range(STEPS):
         query_engine(seen)
         loss = ctx.loss(seen, step, "loss-seen")
         query_engine(seen)
-        seen.backward(loss)
+        ctx.backward(seen, loss, step)
         for name in ("once", "twice"):
             ctx.record(f"grads-{name}", seen.full_grads(), step)
             query_engine(seen)
@@ -66,6 +67,7 @@ LAWS = (
         judge_looked_at,
         tier=Tier.EXACT,
         weights_stay_integers=False,
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True),),
         kept_because="the only law that reads everything twice, beside an engine that nothing reads",
     ),

@@ -10,6 +10,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison
 
@@ -18,7 +19,7 @@ def observe_sum_or_mean(ctx: RankContext) -> None:
     """Run one backward with each reduction, sum and mean, and record the loss and the gradients."""
     for reduction in Reduction:
         engine = ctx.build_engine(reduction=reduction)
-        engine.backward(ctx.loss(engine, 0, f"loss-{reduction.value}"))
+        ctx.train(engine, 0, f"loss-{reduction.value}")
         ctx.record(f"grads-{reduction.value}", engine.full_grads())
         engine.close()
 
@@ -80,6 +81,7 @@ LAWS = (
         models=("mlp", "exact", "transformer"),
         features=(Feature.SUM,),
         steps=LawSteps(observe_sum_or_mean),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that trains with both reductions",
     ),
     variation_law(

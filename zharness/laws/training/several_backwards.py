@@ -138,7 +138,7 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "several_backwards",
-        "several forwards, losses and backwards before one step accumulate, also with accumulation 1",
+        "the gradients of several backwards before one step add up, also if accumulation is 1",
         observe_several_backwards,
         judge_several_backwards,
         features=(Feature.RETAIN_GRAPH,),

@@ -20,6 +20,7 @@ from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 
@@ -105,12 +106,13 @@ def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "sgd_step",
-        "SGD at a rate of 1 moves weights by their gradients, within layout()'s shards, and no global state of torch",
+        "SGD at a learning rate of 1 subtracts the gradients; layout() is right; torch's global state is unchanged",
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that checks a rank's shards and its random number generator",
     ),
 )

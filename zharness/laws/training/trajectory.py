@@ -27,6 +27,7 @@ from zharness.law_kit.optimizer_step import (
 from zharness.law_kit.optimizers import ADAM, ADAMW, NESTEROV, TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_forward, compare_initial_weights
+from zharness.law_kit.setting import SettingSupport
 from zharness.law_kit.training_run import TrainingRun
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
@@ -72,7 +73,7 @@ def observe_optimizers(ctx: RankContext) -> None:
         engine, suffix = ctx.build_engine(optimizer=spec), f".{spec.name}"
         for step in range(OTHER_STEPS):
             ctx.record_training_state(engine, step, suffix)
-            engine.backward(ctx.loss(engine, step, f"loss{suffix}"))
+            ctx.train(engine, step, f"loss{suffix}")
             ctx.record(f"grads{suffix}", engine.full_grads(), step)
             engine.step()
             engine.zero_grad()
@@ -90,7 +91,7 @@ def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
         ctx.record_training_state(engine, step)
         loss = ctx.loss(engine, step)
         engine.zero_grad()
-        engine.backward(loss)
+        ctx.backward(engine, loss, step)
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         norm = engine.grad_norm()
@@ -137,7 +138,7 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
 LAWS = (
     Law(
         name="training.trajectory",
-        statement="each of several optimizer steps is the replay of torch.optim's formula on the engine's own numbers",
+        statement="each of several steps gives the result of torch.optim's formula on the engine's own numbers",
         tier=Tier.STAGED,
         models=ALL_MODELS,
         observe=observe_trajectory,
@@ -146,11 +147,12 @@ LAWS = (
         weights_stay_integers=False,
         variants=tuple(Variant(name, training_run=run) for name, run in TRAJECTORY_RUNS.items()),
         steps=LawSteps(observe_trajectory),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="several steps with parameter groups, momentum and a schedule, where other laws make one step",
     ),
     Law(
         name="training.optimizers",
-        statement="AMSGrad, Nesterov SGD with dampening, ten clipped steps and all other optimizers replay torch's",
+        statement="steps of all other optimizers and options, and ten clipped steps, follow torch.optim's formulas",
         tier=Tier.STAGED,
         models=("mlp",),
         observe=observe_optimizers,
@@ -165,6 +167,7 @@ LAWS = (
             Variant("rprop", compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_optimizers),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law with optimizers and options beyond the default ones",
     ),
 )

@@ -58,7 +58,7 @@ class MetadataUnpickler(pickle.Unpickler):
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
             raise CheckpointError(
-                f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs: refused"
+                f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs; it is not loaded"
             )
         return super().find_class(module, name)
 
@@ -86,7 +86,7 @@ class TensorReader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             # torch's planner reads other entries with weights_only=False, which runs code.
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{self.path} contains {key!r}, which is not a tensor: refused")
+                raise CheckpointError(f"{self.path} contains {key!r}, which is not a tensor; expected tensors only")
         stray = {info.relative_path for info in metadata.storage_data.values()} - self._allowed_files
         if stray:
             raise CheckpointError(f"{self.path} refers to files outside the checkpoint: {sorted(stray)}")

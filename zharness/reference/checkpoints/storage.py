@@ -114,7 +114,7 @@ def open_checkpoint(folder: Path, tag: str | None, comm: Comm) -> SavedCheckpoin
         common_state = unpickling.load_safely(path / COMMON_STATE_FILE, str(path / COMMON_STATE_FILE))
         if common_state.pop("format", None) != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} is not a checkpoint of format {FORMAT_VERSION}, the only one that this engine reads"
+                f"{path} is not a checkpoint of format {FORMAT_VERSION}, the only format that this engine reads"
             )
         rank_file = path / _rank_state_file(comm.rank if _rank_state_file(comm.rank) in files else 0)
         rank_state = unpickling.load_safely(rank_file, str(rank_file))
@@ -130,7 +130,7 @@ def _check_tag(tag: str) -> None:
     """Raise CheckpointError unless ``tag`` can be the name of a checkpoint's folder."""
     if not tag or Path(tag).name != tag or tag.startswith(".") or tag == LATEST_FILE:
         raise CheckpointError(
-            f"tag {tag!r}: expected a folder name that does not start with a dot and is not {LATEST_FILE!r}"
+            f"got the tag {tag!r}; expected a folder name that does not start with a dot and is not {LATEST_FILE!r}"
         )
 
 
@@ -154,7 +154,9 @@ def _write_manifest(draft: Path, comm: Comm) -> None:
     all_names, measured = zip(*all_gather_objects((names, own_measures), comm), strict=True)
     with raise_on_all_ranks(comm):
         if any(other_names != names for other_names in all_names):
-            raise CheckpointError(f"the ranks do not see the same files in {draft}: save to a file system they share")
+            raise CheckpointError(
+                f"the ranks do not see the same files in {draft}; save to a file system that all ranks share"
+            )
         if comm.rank == 0:
             files = {name: measure for part in measured for name, measure in part.items()}
             _write_file(draft / MANIFEST_FILE, json.dumps({"files": files}, indent=1).encode())
@@ -208,7 +210,9 @@ def _fsync_folder(folder: Path) -> None:
 def _read_latest_tag(folder: Path) -> str:
     """Return the tag that the file ``latest`` contains. Raises CheckpointError if that file does not exist."""
     if not (folder / LATEST_FILE).is_file():
-        raise CheckpointError(f"no checkpoint in {folder}: it has no file {LATEST_FILE!r}; save one, or pass tag=")
+        raise CheckpointError(
+            f"no checkpoint in {folder}: it has no file {LATEST_FILE!r}; save a checkpoint first, or pass its tag"
+        )
     return (folder / LATEST_FILE).read_text(encoding="utf-8").strip()
 
 

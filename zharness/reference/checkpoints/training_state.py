@@ -124,8 +124,8 @@ class TrainingState:
             for key, value in counts[name].items():
                 if isinstance(value, Tensor) and value.numel() != 1:
                     raise CheckpointError(
-                        f"the optimizer's {key!r} of parameter {name!r} has shape {tuple(value.shape)}, neither the "
-                        f"parameter's ({tuple(shape)} on this rank) nor a single number: it cannot be sharded"
+                        f"the optimizer state {key!r} of parameter {name!r} has shape {tuple(value.shape)} and cannot "
+                        f"be sharded; expected the parameter's shape ({tuple(shape)} on this rank) or a single number"
                     )
         return CheckpointContents(
             self._comm.world_size,
@@ -155,7 +155,7 @@ class TrainingState:
         if extra_state.keys() != self.extra_state().keys():
             expected = sorted(self.extra_state())
             raise CheckpointError(
-                f"checkpoint of another model: it has the extra state {sorted(extra_state)}, this model {expected}"
+                f"checkpoint of another model: it has the extra state {sorted(extra_state)}, this model has {expected}"
             )
         if module_only:
             return
@@ -169,14 +169,16 @@ class TrainingState:
         )
         if expected_groups != saved_groups:
             raise CheckpointError(
-                f"the checkpoint's parameter groups are {saved_groups}, this engine has {expected_groups}; "
+                f"the checkpoint's parameter groups are {saved_groups}, but this engine has {expected_groups}; "
                 "build the optimizer with the same groups"
             )
         kinds = {key: type(stateful).__name__ for key, stateful in self._stateful.items()}
         saved = {key: kind for key, (kind, _) in contents.stateful.items()}
         if kinds != saved:
+            none = "no schedule and no loss scale"
             raise CheckpointError(
-                f"the checkpoint has the state of {saved or 'nothing'}, this engine {kinds or 'none'}"
+                f"the checkpoint contains the state of {', '.join(saved.values()) or none}, but this engine has "
+                f"{', '.join(kinds.values()) or none}; build the engine with the same schedule and loss scale"
             )
 
     def local_tensors(self, contents: CheckpointContents) -> dict[str, Tensor]:

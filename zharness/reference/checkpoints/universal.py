@@ -162,7 +162,7 @@ class _OptimizerGlobalState:
         inner = saved.get("optimizer_state_dict", {}).get("state", {})
         steps = [None if state.get(STEP) is None else float(state[STEP]) for state in inner.values()]
         if any(step != steps[0] for step in steps):
-            raise CheckpointError(f"{file}: steps {steps} are not equal")
+            raise CheckpointError(f"{file}: its step counts {steps} are not equal")
         scale = getattr(saved.get("loss_scaler"), "cur_scale", 1.0)
         return cls(saved["param_groups"], int(saved.get("zero_stage", 1)), steps[0] if steps else None, float(scale))
 
@@ -173,7 +173,7 @@ class _OptimizerGlobalState:
         """
         if len(engine_groups) != len(self.groups):
             raise CheckpointError(
-                f"the checkpoint has {len(self.groups)} parameter groups, this engine {len(engine_groups)}"
+                f"the checkpoint has {len(self.groups)} parameter groups, but this engine has {len(engine_groups)}"
             )
         groups = [
             {**engine_group, **{key: value for key, value in saved.items() if key != "params"}}
@@ -181,7 +181,10 @@ class _OptimizerGlobalState:
         ]
         for engine_group, group in zip(engine_groups, groups, strict=True):
             if "betas" not in engine_group or group.get("amsgrad"):
-                raise CheckpointError("a universal checkpoint has exp_avg and exp_avg_sq: use Adam without amsgrad")
+                raise CheckpointError(
+                    "a universal checkpoint contains only exp_avg and exp_avg_sq, the optimizer state of Adam; "
+                    "use Adam or AdamW without amsgrad"
+                )
         return groups
 
 
@@ -278,7 +281,7 @@ def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[st
     metadata = saved if isinstance(saved, dict) else {"param": saved}
     tensor = metadata.get("param")
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{file} has no tensor")
+        raise CheckpointError(f"{file} contains no tensor")
     is_flat = not isinstance(saved, dict) and tensor.numel() == torch.Size(shape).numel()
     return tensor.view(shape) if is_flat else tensor, metadata
 
@@ -312,7 +315,9 @@ def _collect_step_counts(
         names = [name for name in group["params"] if name in steps]
         saved_steps = [steps[name] if steps[name] is None else float(steps[name]) for name in names]
         if any(step != saved_steps[0] for step in saved_steps):
-            raise CheckpointError(f"steps {saved_steps} of the parameters {names} in one group are not equal")
+            raise CheckpointError(
+                f"the steps {saved_steps} of the parameters {names} of one parameter group are not equal"
+            )
         for name, step in zip(names, saved_steps, strict=True):
             counts[name] = dict(engine_contents.counts.get(name, {})) if step is None else {STEP: torch.tensor(step)}
             if not counts[name]:
@@ -336,8 +341,10 @@ def _merge_stateful(
         elif schedule is not None and schedule.keys() == state.keys():
             merged[key] = (kind, dict(schedule))
         else:
-            saved = "no schedule" if schedule is None else f"a schedule of another kind, with {sorted(schedule)}"
-            warnings.warn(f"the checkpoint has {saved}: this engine's {kind} is not changed", stacklevel=4)
+            saved = (
+                "no schedule" if schedule is None else f"another kind of schedule, with the state {sorted(schedule)}"
+            )
+            warnings.warn(f"the checkpoint contains {saved}; this engine's {kind} is not changed", stacklevel=4)
     return merged
 
 

@@ -44,8 +44,8 @@ class LeafSubstitution:
             kind = type(parameter).__name__
             shape = tuple(parameter.shape) if isinstance(parameter, Tensor) else parameter
             raise ConfigError(
-                f"the optimizer holds a {kind} of shape {shape} that is not a parameter of the model; "
-                "build it from model.parameters() of the model that is passed"
+                f"the optimizer has a {kind} of shape {shape}, which is not a parameter of the model; "
+                "build the optimizer from the parameters of the model that you pass to initialize"
             )
         return self._leaf_of[parameter]
 
@@ -74,7 +74,7 @@ def build_optimizer(
     if isinstance(optimizer, torch.optim.Optimizer):
         _refuse_untested(type(optimizer), settings)
         if any(not _is_fresh(state) for state in optimizer.state.values()):
-            raise ConfigError("the optimizer has stepped already; pass it before its first step")
+            raise ConfigError("the optimizer has stepped already; pass an optimizer that has made no step yet")
         groups = substitution.replace_groups(optimizer.param_groups)
         for group, replaced in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = replaced["params"]
@@ -91,13 +91,16 @@ def build_optimizer(
         return built
     choice = settings.optimizer
     if choice is None:
-        raise ConfigError("no optimizer: give config['optimizer'], or optimizer= an optimizer or a builder of one")
+        raise ConfigError(
+            "no optimizer is given; set config['optimizer'], or pass an optimizer or a function that builds one as "
+            "optimizer="
+        )
     groups = substitution.replace_groups(parameters) if parameters is not None else [{"params": list(leaves.values())}]
     try:
         built = choice.target_class(groups, **choice.kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer.params {dict(choice.kwargs)} do not suit {choice.target_class.__name__}: {error}"
+            f"{choice.target_class.__name__} does not accept optimizer.params {dict(choice.kwargs)}: {error}"
         ) from None
     return built  # type: ignore[no-any-return]
 
@@ -121,9 +124,9 @@ def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
         and not optimizer_class.__module__.startswith("torch.optim.")
     ):
         raise ConfigError(
-            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is not one of torch.optim's; if it "
-            "updates every element by itself, without norms of whole parameters, set zero_allow_untested_optimizer: "
-            "true; else use stage 0"
+            f"optimizer {optimizer_class.__module__}.{optimizer_class.__name__} is not part of torch.optim; if it "
+            "updates every element independently of the others, set zero_allow_untested_optimizer: true; otherwise use "
+            "stage 0"
         )
 
 
@@ -139,7 +142,7 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
             built = choice.target_class(optimizer, **choice.kwargs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"scheduler.params {dict(choice.kwargs)}: {choice.target_class.__name__}: {error}"
+                f"{choice.target_class.__name__} does not accept scheduler.params {dict(choice.kwargs)}: {error}"
             ) from None
     if built is None:
         return None
@@ -149,10 +152,12 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
         )
     if not callable(getattr(built, "step", None)):
         raise ConfigError(
-            f"lr_scheduler is a {type(built).__name__}; expected a scheduler, or a callable that makes one"
+            f"lr_scheduler is a {type(built).__name__}; expected a scheduler, or a callable that builds one"
         )
     if getattr(built, "optimizer", optimizer) is not optimizer:
-        raise ConfigError("lr_scheduler belongs to another optimizer than the engine's; pass a callable that makes one")
+        raise ConfigError(
+            "lr_scheduler belongs to another optimizer than the engine's; pass a callable that builds one"
+        )
     return built
 
 
@@ -193,7 +198,7 @@ def check_only_leaves(optimizer: torch.optim.Optimizer, leaves: Leaves) -> None:
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise ConfigError(
-                    f"the optimizer holds a tensor of shape {tuple(tensor.shape)} that is not one of the leaves to "
-                    "which the engine assigns gradients; build its groups from the values of the builder's argument, "
-                    "and add none later"
+                    f"the optimizer has a tensor of shape {tuple(tensor.shape)} that is not one of the leaves to "
+                    "which the engine assigns gradients; build its parameter groups only from the tensors that the "
+                    "engine passes to your function"
                 )

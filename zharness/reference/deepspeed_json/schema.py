@@ -62,7 +62,7 @@ class Section:
         Raises ConfigError for a key or a value that is not supported.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{path or 'the configuration'} is {values!r}; expected an object of keys and values")
+            raise ConfigError(f"{path or 'the configuration'} is {values!r}; expected a JSON object (a dict)")
         prefix = f"{path}." if path else ""
         for key, value in values.items():
             self._check_key(prefix + key, key, value)
@@ -78,7 +78,7 @@ class Section:
         if key in self.fixed_keys:
             if value is not None and value != self.fixed_keys[key].value:
                 raise ConfigError(
-                    f"{path} is {value!r}; only {self.fixed_keys[key].value!r} is supported: "
+                    f"{path} is {value!r}, but the reference engine supports only {self.fixed_keys[key].value!r}: "
                     f"{self.fixed_keys[key].reason}"
                 )
             return
@@ -104,7 +104,7 @@ def integer_parser(minimum: int) -> ValueParser:
 
     def parse(path: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"{path} is {value!r}; expected a whole number from {minimum} on")
+            raise ConfigError(f"{path} is {value!r}; expected an integer of at least {minimum}")
         return value
 
     return parse
@@ -113,7 +113,7 @@ def integer_parser(minimum: int) -> ValueParser:
 def parse_number(path: str, value: Any) -> float:
     """Return ``value`` if it is a finite number that is not negative. Raises ConfigError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{path} is {value!r}; expected a finite number from 0 on")
+        raise ConfigError(f"{path} is {value!r}; expected a finite number of at least 0")
     return float(value)
 
 
@@ -146,12 +146,12 @@ def parse_dtype(path: str, value: Any) -> torch.dtype:
 def parse_names(path: str, value: Any) -> tuple[str, ...]:
     """Return ``value`` if it is a list of strings. Raises ConfigError otherwise."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{path} is {value!r}; expected a list of names")
+        raise ConfigError(f"{path} is {value!r}; expected a list of strings")
     return tuple(value)
 
 
 def parse_arguments(path: str, value: Any) -> dict[str, Any]:
     """Return ``value`` if it is an object with keyword arguments; the torch class that gets them checks them."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path} is {value!r}; expected an object of arguments")
+        raise ConfigError(f"{path} is {value!r}; expected a JSON object (a dict) of keyword arguments")
     return dict(value)

@@ -22,7 +22,7 @@ def parse_elements(path: str, value: object) -> int:
     return int(parse_number(path, value))
 
 
-NO_QUANTIZATION = FixedKey(False, "nothing is quantized")
+NO_QUANTIZATION = FixedKey(False, "the reference engine quantizes nothing")
 
 OFFLOAD = Section(
     supported_keys={"device": Key(choice_parser("none", "cpu"), "none")},
@@ -31,8 +31,8 @@ OFFLOAD = Section(
         {"buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read", "pipeline_write"}
     ),
     fixed_keys={
-        "ratio": FixedKey(1.0, "the optimizer works in one place"),
-        "nvme_path": FixedKey(None, "there is no NVMe tier"),
+        "ratio": FixedKey(1.0, "all optimizer state is offloaded to one device"),
+        "nvme_path": FixedKey(None, "the reference engine cannot offload to NVMe"),
     },
 )
 ZERO_OPTIMIZATION = Section(
@@ -77,11 +77,11 @@ ZERO_OPTIMIZATION = Section(
         "cpu_offload": FixedKey(False, "use offload_optimizer: {'device': 'cpu'}"),
         "elastic_checkpoint": FixedKey(False, "every checkpoint loads at any world size"),
         "ignore_unused_parameters": FixedKey(True, "an unused parameter is not an error and is not updated"),
-        "load_from_fp32_weights": FixedKey(True, "master weights are loaded from those in the checkpoint"),
-        "legacy_stage1": FixedKey(False, "there is one implementation"),
+        "load_from_fp32_weights": FixedKey(True, "master weights are loaded from the checkpoint's master weights"),
+        "legacy_stage1": FixedKey(False, "stage 1 has only one implementation"),
         "pipeline_loading_checkpoint": FixedKey(False, "a checkpoint is read completely before it is loaded"),
         "save_muon_momentum_buffer_in_memory": FixedKey(False, "Muon cannot work on shards"),
-        "zenflow": FixedKey(None, "every update is made at its step"),
+        "zenflow": FixedKey(None, "every update is made in its own step"),
         "zero_hpz_partition_size": FixedKey(1, "parameters are sharded over all ranks"),
         "zero_quantized_gradients": NO_QUANTIZATION,
         "zero_quantized_nontrainable_weights": NO_QUANTIZATION,
@@ -120,7 +120,7 @@ TORCH_AUTOCAST = Section(
 )
 TYPE_AND_PARAMS = Section(
     supported_keys={"type": Key(lambda _, value: str(value)), "params": Key(schema.parse_arguments, {})},
-    fixed_keys={"legacy_fusion": FixedKey(False, "there are no fused optimizers of our own")},
+    fixed_keys={"legacy_fusion": FixedKey(False, "the reference engine has no fused optimizers")},
 )
 # These keys configure DeepSpeed's own checkpointing functions; torch.utils.checkpoint in a model needs no keys.
 MODEL_CHECKPOINTS_ITSELF = "the model checkpoints activations itself, with torch.utils.checkpoint"
@@ -141,10 +141,10 @@ CHECKPOINT = Section(
         {"tag_validation"}
     ),  # chooses whether different tags on the ranks are a warning or an error; this engine always raises an error
     fixed_keys={
-        "load_universal": FixedKey(False, "call load_universal_checkpoint"),
+        "load_universal": FixedKey(False, "call engine.load_universal_checkpoint(path) instead"),
         "use_node_local_storage": FixedKey(False, "all ranks share one file system"),
-        "parallel_write": FixedKey({"pipeline_stage": False}, "every rank writes its own part"),
-        "writer": FixedKey(None, "torch.distributed.checkpoint writes"),
+        "parallel_write": FixedKey({"pipeline_stage": False}, "every rank writes its own part of a checkpoint"),
+        "writer": FixedKey(None, "torch.distributed.checkpoint writes the files"),
     },
 )
 TOP_LEVEL = Section(
@@ -182,13 +182,13 @@ TOP_LEVEL = Section(
     ),
     fixed_keys={
         "disable_allgather": FixedKey(False, "updated parameters are always all-gathered"),
-        "gradient_predivide_factor": FixedKey(1.0, "a sum is divided once, after it is complete"),
+        "gradient_predivide_factor": FixedKey(1.0, "the sum of gradients is divided once, after it is complete"),
         "managed_gradient_accumulation": FixedKey(
-            True, "step() counts micro-batches; to accumulate yourself, leave gradient_accumulation_steps at 1"
+            True, "step() counts micro-batches; to count them yourself, set gradient_accumulation_steps to 1"
         ),
-        "prescale_gradients": FixedKey(False, "a sum is divided once, after it is complete"),
-        "seq_parallel_communication_data_type": FixedKey("fp32", "there is no sequence parallelism"),
-        "sparse_gradients": FixedKey(False, "gradients are dense"),
+        "prescale_gradients": FixedKey(False, "the sum of gradients is divided once, after it is complete"),
+        "seq_parallel_communication_data_type": FixedKey("fp32", "the reference engine has no sequence parallelism"),
+        "sparse_gradients": FixedKey(False, "the reference engine reduces dense gradients"),
     },
     disabled_sections=frozenset(
         {

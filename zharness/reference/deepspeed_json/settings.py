@@ -91,7 +91,9 @@ def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             f"config {str(config)!r} is not a readable JSON file: {error}; pass a dict or a path"
         ) from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"config {str(config)!r} has a {type(loaded).__name__}; expected one JSON object")
+        raise ConfigError(
+            f"config {str(config)!r} has a {type(loaded).__name__} at the top level; expected a JSON object"
+        )
     return loaded
 
 
@@ -111,8 +113,8 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
     param_dtype, reduce_dtype = precision.param_dtype, precision.reduce_dtype
     if zero["stage"] == 3 and param_dtype is not None and reduce_dtype not in (None, param_dtype):
         raise ConfigError(
-            f"communication_data_type is {reduce_dtype} and the parameters are {param_dtype}: at stage 3 gradients "
-            "leave the reduction in the parameters' dtype; leave the key out, or use another stage"
+            f"communication_data_type is {reduce_dtype}, but the parameters are {param_dtype}; at stage 3 gradients "
+            "are reduced in the dtype of the parameters; leave the key out, or use another stage"
         )
     return Settings(
         stage=zero["stage"],
@@ -160,7 +162,7 @@ def _parse_precision(values: Mapping[str, Any]) -> Precision:
     """
     enabled = [key for key in ("fp16", "bf16", "torch_autocast") if values[key]["enabled"]]
     if len(enabled) > 1:
-        raise ConfigError(f"the sections {' and '.join(enabled)} exclude each other; enable one of them")
+        raise ConfigError(f"the sections {' and '.join(enabled)} exclude each other; enable only one of them")
     _check_master_weights(values)
     reduce_dtype = values["communication_data_type"]
     if "fp16" in enabled:
@@ -204,7 +206,9 @@ def _parse_autocast(section: Mapping[str, Any], reduce_dtype: torch.dtype | None
     """Return the precision of an enabled ``torch_autocast`` section. Raises ConfigError for the dtype fp32."""
     dtype = section["dtype"]
     if dtype == torch.float32:
-        raise ConfigError("torch_autocast.dtype is fp32, not a lower precision; use bf16 or fp16, or disable it")
+        raise ConfigError(
+            "torch_autocast.dtype is fp32, which is not a lower precision; use bf16 or fp16, or disable torch_autocast"
+        )
     names = section["lower_precision_safe_modules"]
     safe_modules = SAFE_MODULES if names is None else tuple(map(_import_module_class, names))
     # GradScaler's own defaults: torch_autocast has no keys for them.
@@ -223,9 +227,15 @@ def _import_module_class(path: str) -> type[nn.Module]:
     try:
         imported = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} does not import: {error}") from error
+        raise ConfigError(
+            f"torch_autocast.lower_precision_safe_modules names {path!r}, which cannot be imported ({error}); "
+            "expected the names of module classes, such as torch.nn.Linear"
+        ) from error
     if not (isinstance(imported, type) and issubclass(imported, nn.Module)):
-        raise ConfigError(f"torch_autocast.lower_precision_safe_modules: {path!r} is not a class of nn.Module")
+        raise ConfigError(
+            f"torch_autocast.lower_precision_safe_modules names {path!r}, which is not a class derived from nn.Module; "
+            "expected the names of module classes, such as torch.nn.Linear"
+        )
     return imported
 
 
@@ -237,7 +247,9 @@ def _check_master_weights(values: Mapping[str, Any]) -> None:
     fp16, bf16, zero = values["fp16"], values["bf16"], values["zero_optimization"]
     fp16_masters, bf16_masters = fp16["fp16_master_weights_and_grads"], bf16["bf16_master_weights_and_grads"]
     if fp16_masters and bf16_masters:
-        raise ConfigError("fp16_master_weights_and_grads and bf16_master_weights_and_grads exclude each other")
+        raise ConfigError(
+            "fp16_master_weights_and_grads and bf16_master_weights_and_grads exclude each other; set only one of them"
+        )
     if bf16["bf16_optimizer_states"] and not bf16_masters:
         raise ConfigError("bf16_optimizer_states needs bf16_master_weights_and_grads; enable both")
     if bf16_masters and not bf16["bf16_optimizer_states"]:
@@ -247,11 +259,16 @@ def _check_master_weights(values: Mapping[str, Any]) -> None:
         )
     for name, has_masters, section in (("fp16", fp16_masters, fp16), ("bf16", bf16_masters, bf16)):
         if has_masters and not section["enabled"]:
-            raise ConfigError(f"{name}_master_weights_and_grads is set and the section {name} is not enabled")
+            raise ConfigError(
+                f"{name}_master_weights_and_grads is true, but {name} is not enabled; set {name}.enabled to true"
+            )
         if has_masters and zero["stage"] == 0:
-            raise ConfigError(f"{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, got 0")
+            raise ConfigError(f"{name}_master_weights_and_grads needs zero_optimization.stage 1, 2 or 3, but got 0")
     if fp16_masters and zero["offload_optimizer"]["device"] != "cpu":
-        raise ConfigError("fp16_master_weights_and_grads needs zero_optimization.offload_optimizer.device 'cpu'")
+        raise ConfigError(
+            "fp16_master_weights_and_grads needs an offloaded optimizer; "
+            "set zero_optimization.offload_optimizer.device to 'cpu'"
+        )
 
 
 def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Precision, stage: int) -> None:
@@ -263,9 +280,9 @@ def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Pre
     accum_dtype = (precision.param_dtype if stage < 2 else precision.master_dtype) or torch.float32
     if grad_accum_dtype not in (None, accum_dtype):
         raise ConfigError(
-            f"data_types.grad_accum_dtype is {grad_accum_dtype}; at stage {stage} micro-batches add up in "
-            f"{accum_dtype} under this configuration; leave the key out, or use stage 2 or 3 to add up in the masters' "
-            "dtype"
+            f"data_types.grad_accum_dtype is {grad_accum_dtype}, but at stage {stage} this configuration accumulates "
+            f"gradients in {accum_dtype}; leave the key out, or use stage 2 or 3 to accumulate in the dtype of the "
+            "master weights"
         )
 
 
@@ -281,7 +298,7 @@ def _parse_optimizer(section: Mapping[str, Any] | None) -> ClassChoice | None:
     refuse_non_elementwise(name)
     if name.lower() not in OPTIMIZERS:
         allowed = [kind.__name__ for kind in OPTIMIZERS.values()]
-        raise ConfigError.unknown_name("optimizer.type", name, allowed, "or pass optimizer= a callable")
+        raise ConfigError.unknown_name("optimizer.type", name, allowed, "or pass a callable as optimizer=")
     kind = OPTIMIZERS[name.lower()]
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         kwargs.pop("torch_adam", None)
@@ -305,7 +322,7 @@ def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
         return None
     name = section["type"]
     if name not in SCHEDULERS:
-        raise ConfigError.unknown_name("scheduler.type", name, SCHEDULERS, "or pass lr_scheduler= a callable")
+        raise ConfigError.unknown_name("scheduler.type", name, SCHEDULERS, "or pass a callable as lr_scheduler=")
     return ClassChoice(SCHEDULERS[name], section["params"])
 
 

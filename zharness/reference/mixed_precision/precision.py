@@ -16,7 +16,7 @@ from zharness.reference.mixed_precision.loss_scale import LossScaleConfig
 
 
 class OnOverflow(Enum):
-    """What a step does if a gradient is not finite on some rank: skip the update, or raise an error."""
+    """The reaction of a step to a gradient that is not finite on some rank: skip the update, or raise an error."""
 
     RAISE = "raise NonFiniteError on every rank"
     SKIP = "skip the step on every rank"

@@ -1,4 +1,4 @@
-"""ZeRO-3's linear layer as an ``autograd.Function`` that saves its inputs, but no transposed or cast copy of them.
+"""Implement ZeRO-3's linear layer as an ``autograd.Function`` that saves its inputs without transposing or casting.
 
 This engine does not need it: its unpack hooks work with torch's own ``F.linear``. DeepSpeed's stage 3 replaces
 ``F.linear`` by such a Function; this one shows what makes it correct (deepspeedai/DeepSpeed#7913 and #7916):

@@ -1,4 +1,4 @@
-"""The fallbacks for APIs that a release of torch may lack, all in this file.
+"""Define all fallbacks for APIs that a release of torch may lack.
 
 Each function looks for the API when it is called, not at import.
 
@@ -35,10 +35,10 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 
 
 class GraphTaskPhase(Enum):
-    """Whether a graph task, which is one run of autograd's engine, is running."""
+    """The phase of a graph task, which is one run of autograd's engine."""
 
-    RUNNING = "a parameter has its gradient, and the graph task has not ended"
-    NOT_RUNNING = "not begun, or ended"
+    RUNNING = "the graph task has computed a gradient and has not ended"
+    NOT_RUNNING = "the graph task has not begun, or has ended"
 
 
 class EndOfBackward:

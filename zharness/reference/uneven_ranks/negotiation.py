@@ -23,14 +23,14 @@ from zharness.reference.layout import ModelParam
 
 
 class CollectiveMode(Enum):
-    """Whether this rank's collectives run immediately or in negotiated rounds."""
+    """The mode in which this rank's collectives run: immediately, or in negotiated rounds."""
 
     DIRECT = "immediately: all ranks run the same collectives in the same order"
     NEGOTIATED = "in rounds: every rank announces a collective, then all ranks run every announced one"
 
 
 class RequestKind(IntEnum):
-    """What a rank announces for one round: a collective, or that it left the block normally (NOTHING) or failed."""
+    """The announcement of a rank for one round: a collective, the normal end of its block (NOTHING), or a failure."""
 
     NOTHING = 0
     ALL_GATHER_PARAM = 1
@@ -102,7 +102,7 @@ class CollectiveNegotiation:
     def require_even(self, operation: str) -> None:
         """Raise UsageError inside ``engine.uneven()``, where ``operation`` is not available."""
         if self.mode is CollectiveMode.NEGOTIATED:
-            raise UsageError(f"{operation} was requested inside uneven(); leave that block before it")
+            raise UsageError(f"{operation} was requested inside uneven(); end that block first")
 
     def run_round(self, request: CollectiveRequest, local_tensor: Tensor | None) -> dict[CollectiveRequest, Tensor]:
         """Run every collective that any rank requests in this round, and return the results by request.

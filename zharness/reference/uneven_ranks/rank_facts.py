@@ -22,12 +22,15 @@ def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Data
     dtypes = settings.precision.assign_dtypes(model)
     for name, p in model.named_parameters():
         if not p.is_floating_point() and p.requires_grad:
-            raise ConfigError(f"parameter {name!r} is {p.dtype}; only real floating-point parameters are trained")
+            raise ConfigError(
+                f"parameter {name!r} is {p.dtype}; expected a real floating-point dtype, or a frozen parameter"
+            )
         accum_dtype = dtypes[p].param_dtype if settings.stage < 2 else dtypes[p].master_dtype
         if p.requires_grad and settings.grad_accum_dtype not in (None, accum_dtype):
             raise ConfigError(
-                f"data_types.grad_accum_dtype is {settings.grad_accum_dtype} and parameter {name!r} {p.dtype}: its "
-                f"micro-batches add up in {accum_dtype}; leave the key out, or enable bf16 or fp16 at stage 2 or 3"
+                f"data_types.grad_accum_dtype is {settings.grad_accum_dtype}, but the gradients of parameter {name!r}, "
+                f"which is {p.dtype}, accumulate in {accum_dtype}; leave the key out, or enable bf16 or fp16 at stage "
+                "2 or 3"
             )
         facts[f"parameter {name!r}"] = f"{p.dtype} {tuple(p.shape)}, {'trained' if p.requires_grad else 'frozen'}"
     facts |= {f"buffer {name!r}": f"{buffer.dtype} {tuple(buffer.shape)}" for name, buffer in model.named_buffers()}

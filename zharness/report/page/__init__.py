@@ -1,4 +1,4 @@
-"""Write the records as one self-contained HTML page: assets/ inlined, the records compressed inside, nothing fetched.
+"""Write one self-contained HTML page, which contains assets/ and the compressed records and fetches nothing.
 
 The charts of a cell use Observable Plot, inlined with d3 (490 KB together): axes, scales and labels of four kinds of
 chart are more code than this package should own, and pictures drawn by matplotlib would take 50 KB and more for every
@@ -35,7 +35,9 @@ PAGE_SCRIPTS = (
     "cell.js",
 )
 MAIN_SCRIPT = "main.js"
-MISSING_JINJA_MESSAGE = 'the page needs jinja2; install it with: pip install "zharness[report]"'
+MISSING_JINJA_MESSAGE = (
+    'the HTML page needs jinja2, which is not installed; install it with: pip install "zharness[report]"'
+)
 # The style sheet that Plot adds to each chart of class "chart"; the policy has to allow it by its hash.
 PLOT_STYLE = """:where(.chart) {
   --plot-background: white;

@@ -32,12 +32,12 @@ OUTCOME_MEANINGS = {
     "stale": "the law holds, but was expected to fail",
     "error": "the harness itself failed",
     "fail": "the law is broken: a number is wrong",
-    "crash": "the engine raised, or took its process down",
+    "crash": "the engine raised an exception, or its process died",
     "hang": "the engine hung",
-    "undetermined": "no wrong number, but most are smaller than their bound, which proves nothing",
+    "undetermined": "no wrong number was found, but most are smaller than their bound, which proves nothing",
     "excused": "the law is broken, and was expected to be",
     "contract": "the law holds with the remedy that the engine documents",
-    "unsupported": "not claimed by the engine, or not stated for this dtype",
+    "unsupported": "the engine does not support the cell, or the law does not apply to this dtype",
     "pass": "the law holds",
 }
 # The parts of a training step; errors of unscaling and clipping are reported as the optimizer's.
@@ -65,9 +65,10 @@ def record_as_row(record: Record) -> dict[str, Any]:
 
 
 def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the columns of the records: ``texts`` dictionary-encoded, ``numbers``, and ``sparse`` by record number.
+    """Return the columns of the records.
 
-    ``size`` is the number of records.
+    ``size`` is the number of records. ``texts`` has dictionary-encoded columns, and ``numbers`` has lists. ``sparse``
+    has dictionaries from the index of a record to its value, without empty values.
     """
     rows = [record_as_row(record) for record in records]
     return {

@@ -41,7 +41,7 @@ function drawMore() {
   $("more").textContent = `Show more: ${plural(left, "cell")} left`;
 }
 
-const OPEN = ["newly broken", "new failure", "fails otherwise"]; // always open; other kinds only if they have few cells
+const OPEN = ["newly broken", "new failure", "fails differently"]; // always open; other kinds only if they have few cells
 
 /** Render the comparison of two runs: a folding section for each kind of difference. */
 function drawComparison() {

@@ -1,0 +1,150 @@
+"""Covering arrays: settings are parsed, and the chosen cells can run and cover every pair that a cell can cover."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from zharness import engines
+from zharness.cell import Cell
+from zharness.engines import AccumulationOwner, EngineOption, Feature
+from zharness.engines.options import find_exclusion
+from zharness.errors import UsageError
+from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
+from zharness.laws import find_laws
+from zharness.run import Request, plan
+from zharness.run.covering import list_pairs
+from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
+
+
+def claims_of_registry(engine: str, stage: int) -> engines.Capabilities:
+    """Return the claims of a built-in engine, which the registry knows without building it."""
+    claims = engines.capabilities(engine, stage)
+    assert claims is not None, engine
+    return claims
+
+
+@pytest.mark.parametrize("label", ["", "overlap_comm", "a+b+2_by_engine", "4_by_caller+scale_backward"])
+def test_a_setting_is_parsed_back_from_its_label(label: str) -> None:
+    assert Setting.parse(label).label == label
+
+
+@pytest.mark.parametrize(
+    ("label", "complaint"),
+    [
+        ("2_by_engine+4_by_engine", "at most one window"),
+        ("tensor_backward+scale_backward", "at most one of engine_backward"),
+        ("overlap_comm+overlap_comm", "each once"),
+        ("1_by_engine", "expected two or more micro-batches"),
+    ],
+)
+def test_a_setting_that_contradicts_itself_is_refused(label: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        Setting.parse(label)
+
+
+def test_a_law_says_for_which_settings_it_is_not_stated() -> None:
+    window = Setting(accumulation_steps=2, owner=AccumulationOwner.ENGINE)
+    tensor = Setting(backward_call=BackwardCall.TENSOR)
+    by_caller = Setting(accumulation_steps=2, backward_call=BackwardCall.TENSOR)
+    own, windows, both = SettingSupport
+    assert "2_by_engine" in window.reason_unsupported("training.grads", own)
+    assert not window.reason_unsupported("training.grads", windows)
+    assert "tensor_backward" in tensor.reason_unsupported("training.grads", windows)
+    assert not tensor.reason_unsupported("training.grads", both)
+    assert "cannot count" in by_caller.reason_unsupported("training.grads", both)
+
+
+def test_options_that_exclude_each_other_are_named() -> None:
+    wide, narrow = EngineOption({"a": {"b": 1}}), EngineOption({"a": {"b": 2}})
+    other = EngineOption({"c": 1}, excludes={"wide": "c needs a narrow b"})
+    assert find_exclusion({"wide": wide, "narrow": narrow}) == "wide and narrow give different values to one key"
+    assert find_exclusion({"wide": wide, "other": other}) == "other excludes wide: c needs a narrow b" or (
+        find_exclusion({"wide": wide, "other": other}) == "wide excludes other: c needs a narrow b"
+    )
+    assert not find_exclusion({"narrow": narrow, "other": other})
+
+
+@pytest.mark.parametrize(
+    ("variant", "complaint"),
+    [
+        ("no_such_option", "unknown variant of engine 'reference':? .*no_such_option"),
+        ("overlap_comm+no_overlap", "overlap_comm and no_overlap give different values to one key"),
+    ],
+)
+def test_a_request_with_a_wrong_option_is_refused_before_anything_runs(variant: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        plan(Request(("training.grads",), engine_variant=variant), claims_of_registry)
+
+
+@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
+def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None:
+    request = Request(
+        engines=(engine,), depth=2, array_world_sizes=ARRAY_WORLD_SIZES, array_dtypes=("fp32", "bf16", "fp16")
+    )
+    planned = plan_with_coverage(request, claims_of_registry)
+    covering = planned.coverings[engine]
+    runnable = [cell.cell for cell in planned.cells if not cell.unsupported_reason]
+    assert set(covering.cells) <= set(runnable)
+    assert set().union(*map(list_pairs, runnable)) == covering.covered == covering.coverable
+    options = {name for stage in (0, 2, 3) for name in claims_of_registry(engine, stage).engine_options}
+    laws = {cell.law for cell in runnable}
+    for law, option in product(laws, options):
+        if claims_of_registry(engine, 3).engine_options.get(option) is not None:
+            assert frozenset((law, ("option", option))) in covering.covered, (law, option)
+    assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
+
+
+def test_every_kind_of_pair_is_counted() -> None:
+    request = Request(depth=2, array_world_sizes=ARRAY_WORLD_SIZES)
+    (sentence,) = (
+        covering.describe() for covering in plan_with_coverage(request, claims_of_registry).coverings.values()
+    )
+    for kind in ("law x option", "law x window", "law x world size", "option x option", "option x window"):
+        assert kind in sentence, sentence
+
+
+def test_depth_three_runs_every_law_under_every_setting() -> None:
+    request = Request(("training.grads",), depth=3, array_world_sizes=ARRAY_WORLD_SIZES)
+    covering = plan_with_coverage(request, claims_of_registry).coverings["reference"]
+    options = claims_of_registry("reference", 3).engine_options
+    pairs = {
+        frozenset((("option", first), ("option", second)))
+        for first in options
+        for second in options
+        if first < second and not find_exclusion({first: options[first], second: options[second]})
+    }
+    assert pairs <= covering.covered
+
+
+def test_a_law_alone_is_covered_without_pairs_of_other_values() -> None:
+    laws = [law.name for law in find_laws(("training.grads",))]
+    cells = plan(Request(tuple(laws), depth=2, array_world_sizes=ARRAY_WORLD_SIZES), claims_of_registry)
+    every = plan(Request(tuple(laws), depth=3, array_world_sizes=ARRAY_WORLD_SIZES), claims_of_registry)
+    assert 20 < len(cells) < len(every)
+
+
+def test_an_expected_failure_covers_a_cell_by_one_part_of_its_setting() -> None:
+    entry = ExpectedFailure(
+        "reference", "training.grads", "x", "y", "fail", ("z",), engine_variants=("overlap_comm", "2_by_engine")
+    )
+
+    def covers(setting: str) -> bool:
+        """Return whether the entry covers a cell with this setting."""
+        return entry.covers_cell(Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", setting), "1.0")
+
+    assert covers("overlap_comm")
+    assert covers("tiny_buckets+2_by_engine")
+    assert not covers("")
+    assert not covers("tiny_buckets")
+
+
+def test_an_option_takes_its_refusals_to_the_claims() -> None:
+    option = EngineOption({"a": 1}, refuses={Feature.CLIP: "a cannot clip"}, wires={"fp32": "bf16"})
+    claims = engines.Capabilities(frozenset({0}), variants={"a": option, "b": {"b": 1}})
+    assert claims.with_options(("a",)).refusal(Feature.CLIP) == "a cannot clip"
+    assert claims.with_options(("a",)).wires == {"fp32": "bf16"}
+    assert claims.with_options(("b",)).refusal(Feature.CLIP) is None
+    assert set(claims.neutral_options) == {"a", "b"}

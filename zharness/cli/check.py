@@ -1,0 +1,131 @@
+"""The command ``check``: run laws on engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+
+
+@click.command()
+@click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
+@click.option(
+    "--engine", "engines", multiple=True, help="Engine: NAME, NAME==RELEASE or package.module:factory; may be repeated."
+)
+@click.option(
+    "--stage",
+    "stages",
+    callback=parse_integer_option,
+    metavar="0,1,2,3",
+    help="ZeRO stages to run; by default all stages of the engine.",
+)
+@click.option(
+    "--world-size",
+    "world_sizes",
+    callback=parse_integer_option,
+    metavar="1,2,4",
+    show_default="2, at depth 2 also 1, 3 and 4; under torchrun, the number of ranks that it started",
+    help="World sizes: the numbers of ranks on which each law runs.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=parse_name_option,
+    metavar="fp32,bf16",
+    show_default="fp32, at depth 2 also the others that the engine claims",
+)
+@click.option(
+    "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models to train; by default all models."
+)
+@click.option("--variant", "engine_variant", default="", help="Engine variant: the name of a set of engine options.")
+@click.option(
+    "--expected-failures",
+    "--excuses",
+    "expected_failures",
+    multiple=True,
+    type=OUTPUT,
+    help="TOML file of failures that you expect; its entries precede those of zharness. May be repeated.",
+)
+@click.option(
+    "--probe-withheld",
+    is_flag=True,
+    help="Also run cells that need a feature that the engine does not claim, and report the cells that pass.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed for the weights and the data of every cell.")
+@click.option(
+    "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."
+)
+@click.option(
+    "--isolation",
+    type=click.Choice(["fresh", "pooled"]),
+    default="pooled",
+    show_default=True,
+    help="pooled: reuse the same ranks for all cells of one engine and stage, and run a cell that fails there again on "
+    "new ranks. fresh: fork new ranks for every cell.",
+)
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 3),
+    help="1: one setting. 2: also cells that cover pairs of laws, options, accumulation windows, calls of backward, "
+    "world sizes and dtypes. 3: every law under every setting of the array. By default 2 for all laws, else 1.",
+)
+@click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
+@click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
+@click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
+@click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
+@click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
+def check(
+    patterns: tuple[str, ...],
+    engines: tuple[str, ...],
+    stages: tuple[int, ...],
+    world_sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    models: tuple[str, ...],
+    engine_variant: str,
+    expected_failures: tuple[Path, ...],
+    probe_withheld: bool,
+    seed: int,
+    timeout: float,
+    isolation: str,
+    depth: int | None,
+    shuffle: int | None,
+    jobs: int | None,
+    jsonl: Path | None,
+    html: Path | None,
+    junitxml: Path | None,
+) -> int:
+    """Run an engine beside plain PyTorch and report which laws hold.
+
+    A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
+    a failure prints it. Without a PATTERN, every law runs.
+    """
+    from zharness.laws import DTYPES
+    from zharness.releases.rank_environment import get_release_environment
+    from zharness.report.outputs import Outputs
+    from zharness.run import Request
+    from zharness.run.check_loop import RunOptions, run_check
+    from zharness.run.expected_failures import read_expected_failures
+    from zharness.run.plan import ARRAY_WORLD_SIZES
+    from zharness.run.runner import WithheldPolicy
+    from zharness.world import Isolation
+    from zharness.world.launch import default_world_size, detect_launch
+
+    sizes = world_sizes or (default_world_size(),)
+    request = Request(
+        patterns,
+        engines or ("reference",),
+        stages,
+        sizes,
+        dtypes or ("fp32",),
+        models,
+        engine_variant,
+        depth or (1 if patterns or engine_variant else 2),
+        sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
+        dtypes or tuple(DTYPES),
+    )
+    withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
+    user_failures = read_expected_failures(expected_failures)
+    options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
+    return run_check(request, options, Outputs(jsonl, html, junitxml), get_release_environment)

@@ -1,0 +1,215 @@
+"""Choose cells that cover pairs of a law and a value of an axis, and pairs of values of two axes.
+
+The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
+dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs. Each law then
+takes the settings that cover the most pairs that no earlier cell covered. A value that a law or an engine does not have
+in this place is replaced by the default; what is left uncovered gets a cell of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import combinations, product
+from typing import Any
+
+from allpairspy import AllPairs
+
+from zharness.cell import Cell
+from zharness.engines import AccumulationOwner, Capabilities
+from zharness.engines.options import find_exclusion
+from zharness.law_kit.setting import BackwardCall, Setting
+from zharness.laws import Law, find_laws
+from zharness.run.configuration import cell_setting
+
+Value = tuple[str, object]  # the name of an axis, and a value on it
+Pair = frozenset[object]  # two values, or a law's name and a value
+
+WINDOWS = (
+    (1, AccumulationOwner.CALLER),
+    *((steps, owner) for steps in (2, 4) for owner in (AccumulationOwner.ENGINE, AccumulationOwner.CALLER)),
+)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
+
+    ``claims_at`` maps each stage to what the engine claims there. ``is_runnable`` says whether a cell can run.
+    ``subjects`` returns the models and variants of a law.
+    """
+
+    engine: str
+    claims_at: dict[int, Capabilities]
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    is_runnable: Callable[[Law, Cell], bool]
+    subjects: Callable[[Law], Sequence[tuple[str, str]]]
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """The names of all options that this machine can run at some stage."""
+        return tuple(
+            dict.fromkeys(
+                name
+                for claims in self.claims_at.values()
+                for name, option in claims.engine_options.items()
+                if not option.absent
+            )
+        )
+
+    def are_compatible(self, stage: int, names: Sequence[str]) -> bool:
+        """Return whether the engine has the options ``names`` at ``stage``, and they can be set together."""
+        known = self.claims_at[stage].engine_options
+        return all(name in known and not known[name].absent for name in names) and not find_exclusion(
+            {name: known[name] for name in names}
+        )
+
+
+def list_values(cell: Cell) -> tuple[Value, ...]:
+    """Return the value of ``cell`` on each axis."""
+    setting = cell_setting(cell.engine_variant)
+    return (
+        *(("option", name) for name in setting.options),
+        ("stage", cell.stage),
+        ("window", setting.window),
+        ("call", setting.backward_call.value),
+        ("world size", cell.world_size),
+        ("dtype", cell.dtype),
+    )
+
+
+def list_pairs(cell: Cell) -> set[Pair]:
+    """Return the pairs that ``cell`` covers: its law with each value, and each two of its values."""
+    values = list_values(cell)
+    return {frozenset((cell.law, value)) for value in values} | {frozenset(pair) for pair in combinations(values, 2)}
+
+
+def build_settings(axes: Axes) -> list[Cell]:
+    """Return cells without a law that cover every compatible pair of values."""
+    options = ("", *axes.options)
+    columns = (options, options, tuple(axes.claims_at), WINDOWS, tuple(BackwardCall), axes.world_sizes, axes.dtypes)
+
+    def is_compatible(row: Sequence[Any]) -> bool:
+        """Return whether the first values of a row can occur in one cell; later values are not chosen yet."""
+        names, stages = list_option_names(row), row[2:3] or tuple(axes.claims_at)
+        # The same two options in the other order, and one option in the first column, are another row's.
+        if len(row) > 1 and row[0] and options.index(row[0]) >= options.index(row[1]):
+            return False
+        return any(axes.are_compatible(stage, names) for stage in stages)
+
+    cells = [make_setting_cell(axes.engine, row) for row in AllPairs(columns, filter_func=is_compatible)]
+    covered = set().union(*map(list_pairs, cells))
+    # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
+    defaults = (axes.world_sizes[0], axes.dtypes[0])
+    for stage, *names in product(axes.claims_at, options, options):
+        row = (*names, stage, WINDOWS[0], BackwardCall.ENGINE, *defaults)
+        if is_compatible(row[:3]):
+            cell = make_setting_cell(axes.engine, row)
+            if not list_pairs(cell) <= covered:
+                cells.append(cell)
+                covered |= list_pairs(cell)
+    return cells
+
+
+def list_option_names(row: Sequence[Any]) -> list[str]:
+    """Return the options of a row of the covering array, whose first two columns are options or ''."""
+    return [name for name in row[:2] if name]
+
+
+def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
+    """Return the cell without a law that a row of the covering array describes."""
+    stage, (steps, owner), call, world_size, dtype = row[2:]
+    setting = Setting(tuple(list_option_names(row)), steps, owner, call)
+    return Cell("", engine, stage, world_size, dtype, "", "", setting.label)
+
+
+@dataclass(frozen=True)
+class Covering:
+    """The cells that were chosen, and the pairs that these and the matrix cover, of all that any setting can cover."""
+
+    cells: tuple[Cell, ...]
+    covered: frozenset[Pair]
+    coverable: frozenset[Pair]
+
+    def describe(self) -> str:
+        """Describe in one line how many pairs of each kind are covered, as in ``law x option 980 of 980``."""
+        covered, coverable = (Counter(map(pair_kind, pairs)) for pairs in (self.covered, self.coverable))
+        kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(coverable.items()))
+        return f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
+
+
+def pair_kind(pair: Pair) -> str:
+    """Return the kind of a pair, as in ``law x option`` or ``option x window``; pairs of other axes are ``other``."""
+    axes = sorted(item[0] if isinstance(item, tuple) else "law" for item in pair)
+    named = "law" in axes or "option" in axes
+    return " x ".join(axes) if named else "other"
+
+
+def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: int) -> Covering:
+    """Choose cells that cover pairs, beside the cells of ``matrix``.
+
+    At depth 2, the cells cover each pair of a law and a value. If ``laws`` are all laws, they also cover each pair of
+    values. At depth 3, each law runs every setting of the array, so that each law meets each pair of values.
+    """
+    settings = build_settings(axes)
+    candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
+    pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
+    covered: set[Pair] = set().union(*map(list_pairs, matrix))
+    coverable = frozenset(covered.union(*pairs.values()))
+    if depth > 2:
+        return Covering(tuple(pairs), coverable, coverable)
+    chosen: dict[Cell, None] = {}
+
+    def choose(cells: Sequence[Cell], is_wanted: Callable[[Pair], bool]) -> None:
+        """Choose among ``cells``, the best first, until they cover no further pair that is wanted."""
+        while True:
+            missing = {cell: pairs[cell] - covered for cell in cells}
+            best = max(missing, key=lambda cell: (sum(map(is_wanted, missing[cell])), len(missing[cell])), default=None)
+            if best is None or not any(map(is_wanted, missing[best])):
+                return
+            chosen[best] = None
+            covered.update(pairs[best])
+
+    for law in laws:
+        choose(candidates[law.name], partial(contains, law.name))
+    if len(laws) == len(find_laws(())):
+        choose(list(pairs), bool)
+    return Covering(tuple(chosen), frozenset(covered), coverable)
+
+
+def contains(law: str, pair: Pair) -> bool:
+    """Return whether ``pair`` is a pair of the law named ``law`` and a value."""
+    return law in pair
+
+
+def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator[Cell]:
+    """Yield a runnable cell of ``law`` for each setting, with defaults for the values that the law does not take."""
+    subjects, found = axes.subjects(law), set[Cell]()
+    if not subjects:  # laws of users' models have no model of the workload
+        return
+    for number, setting in enumerate(settings):
+        turned = [*subjects[number % len(subjects) :], *subjects[: number % len(subjects)]]
+        for candidate in relax_setting(axes, setting):
+            cells = (replace(candidate, law=law.name, model=model, variant=variant) for model, variant in turned)
+            runnable = next((cell for cell in cells if axes.is_runnable(law, cell)), None)
+            if runnable is not None:
+                if runnable not in found:
+                    found.add(runnable)
+                    yield runnable
+                break
+
+
+def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
+    """Yield ``cell``, and then cells with defaults in place of more and more of its values; options go last."""
+    setting = cell_setting(cell.engine_variant)
+    calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
+    windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))
+    options = dict.fromkeys((setting.options, setting.options[:1], setting.options[1:], ()))
+    sizes = dict.fromkeys((cell.world_size, axes.world_sizes[0]))
+    dtypes = dict.fromkeys((cell.dtype, axes.dtypes[0]))
+    for names, size, dtype, (steps, owner), call in product(options, sizes, dtypes, windows, calls):
+        relaxed = Setting(names, steps, owner, call)
+        yield replace(cell, world_size=size, dtype=dtype, engine_variant=relaxed.label)
