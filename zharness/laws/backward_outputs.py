@@ -61,7 +61,7 @@ def outputs(participant: Participant) -> None:
 # How a model may return several tensors that one autograd node made. Each has half of the output's columns.
 SHARED_OUTPUTS: Mapping[str, Pack] = {
     "chunk": lambda output, extra: output.chunk(2, dim=1),
-    "split": lambda output, extra: torch.split(output, (8, 8), dim=1),
+    "split": lambda output, extra: torch.split(output, [8, 8], dim=1),
     "unbind": lambda output, extra: output.view(-1, 2, 8).unbind(dim=1),
     "views": lambda output, extra: (output[:, :8], output[:, 8:]),
     "same_tensor": lambda output, extra: (output, output),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from zharness.engines import AccumulationOwner, EngineConfig
 from zharness.mutants import seams
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, deepspeed, mutant
 from zharness.parity import Part
 
@@ -319,7 +320,7 @@ class DividesByLiveEngines(Around):
 
 @mutant(
     FaultKind.GRAPH,
-    Target("backward.shared_grad_fn", None, model="blocks", variant="chunk", cause="does not require grad"),
+    Target("backward.shared_grad_fn", model="blocks", variant="chunk"),
     Target("backward.shared_grad_fn", None, model="blocks", variant="one_of_unbind", cause="does not require grad"),
     origin=Origin.CIRCUMSTANCES,
 )
@@ -352,3 +353,60 @@ class DetachesDataclasses(Around):
             return output
         detached = {name: value.detach() for name, value in vars(output).items() if isinstance(value, Tensor)}
         return replace(output, **detached)
+
+
+BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay", "eps")
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    *(
+        Target("training.optimizer_options", Part.OPTIMIZER, variant=variant)
+        for variant in ("sgd_maximize", "adamw_amsgrad", "adam_decoupled", "rmsprop_centered", "adagrad_initial")
+    ),
+    origin=Origin.CIRCUMSTANCES,
+)
+class DropsOptimizerOptions(Around):
+    """Builds the optimizer anew with its learning rate, momentum, decay and epsilon, and drops its other arguments."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        basic = {name: value for name, value in config.optimizer.args.items() if name in BASIC_ARGUMENTS}
+        super().__init__(model, replace(config, optimizer=replace(config.optimizer, args=basic)))
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, parameter="training flag of 'first' after load"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class TrainsAfterLoad(SpoiledLoad):
+    """Puts every module into training mode after a load."""
+
+    def spoil(self) -> None:
+        self.module.train()
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, variant="no_grad", parameter="gradient mode after step"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class RecordsGradientsAfterAStep(Around):
+    """Turns the gradient mode on at the end of a step, whatever it was."""
+
+    def step(self) -> None:
+        self.right.step()
+        torch.set_grad_enabled(True)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, variant="float64", parameter="default dtype after save"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class SavesInFloat32(Around):
+    """Makes float32 the default dtype for a save, and leaves it so."""
+
+    def save(self, path: Path) -> None:
+        torch.set_default_dtype(torch.float32)
+        self.right.save(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,16 @@ from zharness.workload.exact_mlp import WIDTH, random_ternary
 HIDDEN = 5
 EXPERTS = 3
 MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
+
+# The kinds of unusual parameters.
+ODD_PARAMETERS: Mapping[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.empty(WIDTH, HIDDEN).t(),
+    "one": lambda: torch.ones(1),
+    "scalar": lambda: torch.tensor(1.0),
+    "empty": lambda: torch.ones(0, 3),
+    "narrow": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "wide": lambda: torch.ones(3, dtype=torch.float64),
+}
 
 Block = Callable[[Tensor], Tensor]
 
@@ -114,12 +124,12 @@ class OddParametersModel(BranchingModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transposed = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
-        self.one = nn.Parameter(torch.ones(1))
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.ones(0, 3))
-        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.transposed = nn.Parameter(ODD_PARAMETERS["transposed"]())
+        self.one = nn.Parameter(ODD_PARAMETERS["one"]())
+        self.scalar = nn.Parameter(ODD_PARAMETERS["scalar"]())
+        self.empty = nn.Parameter(ODD_PARAMETERS["empty"]())
+        self.narrow = nn.Parameter(ODD_PARAMETERS["narrow"]())
+        self.wide = nn.Parameter(ODD_PARAMETERS["wide"]())
         make_ternary(self)
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -127,6 +137,27 @@ class OddParametersModel(BranchingModel):
         output = nn.functional.linear(hidden, self.by_attribute.weight) * largest + hidden @ self.transposed
         mixed = (self.narrow[:2].to(x.dtype) * self.wide[1:].to(x.dtype)).sum()
         return output * self.one + self.scalar + self.empty.sum() + mixed
+
+
+class OneOddParameterModel(nn.Module):
+    """A model of two linear layers and one parameter of an unusual shape, memory layout or dtype.
+
+    The model maps (batch, 16) to (batch, 16).
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.odd = nn.Parameter(ODD_PARAMETERS[kind]())
+        self.last = nn.Linear(HIDDEN, WIDTH)
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        output: Tensor = self.last(hidden)
+        if self.odd.shape == (HIDDEN, WIDTH):
+            return output + hidden @ self.odd
+        return output + self.odd.to(x.dtype).sum()
 
 
 class ExpertsModel(nn.Module):

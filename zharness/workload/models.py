@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,6 +234,17 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+        ),
+        *(
+            ModelSpec(
+                name=f"odd_{kind}",
+                summary=f"an exact model of two linear layers and one unusual parameter, of the kind {kind!r}",
+                build=partial(exact_blocks.OneOddParameterModel, kind),
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+            )
+            for kind in exact_blocks.ODD_PARAMETERS
         ),
         ModelSpec(
             name="experts",
