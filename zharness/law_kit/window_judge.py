@@ -115,7 +115,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
         grads = reduce_grads(ctx, scenario, result, is_exact)
         factor = NO_CLIPPING
         if scenario.clip is not None:
-            means = {name: grad.value for name, grad in grads.items()}
+            means = {name: grad.value.to(ctx.dtype) for name, grad in grads.items()}
             factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip)
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
         yield from compare_weights(ctx, f"params{suffix}", window, clipped)
@@ -137,7 +137,8 @@ def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResu
         return grads
     # The sums first: a quotient by a world size of three would round.
     terms = ctx.world_size * scenario.divisor
-    return {name: BoundedTensor.exact(sum_terms(name, result).double() / terms) for name in grads}
+    means = {name: sum_terms(name, result) / terms for name in grads}
+    return {name: BoundedTensor(mean, torch.zeros_like(mean), ctx.dtype) for name, mean in means.items()}
 
 
 def sum_terms(name: str, result: WindowResult) -> Tensor:

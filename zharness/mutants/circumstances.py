@@ -240,7 +240,11 @@ class AveragesOverNonzeroLosses(Around):
         self.right.backward(loss * factor, retain_graph=retain_graph)
 
 
-@mutant(FaultKind.CLIPPING, expert_target("values.zero_loss", "all_ranks_clipped"), origin=Origin.CIRCUMSTANCES)
+@mutant(
+    FaultKind.CLIPPING,
+    expert_target("values.zero_loss", "all_ranks_clipped", None, "NonFiniteError"),
+    origin=Origin.CIRCUMSTANCES,
+)
 class DividesByTheNorm(Around):
     """Divides gradients by their norm where they are clipped, so that gradients of zero become NaN."""
 
@@ -253,10 +257,8 @@ class DividesByTheNorm(Around):
 
 @mutant(
     FaultKind.STALE,
-    expert_target("values.discarded", "inf"),
-    expert_target("values.discarded", "nan"),
-    expert_target("values.discarded", "inf_clipped", Part.REDUCTION),
-    expert_target("values.discarded", "nan_2_by_engine"),
+    expert_target("values.discarded", "inf", None, "NonFiniteError"),
+    expert_target("values.discarded", "nan_2_by_engine", None, "NonFiniteError"),
     origin=Origin.CIRCUMSTANCES,
 )
 class ZeroesByMultiplication(Around):
@@ -355,19 +357,19 @@ class DetachesDataclasses(Around):
         return replace(output, **detached)
 
 
-BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay", "eps")
+BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay")
 
 
 @mutant(
     FaultKind.OPTIMIZER,
     *(
         Target("training.optimizer_options", Part.OPTIMIZER, variant=variant)
-        for variant in ("sgd_maximize", "adamw_amsgrad", "adam_decoupled", "rmsprop_centered", "adagrad_initial")
+        for variant in ("sgd_maximize", "adamw_amsgrad", "adam_decoupled", "rmsprop_centered", "adagrad_eps")
     ),
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsOptimizerOptions(Around):
-    """Builds the optimizer anew with its learning rate, momentum, decay and epsilon, and drops its other arguments."""
+    """Builds the optimizer anew with its learning rate, momentum and weight decay, and drops its other arguments."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         basic = {name: value for name, value in config.optimizer.args.items() if name in BASIC_ARGUMENTS}
@@ -410,3 +412,17 @@ class SavesInFloat32(Around):
     def save(self, path: Path) -> None:
         torch.set_default_dtype(torch.float32)
         self.right.save(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.buffer_kinds", Part.GATHER, variant="float64", parameter="values of the buffer, loaded"),
+    Target("state.buffer_kinds", Part.GATHER, variant="int64", parameter="values of the buffer, loaded"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class LoadsBuffersInFloat32(SpoiledLoad):
+    """Rounds every buffer to float32 when it is loaded."""
+
+    def spoil(self) -> None:
+        for buffer in self.module.buffers():
+            buffer.copy_(buffer.float())

@@ -63,11 +63,11 @@ NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
 def observe_caller_modes(ctx: RankContext) -> None:
     """Make every call once, and record the modes before and after it."""
     calls_mode = torch.no_grad if ctx.variant == NO_GRAD else nullcontext
+    model, batch = ctx.spec.model(ctx.seed), ctx.batch(0)
     with shared_folder() as folder, MODES.get(ctx.variant, nullcontext)():
         before = read_process_state()
-        engine = ctx.build_engine(optimizer=ADAMW)
+        engine = ctx.build_engine_around(model, optimizer=ADAMW)
         record_modes(ctx, 0, before, read_process_state())
-        batch = ctx.batch(0)
         next(engine.module.children()).eval()
         for number, (call, needs_graph) in enumerate(list_calls(engine, folder, batch.inputs), start=1):
             with nullcontext() if needs_graph else calls_mode():
