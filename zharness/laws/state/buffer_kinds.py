@@ -1,4 +1,4 @@
-"""Define the law state.buffer_kinds: buffers of every dtype keep their values while an engine trains, saves and loads."""
+"""Define the law state.buffer_kinds: buffers of every dtype keep their values in training and in checkpoints."""
 
 from __future__ import annotations
 
