@@ -28,6 +28,10 @@ class ConfigError(UsageError):
     """Raised if an engine configuration has a key or a value that the engine does not support."""
 
 
+class EngineRefusal(ConfigError):
+    """Raised if an engine's own code refuses, while the engine is built, a configuration that it claims to support."""
+
+
 class MissingEngine(UsageError):
     """Raised if the package of the requested engine is not installed."""
 

@@ -22,7 +22,7 @@ class Process:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._module = SimpleNamespace(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
-        monkeypatch.setattr(deepspeed_process, "importlib", SimpleNamespace(import_module=lambda _name: self._module))
+        monkeypatch.setattr(deepspeed_process, "import_autocast_module", lambda: self._module)
         monkeypatch.setattr(DeepSpeedGlobalState, "_open_engines", WeakSet())
         monkeypatch.setattr(DeepSpeedGlobalState, "_originals", None)
         self.original_linear = torch.nn.functional.linear
@@ -90,3 +90,11 @@ def test_closing_an_engine_twice_leaves_the_state_of_a_later_engine(process: Pro
     assert process.flags == ON
     second.restore()
     assert process.flags == OFF
+
+
+def test_a_release_without_torch_autocast_has_no_flags_to_restore(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deepspeed_process, "import_autocast_module", lambda: None)
+    process.build(autocast=False).restore()
+    assert process.linear is process.original_linear

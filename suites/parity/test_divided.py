@@ -1,6 +1,4 @@
-"""An engine may divide the loss or the gradient by the accumulation steps; a mismatch is reported against one of the
-two.
-"""
+"""An engine may divide losses, gradients or its outputs' gradients by the accumulation steps, all in one way."""
 
 from __future__ import annotations
 
@@ -12,14 +10,14 @@ import torch
 from torch import Tensor
 
 from zharness.errors import EngineContractError
-from zharness.law_kit.accumulation import judge_engine_divided_gradients
+from zharness.law_kit.accumulation import divide_output_gradients, judge_engine_divided_gradients
 from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
 from zharness.parity import Mismatch, Tier
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.certificate import Exactness
 from zharness.parity.contamination import ProcessConditions
 from zharness.parity.snapshot import RankEvidence, Snapshot
-from zharness.workload import model_spec
+from zharness.workload import Batch, model_spec
 
 STEPS, RANKS = range(3), range(2)
 NAMES = ("v", "w")
@@ -35,7 +33,7 @@ def local(step: int, rank: int, divisor: int = 1) -> LocalResult:
     return LocalResult(torch.zeros(()), {name: drawn(name, step, rank) / divisor for name in NAMES})
 
 
-APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits both: thirds alone round within the bound
+APART = 1 + 1e-4  # of the undivided gradients, so that no engine fits two ways: thirds alone round within the bound
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,12 @@ class Drawn(Baseline):
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
         return dict.fromkeys(self.parameter_names, torch.float32)
 
-    def run_all_ranks(self, step: int = 0, *_: object) -> list[LocalResult]:  # type: ignore[override]  # whatever the weights are
+    def run_all_ranks(
+        self, step: int = 0, _params: object = None, objective: object = None, *_: object
+    ) -> list[LocalResult]:
+        factor = APART if objective is None else APART**2 / len(STEPS)  # an objective divides the output's gradient
         whole = [local(step, rank) for rank in RANKS]
-        return [LocalResult(each.loss, {name: grad * APART for name, grad in each.grads.items()}) for each in whole]
+        return [LocalResult(each.loss, {name: grad * factor for name, grad in each.grads.items()}) for each in whole]
 
 
 def by_loss() -> Grads:
@@ -61,6 +62,11 @@ def by_loss() -> Grads:
 def by_gradient() -> Grads:
     """Return the mean over ranks and micro-steps of the undivided gradients."""
     return {name: make_sum(name, 1) * APART / len(RANKS) / 3 for name in NAMES}
+
+
+def by_output() -> Grads:
+    """Return the gradients that follow from a third of the gradient of each output."""
+    return {name: grad * APART for name, grad in by_gradient().items()}
 
 
 def make_sum(name: str, divisor: int) -> Tensor:
@@ -86,11 +92,13 @@ def first_wrong(*copies: Grads) -> Mismatch | None:
     ].mismatch
 
 
-EITHER = pytest.mark.parametrize("grads", [by_loss(), by_gradient()], ids=["loss", "gradient"])
+WAYS = pytest.mark.parametrize(
+    "grads", [by_loss(), by_gradient(), by_output()], ids=["loss", "gradient", "gradient of the output"]
+)
 
 
-@EITHER
-def test_an_engine_may_divide_the_loss_or_the_gradient(grads: Grads) -> None:
+@WAYS
+def test_an_engine_may_divide_the_loss_the_gradient_or_the_gradient_of_its_output(grads: Grads) -> None:
     assert first_wrong(grads, grads) is None
 
 
@@ -101,7 +109,7 @@ def test_it_may_not_divide_one_parameter_so_and_another_otherwise() -> None:
     assert wrong.wrong > 1
 
 
-@EITHER
+@WAYS
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rank", RANKS)
 def test_one_wrong_element_is_told_as_one(grads: Grads, name: str, rank: int) -> None:
@@ -148,3 +156,14 @@ def test_copies_that_are_alike_are_each_told_with_their_rank_and_the_reason() ->
     assert [each.location.seen_on for each in staged if each.location is not None] == [*RANKS, *RANKS]
     assert all("planted" in each.note for each in staged)
     assert all(each.mismatch is None for each in found)
+
+
+def test_the_gradient_of_every_output_is_divided_and_the_loss_is_not() -> None:
+    leaf = torch.tensor([3.0, 5.0], requires_grad=True)
+    outputs = {"first": leaf * 1, "rest": [leaf * 2, torch.ones(2)]}
+    objective = divide_output_gradients(lambda output, _: (output["first"] + output["rest"][0]).sum(), 4)
+    loss = objective(outputs, Batch(leaf, leaf))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 24.0
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [0.75, 0.75]

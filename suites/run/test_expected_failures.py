@@ -17,6 +17,7 @@ from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
     find_expected_failure,
+    find_setting_failure,
     read_expected_failures,
 )
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -165,6 +166,34 @@ def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_pa
     assert not [description for description in descriptions if description.startswith(needed.location)]
 
 
+@pytest.mark.parametrize("release", ["0.16.4", "0.18.8", "0.19.1", "0.19.5"])
+def test_an_entry_for_what_an_older_release_lacks_is_not_reported_there(release: str) -> None:
+    whole = plan(Request(engines=(f"deepspeed=={release}",), dtypes=tuple(DTYPES)), claims)
+    assert not describe_unmatched_failures(whole, claims)
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_expected_failure_matches_a_planned_cell(engine: str) -> None:
     assert not describe_unmatched_failures(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)
+
+
+def test_an_entry_for_default_options_is_stale_on_those_alone() -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=())
+    named = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",))
+    default = Cell("training.grads", "reference", 1, 2, "fp32", "mlp")
+    overlapped = replace(default, engine_variant="overlap_comm")
+    both = replace(default, engine_variant="overlap_comm+2_by_engine")
+    assert [entry.is_stale_on(cell) for cell in (default, overlapped, both)] == [True, False, False]
+    assert [named.is_stale_on(cell) for cell in (overlapped, both)] == [True, False]
+
+
+def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:
+    first = replace(ENTRY_OF_ANY_SETTING, signatures=("one cause",))
+    second = replace(ENTRY_OF_ANY_SETTING, signatures=("another cause",), engine_variants=("overlap_comm",))
+    cell = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", "tiny_buckets+overlap_comm")
+    causes = ("another cause", "new", "one cause")
+    found = [find_setting_failure(cell, "1.0", cause, "", (first, second)) for cause in causes]
+    assert found == [second, first, first]
+
+
+ENTRY_OF_ANY_SETTING = ExpectedFailure("reference", "training.grads", "x", "y", "fail", ("z",))

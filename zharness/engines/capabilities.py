@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from zharness.engines.option_keys import find_reason
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,6 +73,8 @@ class EngineOption:
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
+    - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
     """
 
     options: Mapping[str, Any]
@@ -78,6 +83,16 @@ class EngineOption:
     absent: str = ""
     changes_numbers: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
+    world_size_factor: int = 1
+    dtypes: frozenset[str] = frozenset()
+
+    def refusal_at(self, world_size: int, dtype: str) -> str:
+        """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it can be set under {', '.join(sorted(self.dtypes))} only"
+        if world_size % self.world_size_factor:
+            return f"it needs a world size that {self.world_size_factor} divides"
+        return self.absent
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class Capabilities:
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
+    - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
+      reason; the key of a section's entry is ``section.entry``.
     """
 
     stages: frozenset[int]
@@ -111,6 +128,7 @@ class Capabilities:
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
     scaled_sum: str = ""
+    unknown_options: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
@@ -118,7 +136,11 @@ class Capabilities:
             return "the engine lists no variants in its capabilities"
         return self.refuses.get(feature)
 
-    @property
+    def unknown_option(self, options: Mapping[str, Any]) -> str:
+        """Return the reason why this release does not know one of ``options``, or '' if it knows all of them."""
+        return find_reason(options, self.unknown_options)
+
+    @cached_property
     def engine_options(self) -> Mapping[str, EngineOption]:
         """Return the named options, each as an EngineOption."""
         return {
@@ -128,11 +150,11 @@ class Capabilities:
 
     @property
     def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return, by name, the options that this machine can run and that must not change any number."""
+        """Return, by name, the options that every cell can set and that must not change any number."""
         return {
             name: dict(option.options)
             for name, option in self.engine_options.items()
-            if not option.absent and not option.changes_numbers
+            if option.world_size_factor == 1 and not (option.dtypes or option.absent or option.changes_numbers)
         }
 
     def with_options(self, names: Sequence[str]) -> Capabilities:

@@ -18,12 +18,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, preload_imports
-from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_at
+from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.options import merge_options
-from zharness.engines.protocol import Absent, AccumulationOwner, EngineConfig, Observations, Piece, Reduction
-from zharness.errors import ConfigError, EngineContractError, UsageError
+from zharness.engines.protocol import (
+    Absent,
+    AccumulationOwner,
+    EngineConfig,
+    Feature,
+    Observations,
+    Piece,
+    Reduction,
+)
+from zharness.errors import ConfigError, EngineContractError, EngineRefusal, UsageError
 
 # An option of this adapter: run everything between two steps in one ``coalesce_grad_reduction()`` block. If a step has
 # several backwards, DeepSpeed documents that only 'the final forward/backward should have the boundary state set to
@@ -35,7 +43,8 @@ COALESCE = "coalesce_grad_reduction"
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
     """Build a DeepSpeed engine around ``model``. This is a collective.
 
-    Raises ConfigError for an unsupported configuration, and MissingEngine if DeepSpeed is not installed.
+    Raises ConfigError for a configuration that this adapter does not support, EngineRefusal for one that DeepSpeed
+    refuses, and MissingEngine if DeepSpeed is not installed.
     """
     if config.dtype not in CAPABILITIES.dtypes:
         raise ConfigError.unknown_name("dtype of the deepspeed engine", config.dtype, sorted(CAPABILITIES.dtypes))
@@ -75,7 +84,6 @@ class DeepSpeedEngine:
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self.capabilities = capabilities_at(config.stage)
         self._config = config
         self._caller_owns_accumulation = (
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
@@ -84,6 +92,8 @@ class DeepSpeedEngine:
         self._backward_count = 0
         params = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
+        self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
+        self._require_known_options()
         trained = {name: param for name, param in params.items() if param.requires_grad}
         optimizer = optimizers.build(trained, config.optimizer)
         ds_config = json_config(config)
@@ -97,7 +107,9 @@ class DeepSpeedEngine:
             )[0]
         except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
-            raise ConfigError(f"DeepSpeed does not accept the configuration {ds_config}: {error}") from error
+            raise EngineRefusal(
+                f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
+            ) from error
         zero = self._engine.optimizer
         if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
             self.close()
@@ -197,6 +209,14 @@ class DeepSpeedEngine:
         self._coalesce_block.close()
         self._engine.destroy()
         self._global_state.restore()
+
+    def _require_known_options(self) -> None:
+        """Raise ConfigError for an option or a reduction that this release lacks; it would ignore most of them."""
+        reason = self.capabilities.unknown_option(self._config.options)
+        if self._config.reduction is Reduction.SUM:
+            reason = reason or self.capabilities.refusal(Feature.SUM) or ""
+        if reason:
+            raise ConfigError(f"got options that this release does not know: {reason}")
 
     def _prepare_accumulation(self) -> None:
         """Set the accumulation boundary before a forward or backward, or enter the block of the option ``COALESCE``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import Capabilities, Feature
 
@@ -61,5 +62,10 @@ CAPABILITIES = Capabilities(
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that DeepSpeed refuses at ``stage``."""
+    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``."""
     return replace(CAPABILITIES, refuses={**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})})
+
+
+def capabilities_of_release(stage: int, release: str) -> Capabilities:
+    """Return the capabilities of DeepSpeed ``release`` at ``stage``."""
+    return restrict_to_release(capabilities_at(stage), release, stage)

@@ -9,7 +9,9 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -20,6 +22,8 @@ from zharness.errors import EngineContractError, MissingEngine
 
 # torch 2.13 deprecates the collectives that DeepSpeed calls, and warns once per call site and rank.
 _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
+
+_AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 
 
 class DeepSpeedGlobalState:
@@ -33,14 +37,14 @@ class DeepSpeedGlobalState:
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
-    _originals: ClassVar[tuple[Callable[..., Any], Any, Any] | None] = None  # linear, and the two autocast flags
+    _originals: ClassVar[tuple[Callable[..., Any], Mapping[str, Any]] | None] = None  # linear, and the autocast flags
 
     def __init__(self, autocast: bool) -> None:
         self._uses_autocast = autocast
-        self._autocast_module: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        self._autocast_module = import_autocast_module()
         if DeepSpeedGlobalState._originals is None:
-            flags = (self._autocast_module.TORCH_AUTOCAST_INITIALIZED, self._autocast_module.TORCH_AUTOCAST_DTYPE)
-            DeepSpeedGlobalState._originals = (torch.nn.functional.linear, *flags)
+            flags = {name: getattr(self._autocast_module, name) for name in _AUTOCAST_FLAGS if self._autocast_module}
+            DeepSpeedGlobalState._originals = (torch.nn.functional.linear, flags)
         DeepSpeedGlobalState._open_engines.add(self)
 
     def restore(self) -> None:
@@ -48,12 +52,19 @@ class DeepSpeedGlobalState:
         DeepSpeedGlobalState._open_engines.discard(self)
         if DeepSpeedGlobalState._originals is None:
             return
-        linear, *flags = DeepSpeedGlobalState._originals
+        linear, flags = DeepSpeedGlobalState._originals
         if not any(other._uses_autocast for other in DeepSpeedGlobalState._open_engines):
-            self._autocast_module.TORCH_AUTOCAST_INITIALIZED, self._autocast_module.TORCH_AUTOCAST_DTYPE = flags
+            for name, value in flags.items():
+                setattr(self._autocast_module, name, value)
         if not DeepSpeedGlobalState._open_engines:
             torch.nn.functional.linear = linear
             DeepSpeedGlobalState._originals = None
+
+
+def import_autocast_module() -> ModuleType | None:
+    """Import the module of DeepSpeed that has the flags of torch_autocast; return None for a release without it."""
+    name = "deepspeed.runtime.torch_autocast"
+    return importlib.import_module(name) if find_spec(name) is not None else None
 
 
 def prepare_deepspeed(device_type: str) -> Any:

@@ -41,7 +41,7 @@ class DeepSpeedTensorReader:
         Returns None if there is no scaler.
         """
         zero = self.engine.optimizer
-        at_stage_0 = self.engine.torch_autocast_z0_gradscaler
+        at_stage_0 = getattr(self.engine, "torch_autocast_z0_gradscaler", None)  # DeepSpeed has it since 0.18.0
         scaler = getattr(zero, "torch_autocast_gradscaler", None) if at_stage_0 is None else at_stage_0
         scale = getattr(zero, "loss_scale", None) if scaler is None else scaler.get_scale()
         return None if scale is None else float(scale)

@@ -90,6 +90,13 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install torch",
         ),
         EngineInfo(
+            name="fsdp1",
+            target="zharness.engines.fsdp1:factory",
+            summary="torch.distributed.fsdp.FullyShardedDataParallel",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
             name="fsdp2",
             target="zharness.engines.fsdp2:factory",
             summary="torch.distributed.fsdp.fully_shard",
@@ -232,13 +239,17 @@ def _import_module(path: str, target: str) -> ModuleType:
 
 
 def capabilities(text: str, stage: int) -> Capabilities | None:
-    """Return the capabilities that a registered engine claims at ``stage``.
+    """Return the capabilities that a registered engine claims at ``stage``, in the release that ``text`` selects.
 
-    Returns None if the engine claims nothing before it is built.
+    The engine's module defines ``capabilities_of_release(stage, release)``, ``capabilities_at(stage)`` or, if the stage
+    does not matter, the constant ``CAPABILITIES``. Returns None if it claims nothing before it is built.
     """
     if is_factory_path(text):
         return None
     module: Any = importlib.import_module(require(text).target.partition(":")[0])
+    if hasattr(module, "capabilities_of_release"):
+        of_release: Capabilities = module.capabilities_of_release(stage, resolve_version(text) or "")
+        return of_release
     if hasattr(module, "capabilities_at"):
         at_stage: Capabilities = module.capabilities_at(stage)
         return at_stage

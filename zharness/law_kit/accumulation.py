@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zharness.engines.protocol import AccumulationOwner, Engine
 from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison
-from zharness.parity.baseline import LocalResult
+from zharness.parity.baseline import LocalResult, Objective
 from zharness.parity.certificate import Exactness
+from zharness.workload import Batch
 
 
 def accumulate(
@@ -45,25 +48,55 @@ def judge_engine_divided_gradients(
     divided_locals: Sequence[Sequence[LocalResult]],
     exact: bool | Exactness = False,
 ) -> Iterator[Comparison]:
-    """Compare the gradients of a window in which the engine divides either each loss or the gradient.
+    """Compare the gradients of a window in which the engine divides by the number of micro-batches.
 
-    ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If some gradient differs
-    from these, the gradients are also compared with those of undivided losses, which are divided afterwards. If some
-    gradient differs from both, this function yields the comparisons of the way that more gradients match, because a
+    An engine may divide each loss, the gradient at each output of its forward, or the gradients of the parameters. All
+    three are right, but they round differently unless the divisor is a power of two, and all gradients have to match
+    the same one of them. ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If
+    no way matches every gradient, this function yields the comparisons of the way that most gradients match, because a
     wrong engine is usually right in most gradients.
     """
-    by_loss = partial(ctx.compare_reduced_grads, label, divided_locals, step, exact, scale=len(window))
-    comparisons = list(stop_at_first_mismatch(by_loss(explain=False)))
-    if count_matches(comparisons) == len(comparisons):
-        yield from comparisons
-        return
-    by_gradient = partial(
-        ctx.compare_reduced_grads, label, [ctx.compute_local_grads(micro, params) for micro in window], step, exact
+    steps = len(window)
+    compare = partial(ctx.compare_reduced_grads, label, step=step, exact=exact)
+
+    def compare_divided_outputs(explain: bool) -> Iterator[Comparison]:
+        """Compare with the gradients that follow from divided gradients of the outputs."""
+        objective = divide_output_gradients(ctx.baseline.objective, steps)
+        locals_ = [ctx.compute_local_grads(micro, params, objective) for micro in window]
+        return compare(micros=locals_, scale=steps, explain=explain)
+
+    def compare_divided_gradients(explain: bool) -> Iterator[Comparison]:
+        """Compare with the gradients of undivided losses, which are divided afterwards."""
+        return compare(micros=[ctx.compute_local_grads(micro, params) for micro in window], explain=explain)
+
+    ways = (
+        lambda explain: compare(micros=divided_locals, scale=steps, explain=explain),
+        compare_divided_gradients,
+        compare_divided_outputs,
     )
-    comparisons = list(stop_at_first_mismatch(by_gradient(explain=False)))
-    if count_matches(comparisons) < len(comparisons):
-        comparisons = max(list(by_gradient()), list(by_loss()), key=count_matches)
-    yield from comparisons
+    for way in ways:
+        comparisons = list(stop_at_first_mismatch(way(explain=False)))
+        if count_matches(comparisons) == len(comparisons):
+            yield from comparisons
+            return
+    # The first of equally good ways is the gradient's: its hints name a factor that is exact.
+    yield from max((list(way(explain=True)) for way in (ways[1], ways[0], ways[2])), key=count_matches)
+
+
+def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
+    """Return ``objective`` with a hook on every tensor of the model's output that divides its gradient by ``divisor``.
+
+    DeepSpeed 0.18.3 to 0.19.5 divide there, and later releases do so in backwards other than ``engine.backward``.
+    """
+
+    def divided(output: Any, batch: Batch) -> Tensor:
+        """Register the hooks, and return the loss of ``output``."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: grad / divisor)  # type: ignore[no-untyped-call]
+        return objective(output, batch)
+
+    return divided
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
@@ -78,3 +111,14 @@ def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
     """
     engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
+
+
+def build_configured_engine(ctx: RankContext) -> Engine:
+    """Build an engine around the model with the optimizer, clipping and accumulation that the user configured."""
+    training = ctx.training
+    return ctx.build_engine(
+        optimizer=training.optimizer,
+        clip=training.clip,
+        accumulation_steps=training.accumulation,
+        accumulation_owner=select_accumulation_owner(ctx),
+    )

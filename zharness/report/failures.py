@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from zharness.report.failure_groups import describe_extent, group_failures
 from zharness.report.heat_map import render_heat_map
 from zharness.run.outcomes import count_outcomes, group_records, outcome_name
 from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
@@ -12,19 +13,19 @@ from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
 MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
+MAX_LISTED_CELLS = 4  # one for each stage; the JSON lines have every cell
 
 
 def render_failures(records: Iterable[Record]) -> str:
-    """Render the cells that did not pass: a paragraph for each cause of unexpected failures, with every cell's command.
+    """Render the cells that did not pass: a paragraph for each cause of unexpected failures, with its smallest cell.
 
     Summaries of expected failures, withheld features and unsupported cells follow.
     """
     records = list(records)
-    unexpected = (record for record in records if outcome_name(record) in UNEXPECTED_OUTCOMES)
-    groups = group_records(unexpected, lambda record: (outcome_name(record), record.stale_reason or record.cause))
+    unexpected = [record for record in records if outcome_name(record) in UNEXPECTED_OUTCOMES]
     return "\n\n".join(
         [
-            *map(render_failure_group, groups.values()),
+            *map(render_failure_group, group_failures(unexpected)),
             *render_pool_differences(records),
             *render_expected_failures(records),
             *render_withheld(records),
@@ -34,14 +35,21 @@ def render_failures(records: Iterable[Record]) -> str:
 
 
 def render_failure_group(records: Sequence[Record]) -> str:
-    """Render unexpected failures with the same cause: the cells, the cause, its heat map, and the commands."""
-    first = records[0]
-    lines = [f"{outcome_name(first).upper()} {record.cell.id}" for record in records]
+    """Render unexpected failures with the same cause: the cells, the cause, its heat map, and the commands.
+
+    ``records`` are sorted from the smallest cell. Of a large group only that cell is listed, with the number of cells.
+    """
+    first, outcome = records[0], outcome_name(records[0]).upper()
+    listed = records if len(records) <= MAX_LISTED_CELLS else records[:1]
+    lines = [f"{outcome} {record.cell.id}" for record in listed]
+    if len(records) > len(listed):
+        lines = [f"{outcome} {len(records)} cells with one cause, the smallest: {first.cell.id}"]
+        lines.append(f"  {describe_extent(records)}")
     lines.append(f"  {first.stale_reason or shorten_cause(first.cause)}")
     lines.extend(f"  {line}" for line in render_heat_map(first.evidence))
     if first.verdict is Verdict.ERROR and first.details:
         lines.extend(f"  | {line}" for line in first.details.split("\n\n")[0].splitlines())
-    return "\n".join([*lines, *(f"  again: {record.command}" for record in records)])
+    return "\n".join([*lines, *(f"  again: {record.command}" for record in listed)])
 
 
 def render_pool_differences(records: Sequence[Record]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 
 from zharness.cell import Cell
+from zharness.engines.registry import split_release
 from zharness.laws import DTYPES
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
@@ -33,17 +34,21 @@ def describe_unmatched_failures(
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)
-            and is_fully_run(iter_covered_cells(entry, engine, version, claims), run_cells)
+            and is_fully_run(list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine)
         ]
     return descriptions
 
 
-def is_fully_run(covered_cells: Iterator[PlannedCell], run_cells: Set[Cell]) -> bool:
-    """Return whether all supported cells of ``covered_cells`` were run; if none is supported, whether one was run."""
-    covered = list(covered_cells)
+def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: str) -> bool:
+    """Return whether all supported cells of ``covered`` were run; if none is supported, whether one was run.
+
+    If ``engine`` names a release and no cell is supported, return False: the release may lack what the law needs.
+    """
     supported = [cell for cell in covered if not cell.unsupported_reason]
     if supported:
         return all(cell.cell in run_cells for cell in supported)
+    if split_release(engine)[1] is not None:
+        return False
     return not covered or any(cell.cell in run_cells for cell in covered)
 
 

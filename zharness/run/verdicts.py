@@ -36,11 +36,14 @@ def verdict_of_rank_failure(cause: RankOutcome) -> Verdict:
 def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
     """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
 
-    An EngineContractError is ``fail``. Any other exception raised in the harness's own code is ``error``, except
-    RuntimeError: torch raises it for operands that it cannot take, also when the harness calls torch.
+    An EngineContractError is ``fail``, and an EngineRefusal is ``crash``, because the engine's own code raised it. Any
+    other exception raised in the harness's own code is ``error``, except RuntimeError: torch raises it for operands
+    that it cannot take, also when the harness calls torch.
     """
     if exception.endswith(".EngineContractError"):
         return Verdict.FAIL
+    if exception.endswith(".EngineRefusal"):
+        return Verdict.CRASH
     package = Path(zharness.__file__).parent
     file = Path(innermost_file)
     is_harness = file.is_relative_to(package) and file.relative_to(package).parts[0] not in PACKAGES_UNDER_TEST
@@ -95,13 +98,16 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 
 
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
-    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds.
+    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds
+    on a cell that the entry describes.
 
     A record that failed in another way than expected is returned unchanged.
     """
     if record.verdict is Verdict.ERROR:
         return record
     if not record.verdict.is_broken:
+        if not expected_failure.is_stale_on(record.cell):
+            return record
         stale = (
             f"the law holds, but was expected to fail ({expected_failure.upstream}): narrow or delete the entry "
             f"{expected_failure.location}"
@@ -132,6 +138,11 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
         expected_failure="",
         cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
     )
+
+
+def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
+    """Return ``record``, which stays an expected failure, with the reason why the release has no such remedy."""
+    return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
 def note_pool_difference(pooled: Record, fresh: Record) -> Record:

@@ -51,7 +51,10 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
         narrow = max(ctx.dtype, ctx.reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        exact = single_term_mean_exactness(local[chosen], ctx.world_size, narrow, ctx.baseline.loss_scale)
+        # In a window an engine may add the gradient to the mean of earlier micro-batches, which every rank then has.
+        exact = ctx.setting.accumulation_steps == 1 and single_term_mean_exactness(
+            local[chosen], ctx.world_size, narrow, ctx.baseline.loss_scale
+        )
         yield from ctx.compare_reduced_grads("grads", [local], step=chosen, exact=exact)
 
 
@@ -70,6 +73,7 @@ LAWS = (
         judge=judge_grads,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_grads),
+        is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),

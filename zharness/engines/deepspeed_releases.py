@@ -1,0 +1,108 @@
+"""State since which release DeepSpeed has the features and options that older releases lack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from packaging.version import InvalidVersion, Version
+
+from zharness.engines.option_keys import find_reason
+from zharness.engines.protocol import Capabilities, EngineOption, Feature
+
+_PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Features and options that DeepSpeed has since ``first_release``, with the pull request that added them.
+
+    ``option_keys`` are the options that older releases do not know, most of which ignore them silently; the key of a
+    section's entry is written ``section.entry``. ``stages`` are the stages at which older releases lack the addition.
+    """
+
+    summary: str
+    first_release: str
+    pull_request: int
+    features: tuple[Feature, ...] = ()
+    option_keys: tuple[str, ...] = ()
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+
+    def is_missing(self, release: Version, stage: int) -> bool:
+        """Return whether ``release`` lacks the addition at ``stage``."""
+        return stage in self.stages and release < Version(self.first_release)
+
+    def describe_absence(self, release: Version) -> str:
+        """Return a sentence that says that ``release`` lacks the addition, and which release has it."""
+        source = f"{_PULL_REQUESTS}/{self.pull_request}"
+        return f"DeepSpeed {release} has no {self.summary}; {self.first_release} added it ({source})"
+
+
+# The first releases are those whose wheel has the code, which is not always the tag that follows the pull request.
+ADDITIONS: tuple[Addition, ...] = (
+    Addition(
+        summary="section torch_autocast",
+        first_release="0.17.2",
+        pull_request=6993,
+        features=(Feature.AUTOCAST, Feature.AUTOCAST_SCALER),
+        option_keys=("torch_autocast",),
+    ),
+    Addition(
+        summary="loss scale of torch_autocast at stage 0",
+        first_release="0.18.0",
+        pull_request=7619,
+        features=(Feature.AUTOCAST_SCALER,),
+        stages=(0,),
+    ),
+    Addition(
+        summary="backward but engine.backward(loss)",
+        first_release="0.18.3",
+        pull_request=7665,
+        features=(Feature.TENSOR_BACKWARD, Feature.SCALE_BACKWARD),
+        stages=(1, 2, 3),
+    ),
+    Addition(
+        summary="coalesce_grad_reduction()",
+        first_release="0.19.1",
+        pull_request=7992,
+        option_keys=("coalesce_grad_reduction",),
+    ),
+    Addition(
+        summary="gradient_allreduce_op, and always averages",
+        first_release="0.19.6",
+        pull_request=8232,
+        features=(Feature.SUM,),
+        option_keys=("gradient_allreduce_op",),
+        stages=(0, 1, 2),
+    ),
+)
+
+
+def restrict_to_release(capabilities: Capabilities, release: str, stage: int) -> Capabilities:
+    """Return ``capabilities`` without the features and options that ``release`` lacks at ``stage``.
+
+    A text that is not a version, as of a checkout, restricts nothing.
+    """
+    try:
+        version = Version(Version(release).base_version)
+    except InvalidVersion:
+        return capabilities
+    missing = [addition for addition in ADDITIONS if addition.is_missing(version, stage)]
+    reasons = {addition: addition.describe_absence(version) for addition in missing}
+    refuses = {feature: reasons[addition] for addition in missing for feature in addition.features}
+    unknown = {key: reasons[addition] for addition in missing for key in addition.option_keys}
+    return replace(
+        capabilities,
+        refuses={**refuses, **capabilities.refuses},
+        unknown_options=unknown,
+        variants={
+            name: restrict_option(option, unknown) if unknown else capabilities.variants[name]
+            for name, option in capabilities.engine_options.items()
+        },
+    )
+
+
+def restrict_option(option: EngineOption, unknown_options: Mapping[str, str]) -> EngineOption:
+    """Return ``option``, marked as absent if it sets a key of ``unknown_options``, which maps keys to reasons."""
+    reason = find_reason(option.options, unknown_options)
+    return replace(option, absent=reason) if reason else option
