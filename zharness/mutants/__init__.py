@@ -21,6 +21,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     backwards,
     buffers,
     checkpoint,
+    circumstances,
     clipping,
     double_backward,
     full_tensors,
