@@ -33,7 +33,7 @@ from zharness.errors import HarnessFault
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws import get_law
 from zharness.parity.baseline import Baseline, LocalResult
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import observe_and_judge
 from zharness.run.check_loop import RunOptions
 from zharness.run.model_check import ModelCheckRequest, check_model
@@ -166,7 +166,7 @@ def main() -> int:
     request = ModelCheckRequest(arguments.model, "", arguments.engine, (arguments.stage,))
     options = RunOptions(timeout=TIMEOUT, jobs=arguments.jobs, isolation=Isolation.POOLED)
     records: list[Record] = check_model(
-        request, options, lambda: None, get_release_environment, report_status=lambda line: print(line, flush=True)
+        request, options, lambda: None, prepare_rank_environment, report_status=lambda line: print(line, flush=True)
     )
     seconds = time.monotonic() - began
     failed = [record.cell.id for record in records if record.verdict not in (Verdict.PASS, Verdict.UNSUPPORTED)]
@@ -179,7 +179,7 @@ def measure_cells(cells: Sequence[Cell], engine: str) -> int:
     """Measure cells one after another and print their seconds; return 1 if the cost is above ``AIM``, else 0."""
     sums = (0.0, 0.0, 0.0)
     with (
-        Runner({engine: get_release_environment(engine)}, TIMEOUT, isolation=Isolation.POOLED) as runner,
+        Runner({engine: prepare_rank_environment(engine)}, TIMEOUT, isolation=Isolation.POOLED) as runner,
         tempfile.TemporaryDirectory() as folder,
     ):
         for cell in cells:

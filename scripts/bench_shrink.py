@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from zharness.cell import Cell
-from zharness.engines.rank_environment import build_rank_environment
+from zharness.engines.warm_up import build_warm_up_environment
 from zharness.export.shrink import shrink_failure
 from zharness.mutants import MUTANTS
 
@@ -59,7 +59,7 @@ def main() -> int:
     lines = []
     for name in tqdm(arguments.mutants, unit="mutant", leave=False, disable=not sys.stderr.isatty()):
         cell, began = get_target_cell(name), time.monotonic()
-        result = shrink_failure(cell, 0, build_rank_environment(cell.engine), 30.0, arguments.seconds)
+        result = shrink_failure(cell, 0, build_warm_up_environment(cell.engine), 30.0, arguments.seconds)
         seconds, size = time.monotonic() - began, result.module_count
         missed_count += seconds > SECONDS or size > MODULES
         smallest = result.record.cell.id if result.program is None else str(result.program)

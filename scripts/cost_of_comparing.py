@@ -37,7 +37,7 @@ from zharness.engines import Capabilities
 from zharness.law_kit import construction, rank_context, scenarios
 from zharness.parity import snapshot
 from zharness.parity.baseline import Baseline
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import Request, observe_and_judge, plan
 from zharness.world import Group, Isolation, RankServer
 from zharness.world.cores import assign_cores
@@ -159,7 +159,7 @@ def main() -> int:
         for planned in plan(Request(engines=(options.engine,)), lambda _, stage: claimed[stage])
         if not planned.unsupported_reason
     ][:: options.every]
-    with RankServer(get_release_environment(options.engine)) as ranks, RankServer() as judges:
+    with RankServer(prepare_rank_environment(options.engine)) as ranks, RankServer() as judges:
         for server in (ranks, judges):
             server.pin_to_cores(assign_cores(0, os.cpu_count() or 1))  # like one of several lanes
         folder = tempfile.mkdtemp(dir=judges.scratch_dir)

@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import Record, Request, Verdict
 from zharness.run.check_loop import RunOptions, run_request
 from zharness.world import Isolation
@@ -76,7 +76,7 @@ def main() -> int:
         options = RunOptions(
             arguments.timeout, jobs=arguments.jobs, isolation=setting.isolation, shuffle_seed=setting.shuffle
         )
-        records, _ = run_request(request, options, lambda: None, get_release_environment)
+        records, _ = run_request(request, options, lambda: None, prepare_rank_environment)
         current = {record.cell.id: record for record in records if record.verdict is not Verdict.UNSUPPORTED}
         first = first or current
         changed = [name for name in first if describe_verdict(current[name]) != describe_verdict(first[name])]

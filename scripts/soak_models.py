@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zharness.errors import UsageError
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.report.failures import render_failures
 from zharness.run.check_loop import RunOptions, open_optional_record_file
 from zharness.run.model_check import ModelCheckRequest, check_model
@@ -59,7 +59,7 @@ def check_on_engine(model: str, engine: str, arguments: argparse.Namespace, file
     stages = tuple(stage for stage in ENGINES[engine] if stage in (arguments.stage or ENGINES[engine]))
     request = ModelCheckRequest(path, "", engine, stages, arguments.world_size, arguments.dtype)
     try:
-        records = check_model(request, options, lambda: file, get_release_environment)
+        records = check_model(request, options, lambda: file, prepare_rank_environment)
     except UsageError as error:
         print(f"{model} on {engine}: {error}", flush=True)
         return 1

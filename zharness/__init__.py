@@ -23,14 +23,13 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
    (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
    (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
-   (``engines/protocol.py``, ``engines/capabilities.py``, ``engines/option_keys.py``, ``engines/reference.py``),
-   ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and
-   ``run/unmatched_failures.py`` finds expected failures that match no cell. Without a pattern, cells that cover pairs
-   are added: see ``run/covering.py``.
-3. The ranks. ``releases/rank_environment.py``, ``releases/release_environment.py`` and ``engines/rank_environment.py``
-   determine what a rank server imports. ``run/runner.py`` runs one cell at a time: ``world/server.py`` and
-   ``world/pools.py`` fork a team (``world/team.py``) of ranks (``world/rank.py``) within the machine's limits
-   (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
+   (``engines/capabilities.py``, ``engines/option_keys.py``, ``engines/reference.py``), ``run/configuration.py`` reads a JSON,
+   ``law_kit/setting.py`` parses the setting of a cell, and ``run/unmatched_failures.py`` finds
+   expected failures that match no cell. Without a pattern, cells that cover pairs are added.
+3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
+   installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
+   one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
+   (``world/rank.py``) within the machine's limits (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
 4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``) around a model (``workload/models.py``, ``workload/nets.py``). ``comm.py`` has the
@@ -46,7 +45,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/sharded_modules.py`` unshards before a module's forward (``reference/unshard.py``,
    ``reference/prefetch.py``, ``reference/saved_tensors.py``, ``reference/torch_func/torch_fallback.py``), and
    ``reference/gradients.py`` reduces, by the collectives of ``reference/collectives.py``
-   (``reference/uneven_ranks/negotiation.py``, ``reference/uneven_ranks/collective_order.py``).
+   (``reference/uneven_ranks/negotiated_agreement.py``, ``reference/uneven_ranks/negotiation.py``,
+   ``reference/uneven_ranks/collective_order.py``).
    ``reference/inspection/memory.py`` and ``reference/inspection/coalesced_collectives.py`` serve observers.
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome

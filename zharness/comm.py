@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Collective(Enum):
@@ -132,3 +135,10 @@ class Comm:
             self._observer(kind, full)
         key = (kind, full.dtype)
         self._tallies[key] = self._tallies.get(key, Tally()).add_call(full.numel())
+
+
+def all_gather_objects(value: T, comm: Comm) -> list[T]:
+    """Return a list with every rank's ``value``, in rank order. This is a collective, which is not counted."""
+    values: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(values, value, group=comm.group)
+    return values

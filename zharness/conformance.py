@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run.plan import Request, choose_patterns, plan
 from zharness.run.record import Record
 from zharness.run.runner import Runner
@@ -77,7 +77,7 @@ def run_laws(
     """
     name = importable_engine_name(factory)
     request = Request(choose_patterns(laws, checks), (name,), stages, world_sizes, dtypes, models, variant)
-    with Runner({name: get_release_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
+    with Runner({name: prepare_rank_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
         return [runner.run(planned) for planned in plan(request, runner.claims)]
 
 

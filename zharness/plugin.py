@@ -131,12 +131,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
     if "cell" in metafunc.fixturenames:
-        from zharness.releases.rank_environment import get_release_environment
+        from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.pytest_cells import plan_marked_cells
 
         try:
             cells = plan_marked_cells(
-                metafunc.definition.iter_markers("cells"), metafunc.config, get_release_environment
+                metafunc.definition.iter_markers("cells"), metafunc.config, prepare_rank_environment
             )
         except UsageError as error:
             raise pytest.Collector.CollectError(str(error)) from None
@@ -166,10 +166,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the rank servers after collection, before a fixture or a test can start torch's threads in this process."""
     if getattr(session.config.pluginmanager.getplugin("zharness-torchrun"), "engaged", False):
-        from zharness.releases.rank_environment import get_release_environment
+        from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.torchrun_runner import start_torchrun_runner
 
-        start_torchrun_runner(session, get_release_environment)
+        start_torchrun_runner(session, prepare_rank_environment)
         return
     if not is_test_process(session.config):
         return
@@ -184,10 +184,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
     if any("cell" in getattr(getattr(item, "callspec", None), "params", ()) for item in session.items):
-        from zharness.releases.rank_environment import get_release_environment
+        from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.pytest_cells import start_servers
 
-        start_servers(session, get_release_environment)
+        start_servers(session, prepare_rank_environment)
 
 
 def is_test_process(config: pytest.Config) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.errors import UsageError
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.matrix import render_matrix
 from zharness.run import Record, Verdict, configuration
@@ -110,7 +110,7 @@ def verify(
     try:
         config_name = resolve_config_name(config)
         check_request = ModelCheckRequest(name, config_name, engine, stages, world_size, dtype, steps)
-        records = check_model(check_request, options, lambda: None, get_release_environment)
+        records = check_model(check_request, options, lambda: None, prepare_rank_environment)
     finally:
         user_model.unregister_factory(name)
         configuration.unregister_config(config_name)

@@ -20,7 +20,7 @@ from zharness.cell import parse_integers
 from zharness.kill_matrix.clean_record import make_clean_record
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import DTYPES
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import run_cells
 from zharness.run.record import RecordFile, open_record_file
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Run cells until there are enough; return 1 if there is a false alarm or a harness error, else 0."""
     known = load_finished_records(options.jsonl)
     with ExitStack() as stack:
-        environments = {name: get_release_environment(name) for name in options.engines or ENGINES}
+        environments = {name: prepare_rank_environment(name) for name in options.engines or ENGINES}
         runners = [
             stack.enter_context(Runner(environments, options.timeout, isolation=Isolation.POOLED))
             for _ in range(options.jobs)

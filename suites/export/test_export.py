@@ -24,8 +24,8 @@ from zharness.export.collect import DefinitionCollection, defined_names
 from zharness.export.command import render_law_table
 from zharness.export.judge_script import JUDGE_SCRIPT_NAMES as WHOLE
 from zharness.export.judge_script import render_function
-from zharness.export.law_steps import explain_long_script, is_self_comparison
 from zharness.export.literals import render_literal
+from zharness.export.script_length import explain_long_script, is_self_comparison
 from zharness.export.script_writer import ScriptWriter
 from zharness.export.source_text import prune_unused, render_imports
 from zharness.export.verify import NOT_REPRODUCED, REPRODUCED, ScriptResult, is_faithful
@@ -173,6 +173,14 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
     assert wrong is not None, run.stderr
     assert run.stderr.count(wrong[1]) == 2, run.stderr
     assert script.read_text().startswith('"""training.grads does not hold on zharness.mutants:never_reduces')
+
+
+def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Path) -> None:
+    # DeepSpeed divides each loss by three; its gradients are not those of plain PyTorch divided by three afterwards.
+    cell = "training.accumulation[deepspeed-zero1-w1-fp32-mlp-engine]"
+    run = programs.run("-m", "zharness", "export", "-o", str(tmp_path / "holds.py"), cell, spares=1)
+    assert run.returncode == 0, run.stderr
+    assert "the script: not reproduced" in run.stderr
 
 
 def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:

@@ -10,7 +10,7 @@ import pytest
 from suites.warm import programs
 from zharness import engines
 from zharness.cell import Cell
-from zharness.engines.rank_environment import build_rank_environment
+from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.export.model_candidates import count_parameter_owners
 from zharness.export.program_script import has_short_script, render_program_script
@@ -42,7 +42,7 @@ def test_a_planted_failure_shrinks_to_one_layer_and_its_script_shows_it(tmp_path
 def test_a_cell_that_holds_is_not_shrunk() -> None:
     holds = Cell.parse("training.grads[ddp-zero0-w1-fp32-exact]")
     with pytest.raises(UsageError, match="does not fail, so there is nothing to shrink: pass"):
-        shrink_failure(holds, 0, build_rank_environment("ddp"), 60.0, 60.0)
+        shrink_failure(holds, 0, build_warm_up_environment("ddp"), 60.0, 60.0)
 
 
 def test_two_failures_are_one_where_the_part_or_the_exception_and_their_words_are() -> None:

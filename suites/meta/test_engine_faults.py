@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from zharness.cell import Cell
-from zharness.engines.rank_environment import build_rank_environment
+from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.report import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
@@ -49,7 +49,7 @@ def runner() -> Iterator[Runner]:
         *(BROKEN + name for name in ("replaces_linear", "leaves_a_shard")),
         MUTANTS + "steps_late",
     ]
-    with Runner({name: build_rank_environment(name) for name in names}, timeout=10.0) as started:
+    with Runner({name: build_warm_up_environment(name) for name in names}, timeout=10.0) as started:
         yield started
 
 
@@ -104,14 +104,14 @@ def test_an_engine_that_replaces_a_torch_function_is_reported_and_does_not_affec
 @pytest.mark.parametrize(("fault", "message"), BUILD_ERRORS.items(), ids=BUILD_ERRORS)
 def test_a_fault_at_construction_is_one_error_before_any_cell(fault: str, message: str) -> None:
     name = BROKEN + fault
-    with Runner({name: build_rank_environment(name)}) as started, pytest.raises(UsageError) as raised:
+    with Runner({name: build_warm_up_environment(name)}) as started, pytest.raises(UsageError) as raised:
         started.claims(name, 0)
     assert message.format(name) in str(raised.value)
 
 
 def test_a_withheld_feature_that_works_is_reported_when_it_is_probed() -> None:
     name = BROKEN + "modest"
-    with Runner({name: build_rank_environment(name)}, withheld_policy=WithheldPolicy.TRY) as started:
+    with Runner({name: build_warm_up_environment(name)}, withheld_policy=WithheldPolicy.TRY) as started:
         request = Request(("double_backward.retained_then_zero_grad",), (name,), models=("exact",))
         records = [started.run(planned) for planned in plan(request, started.claims)]
     assert {(record.verdict, record.is_expected) for record in records} == {(Verdict.UNSUPPORTED, True)}

@@ -143,6 +143,16 @@ def test_the_reference_engine_is_short_enough_to_read_in_one_sitting() -> None:
     assert lines <= LONGEST_ENGINE, "the files of zharness/reference/ itself; its sub-packages are beside the engine"
 
 
+def test_one_file_of_the_reference_engine_knows_how_uneven_ranks_are_handled() -> None:
+    importers = {
+        path.name
+        for path in (PACKAGE / "reference").glob("*.py")
+        for _, name in find_imports(path)
+        if name.startswith("zharness.reference.uneven_ranks")
+    }
+    assert importers == {"initialize.py"}, "other files use collectives.RankAgreement"
+
+
 def test_no_code_types_a_tolerance_or_sleeps() -> None:
     assert not find_violations(find_typed_tolerances, SOURCES)
 

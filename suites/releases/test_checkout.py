@@ -13,8 +13,8 @@ from zharness.cell import Cell
 from zharness.engines import checkouts, registry
 from zharness.errors import UsageError, WorldError
 from zharness.releases import checkout
-from zharness.releases.rank_environment import get_release_environment
-from zharness.releases.release_environment import prepare_release
+from zharness.releases.prepared_release import prepare_release
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.world import RankServer
 
 VERSION_INFO = """
@@ -74,7 +74,7 @@ def test_a_checkout_is_imported_from_its_own_files_and_nothing_is_written_there(
     )
     assert output.stdout.split() == ["0.19.9", str(sources / "deepspeed" / "__init__.py")]
     assert files(sources) == before
-    assert get_release_environment(f"deepspeed@{sources}").search_path == found.search_path
+    assert prepare_rank_environment(f"deepspeed@{sources}").search_path == found.search_path
 
 
 def test_a_checkout_that_lacks_nothing_is_the_path_itself(sources: Path) -> None:
@@ -145,7 +145,7 @@ def test_an_engine_by_its_factory_has_a_checkout_too(tmp_path: Path) -> None:
     assert registry.resolve_version(text) == "1.2"
     assert registry.require(text).target == "mine.engine:factory"
     before = files(tmp_path / "mine")
-    with RankServer(get_release_environment(text)) as server:
+    with RankServer(prepare_rank_environment(text)) as server:
         (where,) = server.run(find_module_file, "mine").values()
     assert where == str(tmp_path / "mine" / "__init__.py")
     assert files(tmp_path / "mine") == before
@@ -155,7 +155,7 @@ def test_a_session_that_has_imported_another_release_is_told_so(tmp_path: Path) 
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "__init__.py").touch()
     with (
-        RankServer(get_release_environment(f"json:loads@{tmp_path}")) as server,
+        RankServer(prepare_rank_environment(f"json:loads@{tmp_path}")) as server,
         pytest.raises(WorldError, match=r"json .*is already imported by this session.*; run zharness check, or keep"),
     ):
         server.run(find_module_file, "json")

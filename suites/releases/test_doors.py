@@ -18,7 +18,7 @@ from zharness.cli import cli
 from zharness.cli.releases import CellOptions
 from zharness.errors import UsageError
 from zharness.releases import index, overlay
-from zharness.releases.rank_environment import get_release_environment
+from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import check_loop
 from zharness.run.pytest_cells import plan_marked_cells
 
@@ -134,11 +134,11 @@ def test_so_do_the_functions_of_the_package_and_pytest(
 ) -> None:
     laws = zharness.check_engine(RELEASE)
     with pytest.raises(UsageError, match="cannot be had"):
-        plan_marked_cells(laws.pytestmark, pytestconfig, get_release_environment)  # type: ignore[attr-defined]
+        plan_marked_cells(laws.pytestmark, pytestconfig, prepare_rank_environment)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="cannot be had"):
         zharness.run_laws(RELEASE)
     with pytest.raises(UsageError, match="cannot be had"):
         zharness.verify(nn.Linear(2, 2), torch.zeros(4, 2), lambda output, _: output.sum(), engine=RELEASE)
     monkeypatch.setattr(pytestconfig.option, "engine", [RELEASE])
     with pytest.raises(UsageError, match="cannot be had"):
-        plan_marked_cells([], pytestconfig, get_release_environment)
+        plan_marked_cells([], pytestconfig, prepare_rank_environment)

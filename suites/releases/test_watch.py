@@ -11,7 +11,7 @@ from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.releases import compare_releases, history, index, repros
 from zharness.releases.bisect import Outcome
-from zharness.releases.release_environment import ReleaseEnvironment
+from zharness.releases.prepared_release import PreparedRelease
 from zharness.run import Record, Request
 from zharness.run.changes import ChangeKind, classify_change
 from zharness.run.expected_failures import ExpectedFailure
@@ -264,13 +264,11 @@ def test_halving_runs_the_releases_of_the_index_between_the_two(
 
 
 def test_halving_by_a_reproduction_runs_it_on_each_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compare_releases, "prepare_release", lambda text, _: ReleaseEnvironment(text.partition("==")[2])
-    )
+    monkeypatch.setattr(compare_releases, "prepare_release", lambda text, _: PreparedRelease(text.partition("==")[2]))
     shown = {"1": repros.ReproVerdict.REPRODUCED, "2": repros.ReproVerdict.NOT_REPRODUCED}
     otherwise = repros.ReproVerdict.FAILED_OTHERWISE
 
-    def run(repro: repros.Repro, text: str, where: ReleaseEnvironment) -> repros.ReproResult:
+    def run(repro: repros.Repro, text: str, where: PreparedRelease) -> repros.ReproResult:
         return repros.build_result(repro, text, where.release, shown.get(where.release, otherwise), "told")
 
     monkeypatch.setattr(repros, "run_repro", run)

@@ -14,14 +14,14 @@ import pytest
 
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay, repro_runs, repro_table, repros
-from zharness.releases.release_environment import ReleaseEnvironment
+from zharness.releases.prepared_release import PreparedRelease
 from zharness.releases.repro_items import ReproFile
 from zharness.releases.repro_runs import ReproRun, select_runs
 from zharness.releases.repros import ReproResult, ReproVerdict
 from zharness.run.record import open_record_file
 
 ROOT = Path(__file__).parents[2]
-HERE = ReleaseEnvironment("0.19.8")
+HERE = PreparedRelease("0.19.8")
 HEADER = '''"""A made-up bug.
 
 id: 1

@@ -243,7 +243,7 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
             xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
     from zharness.run.program_search import SearchOptions
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
@@ -254,7 +254,7 @@ def program(
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     if texts:
         return run_given_programs(
-            texts, engine, stages, world_sizes, dtypes, settings, timeout, get_release_environment
+            texts, engine, stages, world_sizes, dtypes, settings, timeout, prepare_rank_environment
         )
     if settings.with_default_settings != settings:
         raise UsageError(
@@ -262,7 +262,7 @@ def program(
             "give a program, or leave these options out"
         )
     search = SearchOptions(stages, world_sizes, dtypes, batches, seed, without, outputs or UNLIMITED_OUTPUTS)
-    return run_program_search(engine, search, timeout, get_release_environment)
+    return run_program_search(engine, search, timeout, prepare_rank_environment)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
     """
     from zharness.cell import Cell
     from zharness.export import command
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
 
     if listing:
         click.echo(command.render_law_table())
@@ -50,7 +50,7 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
     return command.export(
         cell_id,
         options,
-        get_release_environment,
+        prepare_rank_environment,
         None if no_verify else make_script_runner(Cell.parse(cell_id).engine),
     )
 
@@ -82,10 +82,12 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
     part of the training step or the same exception.
     """
     from zharness.export import command
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
 
     options = command.ExportOptions(seed, timeout, output)
-    return command.shrink(cell_id, options, seconds, get_release_environment, None if no_verify else make_script_runner)
+    return command.shrink(
+        cell_id, options, seconds, prepare_rank_environment, None if no_verify else make_script_runner
+    )
 
 
 def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
@@ -95,14 +97,14 @@ def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
     from zharness.export.verify import ScriptResult
     from zharness.releases import repros
     from zharness.releases.launch import CommandGroup
-    from zharness.releases.release_environment import ReleaseEnvironment, prepare_release
+    from zharness.releases.prepared_release import PreparedRelease, prepare_release
 
     seconds = repros.TIMEOUT_SECONDS
 
     def run(path: Path) -> ScriptResult:
         """Run the script at ``path`` and return its verdict and evidence."""
         environment = (
-            ReleaseEnvironment("")
+            PreparedRelease("")
             if registry.is_factory_path(engine)
             else prepare_release(engine, engines.info(engine).distribution)
         )

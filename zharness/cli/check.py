@@ -102,7 +102,7 @@ def check(
     a failure prints it. Without a PATTERN, every law runs.
     """
     from zharness.laws import DTYPES
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
     from zharness.run.check_loop import RunOptions, run_check
@@ -128,4 +128,4 @@ def check(
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_expected_failures(expected_failures)
     options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
-    return run_check(request, options, Outputs(jsonl, html, junitxml), get_release_environment)
+    return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

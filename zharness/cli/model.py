@@ -87,7 +87,7 @@ def model(
     A model of the transformers package needs neither.
     """
     from zharness.errors import UsageError
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run.check_loop import RunOptions
     from zharness.run.model_check import ModelCheckRequest, run_model_command
@@ -107,4 +107,4 @@ def model(
         )
     check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
-    return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), get_release_environment)
+    return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

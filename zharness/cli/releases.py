@@ -176,7 +176,7 @@ class CellOptions:
         All records go to one file, which is closed with ``stack``. Expected failures that match no cell are printed on
         standard error, each once.
         """
-        from zharness.releases.rank_environment import get_release_environment
+        from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.check_loop import RunOptions, open_optional_record_file, run_request
         from zharness.world import Isolation
 
@@ -188,7 +188,7 @@ class CellOptions:
 
         def measure(request: Request) -> list[Record]:
             """Run the cells of ``request`` and return their records."""
-            result = run_request(request, options, open_sink, get_release_environment)
+            result = run_request(request, options, open_sink, prepare_rank_environment)
             for description in result.unmatched_failures:
                 print_once(f"UNMATCHED {description}")
             return result.records
@@ -352,13 +352,13 @@ def compare(
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
     """
     from zharness.releases import compare_releases
-    from zharness.releases.rank_environment import get_release_environment
+    from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.expected_failures import read_expected_failures
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
     request = cell_options.build_request(checks)
     for engine in (base, change):
-        get_release_environment(engine)  # raises before the other side has run for a minute
+        prepare_rank_environment(engine)  # raises before the other side has run for a minute
     with ExitStack() as stack:
         measure = cell_options.build_measure(stack, user_failures)
         return compare_releases.compare_releases(base, change, request, measure, user_failures)

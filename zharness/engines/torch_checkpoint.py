@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
-from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
+from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 
 FILE_NAME, FOLDER_NAME = "engine.pt", "engine"
 PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"

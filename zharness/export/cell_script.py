@@ -14,7 +14,7 @@ from zharness.errors import UsageError
 from zharness.export.collect import read_source
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
-from zharness.export.law_steps import explain_long_script, is_self_comparison
+from zharness.export.script_length import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer

@@ -17,8 +17,8 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.cell_script import is_judged_by_law, render_cell_script
-from zharness.export.law_steps import explain_long_script
 from zharness.export.program_script import has_short_script, render_program_script
+from zharness.export.script_length import explain_long_script
 from zharness.export.script_writer import Script
 from zharness.export.shrink import ShrinkResult, shrink_failure
 from zharness.export.verify import RunScript, describe_verification, is_faithful

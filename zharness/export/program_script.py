@@ -12,6 +12,7 @@ from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.program_executor import observe_program
+from zharness.laws.training.trajectory import TRAJECTORY_LAW
 from zharness.run.program_runner import SEED, ProgramOutcome, format_program_command
 from zharness.run.record import Verdict
 from zharness.workload.models import ModelSpec
@@ -108,7 +109,7 @@ def render_program_header(
         engine=engine,
         version=version,
         ranks=program.world_size,
-        law="training.trajectory",
+        law=TRAJECTORY_LAW,
         cause=outcome.cause,
         signature=signature,
         success_line=ok,

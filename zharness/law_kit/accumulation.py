@@ -111,3 +111,14 @@ def select_accumulation_owner(ctx: RankContext) -> AccumulationOwner:
     """
     engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
     return AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
+
+
+def build_configured_engine(ctx: RankContext) -> Engine:
+    """Build an engine around the model with the optimizer, clipping and accumulation that the user configured."""
+    training = ctx.training
+    return ctx.build_engine(
+        optimizer=training.optimizer,
+        clip=training.clip,
+        accumulation_steps=training.accumulation,
+        accumulation_owner=select_accumulation_owner(ctx),
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from torch import nn
+
 from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
 from zharness.law_kit.default_training import TrainingConfig
@@ -56,8 +58,11 @@ class Law:
     dtypes that the law applies to. ``steps`` are the steps of the short script that ``zharness export`` writes, or None
     if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
     integers in every step. ``steps_are_verbs`` says that the step of a mismatch is the position of a verb in a program,
-    not a micro-batch that could be run again. ``setting_support`` says which accumulation windows and calls of backward
-    the law is stated for.
+    not a micro-batch that could be run again. ``is_gradient_law`` says that the law compares every gradient of a user's
+    model: a run on such a model proves little if no such law ran. ``sets_autocast`` says that the law runs with and
+    without torch.autocast, so that the user's configuration must not set it. ``applies_to_module`` returns whether the
+    law tests anything for a user's module; if it is None, the law applies to every module. ``setting_support`` says
+    which accumulation windows and calls of backward the law is stated for.
     """
 
     name: str
@@ -73,6 +78,9 @@ class Law:
     steps: LawSteps | None = None
     weights_stay_integers: bool = True
     steps_are_verbs: bool = False
+    is_gradient_law: bool = False
+    sets_autocast: bool = False
+    applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 
     def get_variant(self, name: str) -> Variant:
@@ -85,6 +93,11 @@ class Law:
         raise UsageError.unknown_name(
             f"variant of {self.name}", name, [variant.name or "(none)" for variant in self.variants]
         )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the law bounds the gradients of an engine's own kernels by those of torch's kernels."""
+        return self.tier is Tier.CALIBRATED
 
     def required_features(self, variant: str) -> tuple[Feature, ...]:
         """Return all features that a cell of this law variant requires. Raise UsageError for an unknown variant."""

@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Engine, Feature
+from zharness.engines.protocol import Feature
 from zharness.errors import UsageError
-from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients, select_accumulation_owner
+from zharness.law_kit.accumulation import (
+    accumulate,
+    build_configured_engine,
+    judge_engine_divided_gradients,
+    select_accumulation_owner,
+)
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
 from zharness.law_kit.law import Law, Variant
@@ -32,17 +37,6 @@ from zharness.workload import ModelSpec
 DEFAULT_STEPS = "3"
 
 CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
-
-
-def build_configured_engine(ctx: RankContext) -> Engine:
-    """Build an engine around the model with the optimizer, clipping and accumulation that the user configured."""
-    training = ctx.training
-    return ctx.build_engine(
-        optimizer=training.optimizer,
-        clip=training.clip,
-        accumulation_steps=training.accumulation,
-        accumulation_owner=select_accumulation_owner(ctx),
-    )
 
 
 def observe_configured(ctx: RankContext) -> None:
@@ -164,6 +158,7 @@ LAWS = (
         observe=observe_checkpointing,
         judge=judge_checkpointing,
         features=(Feature.RECOMPUTATION,),
+        applies_to_module=can_checkpoint,
         variants=tuple(Variant(kind, applies_to_user_models=True) for kind in CHECKPOINT_KINDS),
     ),
 )

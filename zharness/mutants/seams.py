@@ -23,7 +23,6 @@ from zharness.reference.gradients import Gradients, _take_local_grad
 from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement
 from zharness.reference.mixed_precision.loss_scale import LossScale
-from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.parameters import Parameters
 from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
@@ -117,7 +116,7 @@ def set_grad_norm(engine: ReferenceEngine, norm: float | None) -> None:
 
 def skips_on_overflow(engine: ReferenceEngine) -> bool:
     """Return whether a step whose gradients overflow is skipped, instead of raising."""
-    return engine.engine.settings.precision.on_overflow is OnOverflow.SKIP
+    return engine.engine.settings.precision.skips_on_overflow
 
 
 def loss_scaler(engine: ReferenceEngine) -> LossScale:

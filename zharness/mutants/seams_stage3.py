@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from zharness import torch_private
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants.seams import replace_attribute
-from zharness.reference.collectives import ShardCollectives
+from zharness.reference.collectives import CollectiveKind, ShardCollectives
 from zharness.reference.layout import ModelParam
 from zharness.reference.prefetch import PrefetchedBucket, Prefetcher
 from zharness.reference.saved_tensors import replace_saved_tensors
 from zharness.reference.sharded_modules import ModuleForward, ParamUnsharder
-from zharness.reference.uneven_ranks.negotiation import RequestKind
 from zharness.reference.unshard import UnshardedParam
 
 __all__ = ["ModuleForward", "PrefetchedBucket"]
@@ -51,7 +50,7 @@ def wrap_all_gather_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective
 
 def all_gather_undivided(engine: ReferenceEngine, param: ModelParam, shard: Tensor) -> Tensor:
     """All-gather the shards of a gradient without dividing them. This is a collective."""
-    return _collectives(engine)._run_or_negotiate(RequestKind.ALL_GATHER_GRAD, param, shard)
+    return _collectives(engine)._run(CollectiveKind.ALL_GATHER_GRAD, param, shard)
 
 
 def shard_divisor(engine: ReferenceEngine, param: ModelParam) -> float:

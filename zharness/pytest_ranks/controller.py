@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zharness import engines
-from zharness.engines.rank_environment import build_rank_environment
+from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.pytest_ranks import rank_coverage, remote_fixtures
 from zharness.pytest_ranks.merge_reports import merge_reports
@@ -324,7 +324,7 @@ def make_test_environment(warm_engine: str, echo: bool) -> RankEnvironment:
     """
     if warm_engine:
         engines.require(warm_engine)
-    return build_rank_environment(warm_engine, echo=echo)
+    return build_warm_up_environment(warm_engine, echo=echo)
 
 
 def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffects]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.errors import CheckpointError, NonFiniteError, UsageError
 from zharness.reference.checkpoints import storage, universal
+from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from zharness.reference.checkpoints.training_state import CheckpointContents, TrainingState
 from zharness.reference.client.optimizer import check_only_leaves, refuse_direct_steps
 from zharness.reference.deepspeed_json.settings import Settings
@@ -24,9 +25,7 @@ from zharness.reference.inspection.coalesced_collectives import all_gather_full_
 from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
 from zharness.reference.mixed_precision.loss_scale import LossScale
-from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.parameters import Parameters
-from zharness.reference.uneven_ranks.rank_errors import raise_on_all_ranks
 
 
 class EnginePhase(Enum):
@@ -156,7 +155,7 @@ class Engine:
         self.zero_grad()
         self.skipped_steps += not is_finite
         self._loss_scale.update(not is_finite)
-        if not is_finite and self.settings.precision.on_overflow is OnOverflow.RAISE:
+        if not is_finite and not self.settings.precision.skips_on_overflow:
             raise NonFiniteError(
                 f"after step {self.steps} a gradient is not finite on some rank (norm {self.grad_norm()}): no weight "
                 "was changed and the gradients were dropped; check the loss, the data and the learning rate"

@@ -17,7 +17,6 @@ from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
 from zharness.reference.mixed_precision.loss_scale import LossScale
-from zharness.reference.mixed_precision.precision import OnOverflow
 from zharness.reference.unshard import ShardingContext
 
 
@@ -54,7 +53,7 @@ class Gradients:
         self._device = next((p.parameter.device for p in model_params.values()), torch.device("cpu"))
         self._bucket_reducer: BucketReducer | None = None
         self._hooks: list[RemovableHandle] = []
-        context.collectives.remote_grad_callbacks.append(self._add_remote_grad)
+        context.collectives.agreement.remote_grad_callbacks.append(self._add_remote_grad)
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -99,7 +98,7 @@ class Gradients:
         rank used. Raises UsageError on every rank if the ranks used sharded parameters differently outside ``uneven``.
         """
         if self._placements.parameters is ShardPlacement.SHARDED:
-            self._context.collectives.check_same_collectives()
+            self._context.collectives.agreement.check_same_collectives()
         used, _ = self._agree_on_used(list(self._model_params.values()))
         for bucket in self._buckets:
             self._reduce_and_add(bucket.select(used))
@@ -230,7 +229,7 @@ class GradientClipper:
     def __init__(self, settings: Settings, loss_scale: LossScale, gradients: Gradients) -> None:
         self.norm: float | None = None
         self._max_norm = settings.max_grad_norm
-        self._skips_on_overflow = settings.precision.on_overflow is OnOverflow.SKIP
+        self._skips_on_overflow = settings.precision.skips_on_overflow
         self._loss_scale = loss_scale
         self._gradients = gradients
 

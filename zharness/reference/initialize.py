@@ -33,6 +33,7 @@ from zharness.reference.layout import STAGES, ModelParam, collect_model_params
 from zharness.reference.mixed_precision.loss_scale import LossScale
 from zharness.reference.parameters import Parameters, refuse_owned_modules
 from zharness.reference.prefetch import Prefetcher
+from zharness.reference.uneven_ranks.negotiated_agreement import NegotiatedAgreement
 from zharness.reference.uneven_ranks.rank_errors import require_same_on_all_ranks
 from zharness.reference.uneven_ranks.rank_facts import collect_rank_facts
 from zharness.reference.unshard import ShardingContext
@@ -119,7 +120,7 @@ def _make_context(
     """Return the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
-    collectives = ShardCollectives(model_params, comm, divisor)
+    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm))
     prefetch_buckets = assign_buckets(model_params, settings.prefetch_size)
     prefetcher = Prefetcher(prefetch_buckets, settings.prefetch_size, collectives, tracker.set_prefetched_bytes)
     reduce_buckets = {member.name: bucket for bucket in buckets for member in bucket.members}

@@ -150,7 +150,7 @@ class Parameters:
 
     def check_ready_to_step(self) -> None:
         """Raise UsageError inside ``gathered`` or ``uneven``, or if a step would undo a user's in-place edit."""
-        self._collectives.require_even("a step")
+        self._collectives.agreement.require_even("a step")
         if self._unsharder is not None:
             self._unsharder.refuse_lost_edits()
             return

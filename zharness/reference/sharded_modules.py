@@ -141,7 +141,7 @@ class ParamUnsharder:
             return self._grad_placeholders[key]
         if not self._running_forwards or private.is_transforming():
             return make_grad_placeholder(unsharded_param)
-        is_bucketed = torch.is_grad_enabled() and self._context.collectives.is_even
+        is_bucketed = torch.is_grad_enabled() and self._context.collectives.agreement.is_even
         group = self._params_reduced_with(unsharded_param) if is_bucketed else [unsharded_param]
         for unsharded, placeholder in zip(group, make_grad_placeholders(group), strict=True):
             self._grad_placeholders[unsharded.model_param.name, torch.is_grad_enabled()] = placeholder

@@ -88,7 +88,7 @@ class UnshardedParam:
         with torch.no_grad(), private.suspend_transforms():
             # Copy: a backend may keep the buffer of a collective alive for a moment after the collective has returned.
             values = torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=shard.device)
-            if self.context.collectives.is_even:
+            if self.context.collectives.agreement.is_even:
                 self.context.prefetcher.fetch_into(self.model_param, values)
             else:
                 values.copy_(self.context.collectives.all_gather_param(self.model_param, self.dtype))

@@ -16,7 +16,7 @@ from zharness.releases import history, index, repros
 from zharness.releases.bisect import Outcome, ReleaseTrial, bisect, describe_bisect_result, describe_step
 from zharness.releases.history import ReleaseRecords, RunRequest
 from zharness.releases.history_table import render_changes, render_overview
-from zharness.releases.release_environment import prepare_release
+from zharness.releases.prepared_release import prepare_release
 from zharness.releases.repros import Repro
 from zharness.run import Record, Request
 from zharness.run.changes import FAILURE_KINDS, Change, LawStatus, failure_signature, law_status, strip_release

@@ -1,20 +1,21 @@
-"""Build the environment of ranks that run a release of an engine; this module imports torch.
+"""Prepare the environment of ranks for an engine and a release of it: what both layers below say, combined.
 
-The module ``release_environment`` does not import torch.
+``releases/prepared_release.py`` finds or installs the release and imports no torch. ``engines/warm_up.py`` says what a
+rank server imports for the engine; it imports torch, and so does this module.
 """
 
 from __future__ import annotations
 
 from zharness import engines
 from zharness.engines import registry
-from zharness.engines.rank_environment import build_rank_environment
+from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
-from zharness.releases.release_environment import get_installed_version, is_same_release, prepare_release
+from zharness.releases.prepared_release import get_installed_version, is_same_release, prepare_release
 from zharness.world.server import RankEnvironment
 
 
-def get_release_environment(engine: str) -> RankEnvironment:
-    """Build the environment of the rank server for ``engine``, which is NAME, NAME==RELEASE or NAME@CHECKOUT.
+def prepare_rank_environment(engine: str) -> RankEnvironment:
+    """Return the environment of the rank server for ``engine``, which is NAME, NAME==RELEASE or NAME@CHECKOUT.
 
     If the release is not installed, an overlay of it is installed. Raises UsageError if the engine or the release
     cannot be installed, or if this process has already imported another release of the package.
@@ -23,7 +24,7 @@ def get_release_environment(engine: str) -> RankEnvironment:
     release, installed = registry.split_release(engine)[1], get_installed_version(info.distribution)
     if release is None and registry.find_checkout(engine) is None:
         engines.require(engine)
-        return build_rank_environment(engine)
+        return build_warm_up_environment(engine)
     is_installed = bool(release and installed and is_same_release(release, installed))
     if info.distribution in registry.ALREADY_IMPORTED and not is_installed:
         raise UsageError(
@@ -31,4 +32,4 @@ def get_release_environment(engine: str) -> RankEnvironment:
             f"install that release in a separate environment: pip install {info.distribution}=={release}"
         )
     prepared = prepare_release(engine, info.distribution)
-    return build_rank_environment(engine, prepared.search_path, prepared.environment)
+    return build_warm_up_environment(engine, prepared.search_path, prepared.environment)

@@ -15,7 +15,7 @@ import pytest
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.releases import repro_runs
-from zharness.releases.release_environment import prepare_release
+from zharness.releases.prepared_release import prepare_release
 from zharness.releases.repro_table import describe_expected, describe_run
 from zharness.releases.repros import Repro, ReproVerdict, get_distribution, parse_repro, run_repro
 

@@ -15,7 +15,7 @@ from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.releases import repros
 from zharness.releases.launch import CommandGroup
-from zharness.releases.release_environment import ReleaseEnvironment, prepare_release
+from zharness.releases.prepared_release import PreparedRelease, prepare_release
 from zharness.releases.repros import (
     Repro,
     ReproResult,
@@ -103,12 +103,12 @@ def run_repros(
     return [results[run] for run in runs]
 
 
-def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment | UsageError]:
+def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, PreparedRelease | UsageError]:
     """Return the environment of every release in ``runs``, or the error if a release cannot be installed.
 
     The releases are installed one after the other, so that Ctrl-C ends the installation.
     """
-    prepared: dict[str, ReleaseEnvironment | UsageError] = {}
+    prepared: dict[str, PreparedRelease | UsageError] = {}
     wanted = {run.engine: get_distribution(run.repro.engine) for run in runs}
     with tqdm(wanted.items(), unit="release", leave=False, disable=not sys.stderr.isatty()) as bar:
         for engine, package in bar:
@@ -121,7 +121,7 @@ def prepare_releases(runs: Sequence[ReproRun]) -> dict[str, ReleaseEnvironment |
 
 
 def iter_results(
-    runs: Sequence[ReproRun], environments: dict[str, ReleaseEnvironment | UsageError], jobs: int, seconds: float
+    runs: Sequence[ReproRun], environments: dict[str, PreparedRelease | UsageError], jobs: int, seconds: float
 ) -> Generator[tuple[ReproRun, ReproResult], None, None]:
     """Yield each run with its result, in the order in which the runs end.
 

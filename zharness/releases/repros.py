@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.engines import registry
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay
-from zharness.releases.release_environment import ReleaseEnvironment, get_installed_version, is_same_release
+from zharness.releases.prepared_release import PreparedRelease, get_installed_version, is_same_release
 
 REPRO_FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
@@ -251,7 +251,7 @@ def parse_repro(script: Path) -> Repro:
 def run_repro(
     repro: Repro,
     engine: str,
-    environment: ReleaseEnvironment,
+    environment: PreparedRelease,
     seconds: float = TIMEOUT_SECONDS,
     command_group: launch.CommandGroup | None = None,
 ) -> ReproResult:

@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 from tqdm import tqdm
 
 from zharness.cell import Cell, is_cell_id
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import outcome_name

@@ -13,7 +13,7 @@ from itertools import chain
 import click
 
 from zharness.cell import Cell
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.laws import get_law
 from zharness.run import PlannedCell, Record, Request, Runner, plan
@@ -35,14 +35,13 @@ from zharness.run.model_facts import (
 )
 from zharness.run.plan import ClaimsLookup, validate_request
 from zharness.run.record import RecordFile
-from zharness.run.uncompared_gradients import KERNELS_LAW, explain_uncompared_gradients
+from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.world.limits import available_memory
 
 DROPOUT_REASON = (
     "dropout: the engine's own kernels draw other random numbers than torch's, and their law runs the samples in "
     "another order, each with another dropout mask; set the model's dropout to 0 to compare its gradients"
 )
-CONFIGURED_LAW = "model.configured"
 OpenSink = Callable[[], RecordFile | None]
 
 
@@ -168,27 +167,32 @@ def plan_model_cells(
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
     """Mark a cell that compares the engine's own kernels as unsupported if the model draws random numbers."""
-    if planned.unsupported_reason or planned.cell.law != KERNELS_LAW or not facts.draws_random_numbers:
+    if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.draws_random_numbers:
         return planned
     return replace(planned, unsupported_reason=DROPOUT_REASON)
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
     """Return the cell with ``steps`` training steps if its law trains a configurable number of steps."""
-    if not get_law(planned.cell.law).get_variant(planned.cell.variant).is_step_count:
+    if not runs_configured_training(planned.cell):
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
 
 
 def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
     """Return whether the law of ``cell`` tests anything for this model, engine and configuration."""
-    if cell.law == "model.checkpointing":
-        return facts.supports_checkpointing
-    if cell.law == KERNELS_LAW:
+    law = get_law(cell.law)
+    if cell.law in facts.inapplicable_laws:
+        return False
+    if law.is_calibrated:
         # With torch's kernels local gradients are compared bitwise, and a calibrated comparison adds nothing.
         return cell.stage in claims(cell.engine, cell.stage).own_kernels
-    # The laws of autocast run with and without autocast, so the configuration must not set it.
-    return not (cell.law.startswith("precision.") and configuration_for(cell.engine_variant).autocast_dtype is not None)
+    return not (law.sets_autocast and configuration_for(cell.engine_variant).autocast_dtype is not None)
+
+
+def runs_configured_training(cell: Cell) -> bool:
+    """Return whether the law of ``cell`` runs the training that the user configured, for a number of steps."""
+    return get_law(cell.law).get_variant(cell.variant).is_step_count
 
 
 def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Record]:
@@ -199,8 +203,8 @@ def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Re
     """
     failures = {}
     supported = [cell.cell for cell in cells if not cell.unsupported_reason]
-    # One cell for each stage, that of CONFIGURED_LAW if there is one: its law builds exactly this engine.
-    by_stage = {cell.stage: cell for cell in sorted(supported, key=lambda cell: cell.law == CONFIGURED_LAW)}
+    # One cell for each stage, that of the configured training if there is one: its law builds exactly this engine.
+    by_stage = {cell.stage: cell for cell in sorted(supported, key=runs_configured_training)}
     for cell in by_stage.values():
         record = runner.try_on_ranks(cell, build_and_close_engine)
         if record is not None:

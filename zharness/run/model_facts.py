@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.laws import DTYPES, LOSS_SCALES
-from zharness.laws.model import build_configured_engine, can_checkpoint
+from zharness.law_kit.accumulation import build_configured_engine
+from zharness.laws import DTYPES, LAWS, LOSS_SCALES, get_law
 from zharness.parity.baseline import Baseline, LocalResult, run_backward
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
@@ -45,8 +45,8 @@ class ModelFacts:
     """The measurements of a model.
 
     ``parameters`` and ``trained_parameters`` count elements; ``forward_backward_seconds`` is the time of one forward
-    and backward. ``draws_random_numbers`` is true if the forward does so, ``supports_checkpointing`` if the model can
-    recompute activations.
+    and backward. ``draws_random_numbers`` is true if the forward does so. ``inapplicable_laws`` are the names of
+    the laws that test nothing for this model.
     """
 
     parameters: int
@@ -55,7 +55,7 @@ class ModelFacts:
     forward_backward_seconds: float
     machine_speed: MachineSpeed
     draws_random_numbers: bool
-    supports_checkpointing: bool
+    inapplicable_laws: frozenset[str]
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
@@ -143,7 +143,9 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
         forward_backward_seconds=seconds,
         machine_speed=measure_machine_speed(),
         draws_random_numbers=has_random_forward(baseline, first),
-        supports_checkpointing=can_checkpoint(model),
+        inapplicable_laws=frozenset(
+            law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
+        ),
     )
 
 
@@ -229,7 +231,7 @@ def explain_too_large(facts: ModelFacts, world_size: int, free_bytes: float) -> 
 def describe_model_run(facts: ModelFacts, cells: Sequence[Cell], world_size: int, jobs: int, cores: int) -> str:
     """Describe the run in one line: the model's size, the number of cells, the estimated time and memory."""
     millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained_parameters / 1e6:.3g} M trained)"
-    autocast_cells = sum(cell.law.startswith("precision.autocast") for cell in cells)
+    autocast_cells = sum(get_law(cell.law).sets_autocast for cell in cells)
     seconds = facts.estimate_time(len(cells), autocast_cells, world_size, jobs, cores)
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (

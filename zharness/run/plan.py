@@ -12,7 +12,6 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
-from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
@@ -317,9 +316,10 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.tier is Tier.CALIBRATED or law.get_variant(cell.variant).compares_engine_with_itself
+    is_tolerant = law.is_calibrated or law.get_variant(cell.variant).compares_engine_with_itself
     if kernels is not None and not exact and not is_tolerant:
-        return f"only exact models and training.kernels can judge kernels other than torch's ({kernels})"
+        calibrated = ", ".join(other.name for other in find_laws(()) if other.is_calibrated)
+        return f"only exact models and {calibrated} can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
         return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"

@@ -8,7 +8,7 @@ from itertools import product
 
 import click
 
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import SearchOptions, search_programs
 from zharness.run.record import Verdict

@@ -11,7 +11,7 @@ import pytest
 
 from zharness.cell import parse_integers
 from zharness.engines import Capabilities
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.run.claims import get_claims
 from zharness.run.expected_failures import ExpectedFailure, read_expected_failures

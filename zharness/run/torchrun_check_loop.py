@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import click
 
-from zharness.engines.rank_environment import GetEnvironment
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.run import Record, Request
 from zharness.run.check_loop import (

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.engines.rank_environment import GetEnvironment
 from zharness.engines.registry import split_release
+from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.parity.snapshot import evidence_path
 from zharness.pytest_ranks.torchrun_plugin import get_torchrun_plugin

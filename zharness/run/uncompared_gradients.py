@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zharness.laws import get_law
 from zharness.run.record import Record, Verdict
-
-KERNELS_LAW = "training.kernels"
-# Either law compares every gradient of the model; engines with kernels of their own support only the second.
-GRADIENT_LAWS = ("training.grads", KERNELS_LAW)
 
 
 def explain_uncompared_gradients(records: Sequence[Record]) -> str:
@@ -21,10 +18,12 @@ def explain_uncompared_gradients(records: Sequence[Record]) -> str:
         reasons = dict.fromkeys(record.cause for record in records if record.cause)
         return f"NO PASS: no law passed ({'; '.join(reasons)})"
     run_records = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
-    compared_stages = {record.cell.stage for record in run_records if record.cell.law in GRADIENT_LAWS}
+    compared_stages = {record.cell.stage for record in run_records if get_law(record.cell.law).is_gradient_law}
     missing = sorted({record.cell.stage for record in run_records} - compared_stages)
     if not missing:
         return ""
-    causes = dict.fromkeys(r.cause for r in records if r.cell.law == KERNELS_LAW and r.cell.stage in missing)
+    # Where other gradient laws do not apply, the calibrated one says why no gradient could be compared.
+    calibrated = [r for r in records if get_law(r.cell.law).is_calibrated]
+    causes = dict.fromkeys(record.cause for record in calibrated if record.cell.stage in missing)
     where = f"stage{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     return f"NO PASS: no gradient was compared at {where}{''.join(f' ({cause})' for cause in causes)}"

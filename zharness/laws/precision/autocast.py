@@ -195,6 +195,7 @@ LAWS = (
         "with torch_autocast all forwards run in torch.autocast's dtypes; weights, gradients and state stay fp32",
         observe_policy,
         judge_policy,
+        sets_autocast=True,
         kept_because="the only law that records the dtype of every operation",
     ),
     precision_law(
@@ -203,6 +204,7 @@ LAWS = (
         observe_states,
         judge_states,
         variants=(Variant(applies_to_user_models=True),),
+        sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",
     ),
     precision_law(
@@ -210,6 +212,7 @@ LAWS = (
         "the engine's torch_autocast overrides a user's; without it the user's applies; neither stays on afterwards",
         observe_nested,
         judge_nested,
+        sets_autocast=True,
         kept_because="the only law with a user's own autocast around the engine's",
     ),
 )

@@ -67,6 +67,7 @@ LAWS = (
         observe_norm,
         judge_norm,
         variants=(Variant(applies_to_user_models=True),),
+        sets_autocast=True,
         kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",
     ),
 )

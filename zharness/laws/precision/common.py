@@ -163,6 +163,7 @@ def precision_law(
     kept_because: str,
     features: tuple[Feature, ...] = (Feature.AUTOCAST,),
     variants: tuple[Variant, ...] = (Variant(),),
+    sets_autocast: bool = False,
 ) -> Law:
     """Build a law of the group ``precision`` on the model ``mixed``."""
     return Law(
@@ -177,4 +178,5 @@ def precision_law(
         weights_stay_integers=False,
         dtypes=("fp32",),  # these laws choose the engine's sections of precision themselves
         variants=variants,
+        sets_autocast=sets_autocast,
     )

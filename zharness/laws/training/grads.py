@@ -70,6 +70,7 @@ LAWS = (
         judge=judge_grads,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_grads),
+        is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),

@@ -81,6 +81,7 @@ LAWS = (
         judge=judge_kernels,
         dtypes=("fp32",),
         variants=(Variant(applies_to_user_models=True),),
+        is_gradient_law=True,
         kept_because="the only law for random weights on an engine with kernels of its own",
     ),
 )

@@ -32,6 +32,8 @@ from zharness.law_kit.training_run import TrainingRun
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 
+TRAJECTORY_LAW = "training.trajectory"  # also the law of a script that runs a random program of verbs
+
 STEPS = 3
 
 TRAJECTORY_RUNS = {name: TrainingRun(spec, STEPS) for name, spec in TRAJECTORY_OPTIMIZERS.items()}
@@ -137,7 +139,7 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
 
 LAWS = (
     Law(
-        name="training.trajectory",
+        name=TRAJECTORY_LAW,
         statement="each of several steps gives the result of torch.optim's formula on the engine's own numbers",
         tier=Tier.STAGED,
         models=ALL_MODELS,

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
+from zharness.comm import Comm, all_gather_objects
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
-from zharness.reference.uneven_ranks.rank_errors import all_gather_objects, raise_on_all_ranks
+from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 
 FORMAT_VERSION = 2
 COMMON_STATE_FILE, MANIFEST_FILE, LATEST_FILE = "facts.pt", "manifest.json", "latest"

@@ -55,6 +55,11 @@ class Precision:
     loss_scaling: LossScaleConfig | None = None
     on_overflow: OnOverflow = OnOverflow.RAISE
 
+    @property
+    def skips_on_overflow(self) -> bool:
+        """Whether a step is skipped on every rank if a gradient is not finite on some rank."""
+        return self.on_overflow is OnOverflow.SKIP
+
     def assign_dtypes(self, module: nn.Module) -> dict[nn.Parameter, ParamDtypes]:
         """Return the dtypes of every parameter of ``module``.
 

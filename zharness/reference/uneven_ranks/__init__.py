@@ -1,7 +1,8 @@
 """Handle ranks that use different parameters, raise an error alone, or have different inputs.
 
 The other modules in ``zharness/reference/`` assume that all ranks run the same collectives in the same order.
-``negotiation`` runs collectives for ranks that use different parameters, inside ``engine.uneven()``.
-``collective_order`` detects such ranks outside that block. ``rank_errors`` raises one rank's error on all ranks, so
-that no rank hangs.
+They know of ranks that differ what ``collectives.RankAgreement`` says, which ``negotiated_agreement`` implements:
+``negotiation`` runs collectives for ranks that use different parameters, inside ``engine.uneven()``, and
+``collective_order`` detects such ranks outside that block. ``rank_errors`` and ``rank_facts`` compare what
+``initialize`` got on each rank. Only ``initialize`` imports this package.
 """

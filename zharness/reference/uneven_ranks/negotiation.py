@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zharness.comm import Comm
 from zharness.errors import UsageError
+from zharness.reference.collectives import CollectiveKind, RunCollective
 from zharness.reference.layout import ModelParam
 
 
@@ -33,9 +34,9 @@ class RequestKind(IntEnum):
     """The announcement of a rank for one round: a collective, the normal end of its block (NOTHING), or a failure."""
 
     NOTHING = 0
-    ALL_GATHER_PARAM = 1
-    ALL_GATHER_GRAD = 2
-    REDUCE_GRAD = 3
+    ALL_GATHER_PARAM = CollectiveKind.ALL_GATHER_PARAM
+    ALL_GATHER_GRAD = CollectiveKind.ALL_GATHER_GRAD
+    REDUCE_GRAD = CollectiveKind.REDUCE_GRAD
     FAILED = 4
 
 
@@ -62,31 +63,28 @@ class CollectiveRequest:
 
 
 class CollectiveNegotiation:
-    """Runs the collectives of one engine in rounds inside ``allow_uneven_ranks``, otherwise immediately.
+    """Runs the collectives of one engine in rounds inside ``allow_uneven_ranks``.
 
-    ``run_collective(request, local_tensor)`` runs one collective. If only other ranks computed a parameter's gradient,
+    If only other ranks computed a parameter's gradient,
     each of ``remote_grad_callbacks`` is called with this rank's share of the mean gradient.
     """
 
-    def __init__(
-        self,
-        model_params: Sequence[ModelParam],
-        comm: Comm,
-        run_collective: Callable[[CollectiveRequest, Tensor], Tensor],
-    ) -> None:
+    def __init__(self, model_params: Sequence[ModelParam], comm: Comm) -> None:
         self.mode = CollectiveMode.DIRECT
         self.remote_grad_callbacks: list[Callable[[ModelParam, Tensor], None]] = []
         self._model_params = model_params
         self._comm = comm
-        self._run_collective = run_collective
+        self._run: RunCollective | None = None
 
     @contextmanager
-    def allow_uneven_ranks(self) -> Iterator[None]:
+    def allow_uneven_ranks(self, run: RunCollective) -> Iterator[None]:
         """Let ranks request different collectives inside the block. The end of the block is a collective.
 
-        Raises UsageError inside another such block, and if another rank raised inside this block.
+        ``run`` runs one collective. Raises UsageError inside another such block, and if another rank raised inside
+        this block.
         """
         self.require_even("another uneven()")
+        self._run = run
         self.mode = CollectiveMode.NEGOTIATED
         last_request = CollectiveRequest(RequestKind.FAILED)
         try:
@@ -125,10 +123,11 @@ class CollectiveNegotiation:
 
     def _take_part(self, request: CollectiveRequest, local_tensor: Tensor | None) -> Tensor:
         """Run one collective and return its result; ``local_tensor`` is None on a rank that did not request it."""
+        assert self._run is not None, "rounds run inside allow_uneven_ranks"
+        param, kind = self._model_params[request.param_index], CollectiveKind(request.kind)
         if local_tensor is not None:
-            return self._run_collective(request, local_tensor)
-        param = self._model_params[request.param_index]
-        result = self._run_collective(request, _make_contribution(request, param))
+            return self._run(kind, param, local_tensor)
+        result = self._run(kind, param, _make_contribution(request, param))
         if request.kind is RequestKind.REDUCE_GRAD and param.parameter.requires_grad:
             for callback in self.remote_grad_callbacks:
                 callback(param, result)

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from zharness.comm import Comm
-from zharness.errors import CheckpointError, ConfigError, ZHarnessError
+from zharness.comm import Comm, all_gather_objects
+from zharness.errors import ConfigError
 
 T = TypeVar("T")
-
-
-def all_gather_objects(value: T, comm: Comm) -> list[T]:
-    """Return a list with every rank's ``value``, in rank order. This is a collective."""
-    values: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(values, value, group=comm.group)
-    return values
-
-
-@contextmanager
-def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
-    """Raise CheckpointError on every rank, with the messages of all ranks, if the block fails on any.
-
-    This is a collective. The block itself must not run a collective, because a rank that has failed would not take part
-    in it.
-    """
-    try:
-        yield
-    except Exception as error:
-        has_message = isinstance(error, ZHarnessError)
-        _raise_if_any_failed(str(error) if has_message else f"{type(error).__name__}: {error}", comm)
-        raise
-    _raise_if_any_failed("", comm)
-
-
-def _raise_if_any_failed(message: str, comm: Comm) -> None:
-    """Raise CheckpointError if any rank passes a ``message`` that is not empty. This is a collective."""
-    ranks_by_message: dict[str, list[int]] = {}
-    for rank, text in enumerate(all_gather_objects(message, comm)):
-        if text:
-            ranks_by_message.setdefault(text, []).append(rank)
-    if ranks_by_message:
-        raise CheckpointError(
-            "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_message.items())
-        ) from None
 
 
 def require_same_on_all_ranks(

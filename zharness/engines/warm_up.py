@@ -1,4 +1,7 @@
-"""Build the environment of ranks that run an engine: its import paths, variables and warm-up."""
+"""Say what a rank server imports before it forks ranks of an engine: the engine's warm-up and its import paths.
+
+The release of the engine is the caller's choice (``releases/rank_environment.py``); by default it is the installed one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from zharness.world.server import RankEnvironment
 GetEnvironment = Callable[[str], RankEnvironment]  # takes the engine's name
 
 
-def build_rank_environment(
+def build_warm_up_environment(
     engine: str = "",
     release_path: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,

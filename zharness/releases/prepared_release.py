@@ -14,7 +14,7 @@ from zharness.releases import checkout, overlay
 
 
 @dataclass(frozen=True)
-class ReleaseEnvironment:
+class PreparedRelease:
     """A release that is ready to run: its version, the folders to put first on the import path, and the environment.
 
     ``environment`` contains the environment variables of a child process. For the installed release, ``search_path``
@@ -26,8 +26,8 @@ class ReleaseEnvironment:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
-    """Return the environment of the release that ``engine`` names, after installing an overlay if needed.
+def prepare_release(engine: str, distribution: str) -> PreparedRelease:
+    """Return the release that ``engine`` names, ready to run, after installing an overlay if needed.
 
     ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, and ``distribution`` is the package of NAME. Raises
     MissingEngine if no release is named and none is installed, and UsageError if the release cannot be installed. The
@@ -37,16 +37,16 @@ def prepare_release(engine: str, distribution: str) -> ReleaseEnvironment:
     source_checkout = registry.find_checkout(engine)
     if source_checkout is not None:
         path, env = checkout.prepare_checkout(source_checkout)
-        return ReleaseEnvironment(source_checkout.version, (str(path),), env)
+        return PreparedRelease(source_checkout.version, (str(path),), env)
     name, release = registry.split_release(engine)
     installed = get_installed_version(distribution)
     if release is None and installed is None:
         raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release of it")
     if installed is not None and (release is None or is_same_release(release, installed)):
-        return ReleaseEnvironment(installed)
+        return PreparedRelease(installed)
     assert release is not None, "either a release was named or one is installed"
     path = overlay.ensure_overlay(distribution, release)
-    return ReleaseEnvironment(release, (str(path),), overlay.overlay_environment(path))
+    return PreparedRelease(release, (str(path),), overlay.overlay_environment(path))
 
 
 def get_installed_version(distribution: str) -> str | None:
