@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from zharness.engines import fsdp2, fsdp2_deferred
+from zharness.engines import fsdp2, fsdp2_deferred, fsdp2_options, fsdp_groups
 from zharness.engines.protocol import Piece
 from zharness.errors import ConfigError
 
@@ -20,7 +20,7 @@ def test_pieces_are_those_of_torch_chunk_and_last_ranks_may_own_nothing() -> Non
 
 def named_groups(model: nn.Module, grouping: str = "leaf") -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(module)] for module in fsdp2.select_group_modules(model, grouping)]
+    return [names[id(module)] for module in fsdp_groups.select_group_modules(model, grouping)]
 
 
 class Holder(nn.Module):
@@ -57,17 +57,17 @@ def test_a_module_used_under_two_names_is_one_group() -> None:
 def test_modules_of_in_root_are_in_the_root_group() -> None:
     with torch.device("meta"):
         model = Holder()
-    assert [type(module) for module in fsdp2.select_group_modules(model, "leaf", ["blocks.2"])] == [
+    assert [type(module) for module in fsdp_groups.select_group_modules(model, "leaf", ["blocks.2"])] == [
         nn.MultiheadAttention,
         nn.Linear,
     ]
     with pytest.raises(ConfigError, match=r"unknown module in in_root 'head'; allowed: attention"):
-        fsdp2.select_group_modules(model, "leaf", ["head"])
+        fsdp_groups.select_group_modules(model, "leaf", ["head"])
 
 
 def test_an_unknown_grouping_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaf, block, root"):
-        fsdp2.select_group_modules(nn.Identity(), "blocks")
+        fsdp_groups.select_group_modules(nn.Identity(), "blocks")
 
 
 class Counting(nn.Module):
@@ -104,7 +104,7 @@ def test_features_that_older_torch_lacks_are_required_only_when_used() -> None:
     with pytest.raises(ConfigError, match="has no ignored_params; use torch"):
         fsdp2.ignored_params_argument([nn.Parameter(torch.tensor(1.0))], fully_shard_of_torch_2_6)
     with pytest.raises(ConfigError, match="has no reset_iter_state"):
-        fsdp2.require_method("reset_iter_state", nn.Identity())
+        fsdp2_options.require_method("reset_iter_state", nn.Identity())
 
 
 def test_the_installed_fully_shard_accepts_ignored_params() -> None:

@@ -72,6 +72,8 @@ class EngineOption:
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
+    - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
     """
 
     options: Mapping[str, Any]
@@ -80,6 +82,16 @@ class EngineOption:
     absent: str = ""
     changes_numbers: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
+    world_size_factor: int = 1
+    dtypes: frozenset[str] = frozenset()
+
+    def refusal_at(self, world_size: int, dtype: str) -> str:
+        """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it can be set under {', '.join(sorted(self.dtypes))} only"
+        if world_size % self.world_size_factor:
+            return f"it needs a world size that {self.world_size_factor} divides"
+        return self.absent
 
 
 @dataclass(frozen=True)
@@ -137,11 +149,11 @@ class Capabilities:
 
     @property
     def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return, by name, the options that this machine can run and that must not change any number."""
+        """Return, by name, the options that every cell can set and that must not change any number."""
         return {
             name: dict(option.options)
             for name, option in self.engine_options.items()
-            if not option.absent and not option.changes_numbers
+            if option.world_size_factor == 1 and not (option.dtypes or option.absent or option.changes_numbers)
         }
 
     def with_options(self, names: Sequence[str]) -> Capabilities:

@@ -4,41 +4,58 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor, nn
 
 from zharness.comm import Comm
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
 from zharness.engines.fsdp2_memory import measure_resources
-from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece, Reduction
+from zharness.engines.fsdp2_options import (
+    ALL_REDUCE,
+    BOTH,
+    DOCUMENTATION,
+    OPTIONS,
+    OPTIONS_AT_EVERY_STAGE,
+    OPTIONS_AT_STAGE_3,
+    PARAM_DTYPES,
+    UNSHARDABLE,
+    VECTORS,
+    ZERO_FILL_REASON,
+    apply_options,
+    build_mesh,
+    build_offload_policy,
+    build_precision_policy,
+    require_method,
+    reshard_after_forward,
+)
+from zharness.engines.fsdp_groups import BLOCK, LEAF, select_group_modules
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
-    AUTOCAST_OPTION,
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
     do_nothing,
     leaf_parameters,
+    register_all_reduce_hooks,
     validate_config,
 )
 from zharness.errors import ConfigError
 from zharness.reference.client.meta_init import infer_device
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule
 
 # Stage 3 is ``reshard_after_forward=True``: weights are resharded after forward and unsharded again in backward. Stage
 # 2 is ``reshard_after_forward=False``: weights stay unsharded from forward to the end of backward. Gradients and
 # optimizer state are sharded at both stages.
-DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 REFUSES = {
     **TORCH_REFUSES,
     Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
@@ -63,14 +80,6 @@ STAGE_2_REFUSES = {
         f"it uses less memory than the formula of stage 2 predicts ({DOCUMENTATION})"
     ),
 }
-LEAF, BLOCK, ROOT = "leaf", "block", "root"
-VARIANTS: dict[str, dict[str, Any]] = {
-    "one_group": {"grouping": ROOT},
-    "kept_after_backward": {"reshard_after_backward": False},
-}
-# bf16 is ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16;
-# the shards that the optimizer updates, and their gradients, stay fp32.
-PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def explain_unsupported_torch(torch_version: str) -> str:
@@ -92,43 +101,24 @@ def fully_sharded_modules(model: nn.Module, options: Mapping[str, Any]) -> list[
     return [*select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ())), model]
 
 
-ZERO_FILL_REASON = (
-    "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
-    "(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
-)
-REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# On gloo, reduce_scatter with ReduceOp.AVG returns the sum on torch 2.8 and the mean on 2.13. Releases in between were
-# not tested; summing and dividing afterwards is correct on all of them.
-GLOO_REDUCES_BY_MEAN = Version(torch.__version__).release >= (2, 13)
 # fully_shard is public in 2.6 and 2.7 too, but without set_force_sum_reduction_for_comms every mean on gloo is a sum.
 IS_TORCH_SUPPORTED = Version(torch.__version__).release >= (2, 8)
 CAPABILITIES = Capabilities(
     stages=frozenset({2, 3}),
     dtypes=frozenset(PARAM_DTYPES),
     refuses=REFUSES,
-    variants=VARIANTS,
+    variants=OPTIONS_AT_EVERY_STAGE,
     absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
 )
-ADAPTER_OPTIONS = ("grouping", "in_root", "reduce_dtype", "reset_iter_state", "ignored_params", *AUTOCAST_OPTION)
-OPTIONS = {
-    "grouping": "'leaf' (default): one group per module that owns parameters; 'block': one per member of a ModuleList "
-    "or Sequential; 'root': a single group",
-    "in_root": "names of modules that belong to the root's group, as its forward reads their weights; default []",
-    "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
-    "force_sum_reduction_for_comms": "reduce by sum and divide afterwards, instead of a collective that averages",
-    "reduce_scatter_unused_params": "reduce zeros for parameters without gradient on this rank",
-    "reshard_after_backward": "reshard weights at the end of backward; default true",
-    "reset_iter_state": "call reset_iter_state() in zero_grad, as documented after an exception; default false",
-    "ignored_params": "do not shard parameters that fully_shard refuses; this adapter reduces them; default false",
-    **AUTOCAST_OPTION,
-}
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that FSDP2 refuses at ``stage``."""
-    return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2_REFUSES}) if stage == 2 else CAPABILITIES
+    """Return CAPABILITIES with the features that FSDP2 refuses at ``stage``, and with the options of that stage."""
+    if stage == 2:
+        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_2_REFUSES})
+    return replace(CAPABILITIES, variants={**OPTIONS_AT_EVERY_STAGE, **OPTIONS_AT_STAGE_3})
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
@@ -137,15 +127,13 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     A model on the meta device is initialized on rank 0. ``fully_shard`` cannot be undone: after ``close`` the model
     is still sharded. Raises ConfigError for an unsupported configuration.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     validate_config(config, CAPABILITIES, OPTIONS)
-    policy = build_precision_policy(config)
     device = infer_device(model, Comm())
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = build_mesh(config, device)
     values = initial_state_on_rank0(model, device)
-    ignored = unshardable_parameters(model) if config.options.get("ignored_params") else {}
+    ignored = ignored_parameters(model, config.options.get("ignored_params", False))
     register_all_reduce_hooks(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaf_parameters(model).items() if name not in ignored}
     ignored_argument = ignored_params_argument(ignored.values(), fully_shard)
@@ -153,16 +141,17 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=config.stage == 3,
-            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward(config),
+            mp_policy=build_precision_policy(config),
+            offload_policy=build_offload_policy(config, device),
             **ignored_argument,
         )
     if values is not None:
         materialize_and_load(model, device, values)
     sharded = [cast("FSDPModule", module) for module in model.modules() if is_sharded(module)]
     apply_options(sharded, config)
-    sync = GradientSync(model, sharded)
-    params = leaf_parameters(model)
+    sync = GradientSync(model, sharded, config)
+    params, replicas = leaf_parameters(model), mesh.size() // mesh.size(-1)
     reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
     adapter = EngineAdapter(
         forward=model.__call__,
@@ -171,7 +160,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         params=params,
         full_tensor=gather_full_tensor,
         compute_dtype=PARAM_DTYPES[config.dtype],
-        layout={name: shard_pieces(tuple(shape), dist.get_world_size()) for name, shape in shapes.items()},
+        layout={name: shard_pieces(tuple(shape), mesh.size(-1), replicas) for name, shape in shapes.items()},
         drop_gradients=partial(call_each, reset, sync.drop_unreduced_gradients),
         release=partial(reshard, sharded),
         checkpoint_format=SHARDED_FORMAT,
@@ -183,21 +172,19 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     return TorchEngine(model, capabilities, config, adapter)
 
 
-def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:
-    """Return the MixedPrecisionPolicy of ``config``. Raises ConfigError for an unknown reduce dtype."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    name = config.options.get("reduce_dtype")
-    if name is not None and name not in REDUCE_DTYPES:
-        raise ConfigError.unknown_name("reduce_dtype", name, sorted(REDUCE_DTYPES))
-    reduce_dtype = None if name is None else REDUCE_DTYPES[name]
-    return MixedPrecisionPolicy(param_dtype=PARAM_DTYPES[config.dtype], reduce_dtype=reduce_dtype)
-
-
 def call_each(*actions: Callable[[], None]) -> None:
     """Call each of ``actions``, in order."""
     for action in actions:
         action()
+
+
+def ignored_parameters(model: nn.Module, kind: str | bool) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that ``fully_shard`` has to ignore. Raises ConfigError for an unknown kind."""
+    if kind not in (False, True, UNSHARDABLE, VECTORS):
+        raise ConfigError.unknown_name("ignored_params", kind, [UNSHARDABLE, VECTORS, "true", "false"])
+    if kind == VECTORS:
+        return {name: param for name, param in leaf_parameters(model).items() if param.dim() == 1}
+    return unshardable_parameters(model) if kind else {}
 
 
 def unshardable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -225,38 +212,25 @@ def ignored_params_argument(ignored: Iterable[nn.Parameter], fully_shard: Callab
     return {"ignored_params": params} if params else {}
 
 
-def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:
-    """Return the method ``name`` of an FSDPModule. Raises ConfigError if this release of torch does not have it."""
-    method: Callable[..., None] | None = getattr(module, name, None)
-    if method is None:
-        raise ConfigError(f"FSDPModule of torch {torch.__version__} has no {name}; use a newer torch")
-    return method
-
-
-def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
-    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP2 skips ignored parameters."""
-
-    def all_reduce_gradient(gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total if reduction is Reduction.SUM else total / dist.get_world_size()
-
-    for param in params:
-        if param.requires_grad:
-            param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
-
-
 class GradientSync:
-    """Switches gradient reduction of ``model`` off and on, and counts the no_sync blocks since ``zero_grad``."""
+    """Switches gradient reduction of ``model`` off and on, and counts the no_sync blocks since ``zero_grad``.
 
-    def __init__(self, model: nn.Module, sharded: list[FSDPModule]) -> None:
+    The option ``no_sync`` says what is switched: reduce-scatter and all-reduce, or with replicas the all-reduce alone.
+    With the option ``reshard_after_backward`` weights stay unsharded while gradients are not reduced.
+    """
+
+    def __init__(self, model: nn.Module, sharded: list[FSDPModule], config: EngineConfig) -> None:
+        self._kind = config.options.get("no_sync", BOTH)
+        if self._kind not in (BOTH, ALL_REDUCE):
+            raise ConfigError.unknown_name("no_sync", self._kind, [BOTH, ALL_REDUCE])
+        self._keeps_weights = config.options.get("reshard_after_backward") is False
         self._model = model
         self._sharded = sharded
         self._unreduced_count = 0
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Leave gradients unreduced, on the unsharded weights, for all backwards inside the block."""
+        """Leave gradients unreduced for all backwards inside the block."""
         self._unreduced_count += 1
         self._set_gradient_sync(False)
         try:
@@ -269,77 +243,25 @@ class GradientSync:
 
         These gradients are on the unsharded weights, where ``zero_grad`` of optimizer and module does not see them, and
         the next reduced backward would add them. On torch 2.13 ``reset_iter_state`` keeps them too, contrary to its
-        documentation.
+        documentation. It drops those that were reduced within a row of ranks.
         """
-        if self._unreduced_count:
+        if self._unreduced_count and self._kind == ALL_REDUCE:
+            require_method("reset_iter_state", self._model)()
+        elif self._unreduced_count:
             for module in self._sharded:
                 module.unshard()
             self._model.zero_grad(set_to_none=True)
             reshard(self._sharded)
-            self._unreduced_count = 0
+        self._unreduced_count = 0
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         for module in self._sharded:
-            module.set_requires_gradient_sync(enabled, recurse=False)
-
-
-def select_group_modules(model: nn.Module, grouping: str, in_root: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the modules below ``model`` that get a parameter group; all other parameters are in the root's group.
-
-    FSDP2 unshards a group around the forward of its module. Therefore a module that owns parameters includes its
-    submodules (its forward may read their weights without calling them, as MultiheadAttention reads out_proj.weight),
-    a container without forward is not a group, and tied parameters are in the root's group. ``in_root`` names modules
-    that get no group. Raises ConfigError for an unknown grouping or module name.
-    """
-    if grouping not in (LEAF, BLOCK, ROOT):
-        raise ConfigError.unknown_name("grouping", grouping, [LEAF, BLOCK, ROOT])
-    modules = dict(model.named_modules())
-    for name in in_root:
-        if name not in modules:
-            raise ConfigError.unknown_name("module in in_root", name, sorted(filter(None, modules)))
-    if grouping == ROOT:
-        return []
-    excluded = {id(modules[name]) for name in in_root}
-    owners = Counter(id(param) for module in model.modules() for param in direct_parameters(module))
-    tied = frozenset(key for key, count in owners.items() if count > 1)
-    if grouping == BLOCK:
-        selected = {id(module): module for module in topmost_blocks(model, tied)}
-    else:
-        selected = {id(module): module for child in model.children() for module in topmost_owners(child, tied)}
-    return [module for key, module in selected.items() if key not in excluded]
-
-
-def topmost_owners(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost modules from ``module`` down that own parameters and contain none of ``tied``.
-
-    ``tied`` has the ids of tied parameters.
-    """
-    owned = direct_parameters(module)
-    has_forward = type(module).forward is not nn.Module.forward
-    if owned and has_forward and not any(id(param) in tied for param in module.parameters()):
-        yield module
-    else:
-        for child in module.children():
-            yield from topmost_owners(child, tied)
-
-
-def topmost_blocks(module: nn.Module, tied: frozenset[int]) -> Iterator[nn.Module]:
-    """Yield the topmost members of ModuleLists and Sequentials that have parameters, but none of ``tied``.
-
-    ``tied`` has the ids of tied parameters.
-    """
-    for child in module.children():
-        params = [id(param) for param in child.parameters()]
-        is_block = isinstance(module, (nn.ModuleList, nn.Sequential)) and type(child).forward is not nn.Module.forward
-        if is_block and params and not tied.intersection(params):
-            yield child
-        else:
-            yield from topmost_blocks(child, tied)
-
-
-def direct_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that ``module`` registers itself, without those of submodules."""
-    return list(module.parameters(recurse=False))
+            if self._keeps_weights:
+                module.set_reshard_after_backward(enabled, recurse=False)
+            if self._kind == ALL_REDUCE:
+                module.set_requires_all_reduce(enabled, recurse=False)
+            else:
+                module.set_requires_gradient_sync(enabled, recurse=False)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -347,23 +269,6 @@ def is_sharded(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
-
-
-def apply_options(sharded: list[FSDPModule], config: EngineConfig) -> None:
-    """Pass the reduction and the options of ``config`` to FSDP2's setters on every module of ``sharded``.
-
-    Raises ConfigError for an option that this release of torch does not have.
-    """
-    options = {name: value for name, value in config.options.items() if name not in ADAPTER_OPTIONS}
-    if config.reduction is Reduction.SUM:
-        # Without a forced sum, a factor other than the world size uses NCCL's PreMulSum, which gloo does not have.
-        options |= {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True}
-    elif not GLOO_REDUCES_BY_MEAN and dist.get_backend() == "gloo":
-        # By default FSDP2 requests the mean from gloo and receives the sum: pytorch/pytorch#162338.
-        options = {"force_sum_reduction_for_comms": True, **options}
-    for name, value in options.items():
-        for module in sharded:
-            require_method(f"set_{name}", module)(value)
 
 
 def reshard(sharded: list[FSDPModule]) -> None:
@@ -379,14 +284,19 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_pieces(shape: tuple[int, ...], world_size: int) -> tuple[Piece, ...]:
+def shard_pieces(shape: tuple[int, ...], shards: int, replicas: int = 1) -> tuple[Piece, ...]:
     """Return the flat elements that each rank owns of a tensor that ``torch.chunk`` splits along dimension 0.
 
-    The last ranks may own none.
+    Each of ``replicas`` times ``shards`` ranks owns one shard. The last shards may be empty.
     """
     rows, row = shape[0], 1
     for size in shape[1:]:
         row *= size
-    chunk = -(-rows // world_size)
-    edges = [(min(rank * chunk, rows) * row, min((rank + 1) * chunk, rows) * row) for rank in range(world_size)]
-    return tuple(Piece(rank, start, stop) for rank, (start, stop) in enumerate(edges) if start < stop)
+    chunk = -(-rows // shards)
+    edges = [(min(shard * chunk, rows) * row, min((shard + 1) * chunk, rows) * row) for shard in range(shards)]
+    return tuple(
+        Piece(replica * shards + shard, start, stop)
+        for replica in range(replicas)
+        for shard, (start, stop) in enumerate(edges)
+        if start < stop
+    )

@@ -90,6 +90,13 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install torch",
         ),
         EngineInfo(
+            name="fsdp1",
+            target="zharness.engines.fsdp1:factory",
+            summary="torch.distributed.fsdp.FullyShardedDataParallel",
+            distribution="torch",
+            install="pip install torch",
+        ),
+        EngineInfo(
             name="fsdp2",
             target="zharness.engines.fsdp2:factory",
             summary="torch.distributed.fsdp.fully_shard",

@@ -7,7 +7,7 @@ a shard, and which rank owns which elements: the fields of ``EngineAdapter`` des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers
@@ -27,6 +28,7 @@ from zharness.engines.protocol import (
     Observations,
     OptimizerSpec,
     Piece,
+    Reduction,
     Resources,
 )
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
@@ -160,6 +162,19 @@ def snapshot(tensor: Tensor) -> Tensor:
     return dense.detach().to("cpu", copy=True)
 
 
+def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
+    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP skips ignored parameters."""
+
+    def all_reduce_gradient(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total if reduction is Reduction.SUM else total / dist.get_world_size()
+
+    for param in params:
+        if param.requires_grad:
+            param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
+
+
 class TorchEngine:
     """An engine that updates leaf parameters with ``torch.optim``; see ``zharness.engines.protocol.Engine``.
 
@@ -197,14 +212,18 @@ class TorchEngine:
         if self._micro_batches_counted < self._steps_per_window:
             return
         if self._clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._adapter.params.values(), self._clip)
-            self._last_grad_norm = float(self._adapter.full_tensor(norm))
+            self._last_grad_norm = self.clip_gradients(self._clip)
         self._optimizer.step()
         self._schedule.step()
         self._micro_batches_counted = 0
         if self._steps_per_window > 1:
             # An engine that owns the boundary also begins the next window: its callers do not call zero_grad.
             self.zero_grad()
+
+    def clip_gradients(self, limit: float) -> float:
+        """Clip the gradients to the global norm ``limit``, and return the norm that they had."""
+        norm = torch.nn.utils.clip_grad_norm_(self._adapter.params.values(), limit)
+        return float(self._adapter.full_tensor(norm))
 
     def zero_grad(self) -> None:
         # A new accumulation window begins: the earlier micro-batches do not count, as their gradients are dropped.

@@ -303,8 +303,8 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
-        if known[name].absent:
-            return f"this machine cannot run the option {name}: {known[name].absent}"
+        if refusal := known[name].refusal_at(cell.world_size, cell.dtype):
+            return f"this cell cannot set the option {name}: {refusal}"
     unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"

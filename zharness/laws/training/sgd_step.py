@@ -72,7 +72,10 @@ def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the layout's pieces cover every element once, and that all ranks report the same layout."""
+    """Check that the layout's pieces cover every element equally often, and that all ranks report the same layout.
+
+    With replicas of shards every element is on as many ranks as there are replicas, and otherwise on one.
+    """
     for name, weight in ctx.rank_records("masters")[0].items():
         layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]
         for rank, pieces in enumerate(layouts):
@@ -82,7 +85,7 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                yield compare_bitwise(place, torch.ones_like(times), times)
+                yield compare_bitwise(place, times[:1].clamp(min=1).expand_as(times), times)
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:

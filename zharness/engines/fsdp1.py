@@ -1,0 +1,366 @@
+"""Adapt ``torch.distributed.fsdp.FullyShardedDataParallel`` to the Engine protocol: stages 0, 2 and 3.
+
+Stage 0 is the sharding strategy NO_SHARD, stage 2 is SHARD_GRAD_OP and stage 3 is FULL_SHARD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.comm import Comm
+from zharness.engines.ddp import multiply_by_world_size
+from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
+from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources, unwrap
+from zharness.engines.fsdp2_deferred import initial_state_on_rank0
+from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
+from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
+from zharness.engines.torch_engine import (
+    AUTOCAST_OPTION,
+    TORCH_REFUSES,
+    EngineAdapter,
+    TorchEngine,
+    do_nothing,
+    identity,
+    leaf_parameters,
+    register_all_reduce_hooks,
+    snapshot,
+    validate_config,
+)
+from zharness.errors import ConfigError
+from zharness.reference.client.meta_init import infer_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+DOCUMENTATION = "https://docs.pytorch.org/docs/stable/fsdp.html"
+REFUSES = {
+    **TORCH_REFUSES,
+    Feature.RANK_BUFFERS: "a full state dict is saved by one rank for all: 'rank0_only' of FullStateDictConfig "
+    f"({DOCUMENTATION})",
+    Feature.ENGINE_ACCUMULATION: (
+        "FSDP leaves it to the caller: no_sync() 'disables gradient synchronizations across FSDP instances' "
+        f"({DOCUMENTATION})"
+    ),
+    **dict.fromkeys(
+        (Feature.OUTSIDE_FORWARD, Feature.SUBMODULES, Feature.OWN_WEIGHT_GRADIENTS),
+        "'FSDP does not support running the forward pass of a submodule that is contained in an FSDP instance. This is "
+        f"because the submodule's parameters will be sharded' ({DOCUMENTATION})",
+    ),
+    Feature.EDITS: (
+        "'The full parameters can be modified, but only the portion corresponding to the local param shard will "
+        f"persist' ({DOCUMENTATION})"
+    ),
+    **dict.fromkeys(
+        (Feature.TORCH_FUNC, Feature.TRANSFORMS),
+        "its hooks take the storage of every tensor: 'Cannot access storage of TensorWrapper', or a segmentation fault",
+    ),
+    Feature.RESOURCES: "each parameter begins at a multiple of 16 bytes of its FlatParameter, which is padded for that",
+    Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
+    Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
+}
+NEEDS_ACCELERATOR = "" if torch.cuda.is_available() else "without a GPU FSDP raises: "
+REPLICA_REFUSES = {
+    Feature.SUM: "'Communication hook is not supported for hybrid strategies' (the error of register_comm_hook)"
+}
+VARIANTS = {
+    "one_group": EngineOption({"grouping": ROOT}),
+    "next_prefetched_in_forward": EngineOption({"forward_prefetch": True}),
+    "prefetched_after_gradients": EngineOption({"backward_prefetch": "post"}),
+    "not_prefetched": EngineOption({"backward_prefetch": "none"}),
+    "gathers_not_limited": EngineOption({"limit_all_gathers": False}),
+    "inputs_cast": EngineOption({"cast_forward_inputs": True}, changes_numbers="under bf16 more inputs are rounded"),
+    "reduced_in_fp32": EngineOption(
+        {"reduce_dtype": "fp32"}, wires={"bf16": "fp32"}, changes_numbers="under bf16 gradients are summed in fp32"
+    ),
+    "reduced_in_bf16": EngineOption(
+        {"reduce_dtype": "bf16"}, wires={"fp32": "bf16"}, changes_numbers="gradients are summed in bf16"
+    ),
+    # MixedPrecision does not cast ignored parameters, so F.linear gets two dtypes.
+    "vectors_ignored": EngineOption({"ignored_params": True}, dtypes=frozenset({"fp32"})),
+    "optimizer_state_offload": EngineOption({"optimizer_state_offload": True}),
+    "cpu_offload": EngineOption(
+        {"cpu_offload": True},
+        absent=NEEDS_ACCELERATOR and NEEDS_ACCELERATOR + "'Cannot access accelerator device when none is available'",
+    ),
+    "synchronized": EngineOption(
+        {"sync_module_states": True},
+        absent=NEEDS_ACCELERATOR and NEEDS_ACCELERATOR + "'sync_module_states=True, which requires them to be on GPU'",
+    ),
+}
+# Stage 0 has no shards to replicate.
+VARIANTS_OF_SHARDS = {
+    "one_replica": EngineOption({"replicas": 1}, refuses=REPLICA_REFUSES),
+    "two_replicas": EngineOption(
+        {"replicas": 2},
+        refuses=REPLICA_REFUSES,
+        world_size_factor=2,
+        changes_numbers="gradients and their norm are summed in another order",
+    ),
+}
+# bf16 is ``MixedPrecision(param_dtype=torch.bfloat16)``: weights are all-gathered and gradients reduced in bf16; the
+# shards that the optimizer updates, and their gradients, stay fp32.
+PARAM_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CAPABILITIES = Capabilities(
+    stages=frozenset({0, 2, 3}),
+    dtypes=frozenset(PARAM_DTYPES),
+    refuses=REFUSES,
+    variants=VARIANTS,
+    own_model={"grouping": BLOCK},
+)
+# Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
+SCALED_SUM_REASON = "NO_SHARD can only average; the adapter multiplies gradients by the world size before the mean"
+# Options that are passed to FullyShardedDataParallel unchanged.
+PASSED_ON = {
+    "forward_prefetch": "all-gather the next group before the forward of the current one; default false",
+    "limit_all_gathers": "limit the number of groups that are gathered at a time; default true",
+    "sync_module_states": "broadcast rank 0's weights and buffers when the engine is built; default false",
+}
+POLICY = {
+    "cast_forward_inputs": "cast the inputs of every group to the dtype of the weights; default false",
+    "cast_root_forward_inputs": "cast the inputs of the model to the dtype of the weights; default true",
+}
+OPTIONS = {
+    **GROUPING_OPTIONS,
+    **PASSED_ON,
+    **POLICY,
+    "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
+    "backward_prefetch": "'pre' (default), 'post' or 'none': when backward all-gathers the next group",
+    "optimizer_state_offload": "offload_to_cpu of FullOptimStateDictConfig, torch's default; default false",
+    "replicas": "shard over world size / replicas ranks and replicate over this many, as HYBRID_SHARD does",
+    "cpu_offload": "keep shards and gradients on the CPU between uses (CPUOffload); default false",
+    "ignored_params": "do not shard parameters of one dimension (ignored_states); this adapter reduces them; "
+    "default false",
+    **AUTOCAST_OPTION,
+}
+
+
+def capabilities_at(stage: int) -> Capabilities:
+    """Return CAPABILITIES with the options of ``stage``, and at stage 0 the reason why sums are scaled means."""
+    if stage == 0:
+        return replace(CAPABILITIES, scaled_sum=SCALED_SUM_REASON)
+    return replace(CAPABILITIES, variants={**VARIANTS, **VARIANTS_OF_SHARDS})
+
+
+def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
+    """Wrap ``model`` in FSDP over the default process group, on the device of its parameters. This is a collective.
+
+    A model on the meta device is initialized on rank 0. Raises ConfigError for an unsupported configuration.
+    """
+    validate_config(config, CAPABILITIES, OPTIONS)
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(param): name for name, param in model.named_parameters()}
+    tied = {name: first_names[id(param)] for name, param in aliases.items()}
+    wrapped = wrap(model, config)
+    params = leaf_parameters(model)
+    states = FullStates(wrapped, offload=bool(config.options.get("optimizer_state_offload", False)))
+    adapter = EngineAdapter(
+        forward=wrapped.__call__,
+        no_sync=wrapped.no_sync,
+        params=params,
+        full_tensor=identity,
+        layout=flat_layout(wrapped, params),
+        drop_gradients=do_nothing,
+        release=partial(unwrap, model),
+        compute_dtype=PARAM_DTYPES[config.dtype],
+        checkpoint_format=full_state_format(states),
+        measure_resources=partial(measure_resources, wrapped, params),
+    )
+    return FSDP1Engine(model, capabilities_at(config.stage), config, adapter, states, tied)
+
+
+def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
+    """Wrap ``model`` and its groups in FSDP, in place. This is a collective.
+
+    Raises ConfigError for an unknown option, parameter or dtype, and for replicas that do not divide the world size.
+    """
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    options = config.options
+    device = infer_device(model, Comm())
+    groups = {
+        id(module)
+        for module in select_group_modules(model, str(options.get("grouping", LEAF)), options.get("in_root", ()))
+    }
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_mesh=build_mesh(options, device),
+        sharding_strategy=select_strategy(config.stage, replicated="replicas" in options),
+        cpu_offload=CPUOffload(offload_params=True) if options.get("cpu_offload") else None,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in groups),
+        backward_prefetch=select_prefetch(options),
+        mixed_precision=build_mixed_precision(config),
+        device_id=device,
+        use_orig_params=True,
+        ignored_states=ignore_parameters(model, config) or None,
+        **{**initialization(model, device), **{name: options[name] for name in PASSED_ON if name in options}},
+    )
+    keep_original_names(model)
+    if config.reduction is Reduction.SUM:
+        sum_gradients(wrapped, "replicas" in options)
+    return wrapped
+
+
+def build_mesh(options: Mapping[str, Any], device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of ``replicas`` rows, each of which shards the model, or None for the default process group.
+
+    Raises ConfigError if the number of replicas does not divide the world size.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if "replicas" not in options:
+        return None
+    replicas, world_size = int(options["replicas"]), dist.get_world_size()
+    if replicas < 1 or world_size % replicas:
+        raise ConfigError(f"replicas is {replicas}, which does not divide the world size {world_size}")
+    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def select_strategy(stage: int, *, replicated: bool) -> ShardingStrategy:
+    """Return the sharding strategy of ``stage``. Raises ConfigError for replicas at stage 0, which shards nothing."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    if not replicated:
+        return {
+            0: ShardingStrategy.NO_SHARD,
+            2: ShardingStrategy.SHARD_GRAD_OP,
+            3: ShardingStrategy.FULL_SHARD,
+        }[stage]
+    if stage == 0:
+        raise ConfigError("got replicas at stage 0, where every rank is one; use stage 2 or 3")
+    return ShardingStrategy.HYBRID_SHARD if stage == 3 else ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def select_prefetch(options: Mapping[str, Any]) -> BackwardPrefetch | None:
+    """Return the value of ``backward_prefetch``. Raises ConfigError for an unknown one."""
+    from torch.distributed.fsdp import BackwardPrefetch
+
+    values = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+    name = options.get("backward_prefetch", "pre")
+    if name not in values:
+        raise ConfigError.unknown_name("backward_prefetch", name, sorted(values))
+    return values[name]
+
+
+def build_mixed_precision(config: EngineConfig) -> MixedPrecision | None:
+    """Return the MixedPrecision of ``config``, or None for plain fp32. Raises ConfigError for an unknown dtype."""
+    from torch.distributed.fsdp import MixedPrecision
+
+    name = config.options.get("reduce_dtype")
+    if name is not None and name not in REDUCE_DTYPES:
+        raise ConfigError.unknown_name("reduce_dtype", name, sorted(REDUCE_DTYPES))
+    settings = {key: config.options[key] for key in POLICY if key in config.options}
+    if name is not None:
+        settings["reduce_dtype"] = REDUCE_DTYPES[name]
+    if (param_dtype := PARAM_DTYPES[config.dtype]) is not None:
+        settings["param_dtype"] = param_dtype
+    return MixedPrecision(**settings) if settings else None
+
+
+def ignore_parameters(model: nn.Module, config: EngineConfig) -> list[nn.Parameter]:
+    """Return the parameters that FSDP has to ignore, whose gradients are reduced by hooks of this adapter."""
+    if not config.options.get("ignored_params"):
+        return []
+    ignored = [param for param in model.parameters() if param.dim() == 1]
+    register_all_reduce_hooks(ignored, config.reduction)
+    return ignored
+
+
+def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that initialize a model on the meta device on rank 0; empty for any other model."""
+    values = initial_state_on_rank0(model, device)
+    if values is None:
+        return {}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+
+    @torch.no_grad()
+    def allocate(module: nn.Module) -> None:
+        """Allocate the tensors of ``module`` itself, with the initial values on rank 0."""
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor.is_meta:
+                empty = torch.empty_like(tensor, device=device)
+                is_param = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad) if is_param else empty)  # type: ignore[no-untyped-call]
+            if values:
+                tensor.copy_(values[prefixes[id(module)] + name])
+            dist.broadcast(tensor, src=0)  # not sync_module_states, which refuses tensors on the CPU
+
+    return {"param_init_fn": allocate}
+
+
+def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
+    """Make ``wrapped`` sum gradients over ranks: by a communication hook if it shards, and otherwise as scaled means.
+
+    Without shards the earlier gradients of a window are reduced again, which changes a sum but not a mean; and with
+    replicas FSDP refuses communication hooks.
+    """
+    if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
+        wrapped.register_comm_hook(None, reduce_by_sum)
+        return
+    for _, flat_param in iter_flat_params(wrapped):
+        if flat_param.requires_grad:
+            flat_param.register_hook(multiply_by_world_size)
+
+
+def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
+    """Reduce-scatter the sum of ``gradient`` over ranks into ``shard``, as FSDP's hook for sharded strategies does."""
+    dist.reduce_scatter_tensor(shard, gradient)
+
+
+class FSDP1Engine(TorchEngine):
+    """An engine whose full tensors, norm and state dicts come from the methods of FullyShardedDataParallel.
+
+    ``tied`` maps every name of a parameter to its first name.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        capabilities: Capabilities,
+        config: EngineConfig,
+        adapter: EngineAdapter,
+        states: FullStates,
+        tied: Mapping[str, str],
+    ) -> None:
+        super().__init__(module, capabilities, config, adapter)
+        self._wrapped = states.wrapped
+        self._states = states
+        self._tied = tied
+
+    def clip_gradients(self, limit: float) -> float:
+        return float(self._wrapped.clip_grad_norm_(limit))
+
+    def full_grads(self) -> dict[str, Tensor]:
+        with self._wrapped.summon_full_params(self._wrapped, writeback=False, with_grads=True):
+            return {
+                name: snapshot(param.grad) for name, param in self._adapter.params.items() if param.grad is not None
+            }
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        states = self._states.optimizer(self._optimizer)["state"]
+        return {
+            name: {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
+            for name, state in states.items()
+            if state
+        }
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the plain model's ``state_dict()`` on CPU, with one tensor for each tied parameter.
+
+        This is a collective.
+        """
+        state = {name: snapshot(value) for name, value in self._states.model().items()}
+        return {name: state[self._tied.get(name, name)] for name in state}
+
+    def _full_masters(self) -> dict[str, Tensor]:
+        with self._wrapped.summon_full_params(self._wrapped, writeback=False):
+            return {name: snapshot(param) for name, param in self._adapter.params.items()}

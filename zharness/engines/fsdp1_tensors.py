@@ -1,0 +1,102 @@
+"""Read what FSDP1 keeps in private attributes: which rank owns what, the bytes on this rank; and name modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.fsdp2_memory import storage_bytes
+from zharness.engines.protocol import Piece, Resources
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+_WRAPPER = re.compile(r"(^|\.)_fsdp_wrapped_module(?=\.|$)")
+_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+
+
+def original_name(name: str) -> str:
+    """Return the name of a module or parameter without the wrappers of FSDP1 between its modules."""
+    return _WRAPPER.sub("", name).removeprefix(".")
+
+
+def keep_original_names(model: nn.Module) -> None:
+    """Make ``model`` list its modules, parameters and buffers under their original names.
+
+    FSDP1 replaces a submodule ``first`` by a wrapper, so that ``first.weight`` becomes
+    ``first._fsdp_wrapped_module.weight``. As FSDP2 does, this gives the model a subclass of its own class.
+    """
+    original: Any = type(model)
+
+    def named_modules(
+        self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield what the original class yields, under original names: first a wrapper, then what it wraps."""
+        for name, module in original.named_modules(self, memo, prefix, remove_duplicate):
+            yield prefix + _WRAPPER.sub("", name[len(prefix) :]), module
+
+    model.__class__ = type(original.__name__, (original,), {"named_modules": named_modules})
+
+
+def unwrap(model: nn.Module) -> None:
+    """Put the submodules that FSDP1 wrapped back in the place of their wrappers, and give ``model`` its own class.
+
+    Parameters stay shards at stages 2 and 3.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, FullyShardedDataParallel):
+                setattr(module, name, child.module)
+    model.__class__ = type(model).__bases__[0]
+
+
+def iter_flat_params(wrapped: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
+    """Yield the FlatParamHandle and the FlatParameter of each group of ``wrapped`` that has parameters."""
+    for instance in type(wrapped).fsdp_modules(wrapped):
+        handle = instance._handle
+        if handle is not None:
+            yield handle, handle.flat_param
+
+
+def flat_layout(wrapped: FullyShardedDataParallel, params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each original parameter that the ranks own, without those that are not sharded.
+
+    This is a collective.
+    """
+    names = {id(param): name for name, param in params.items()}
+    own: dict[str, tuple[int, int]] = {}
+    for handle, flat_param in iter_flat_params(wrapped):
+        if handle.uses_sharded_strategy:
+            for param, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+                start, stop = info.intra_param_start_idx, info.intra_param_end_idx
+                own[names[id(param)]] = (start, stop + 1) if info.in_shard else (0, 0)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return {
+        name: tuple(Piece(rank, *edges[name]) for rank, edges in enumerate(gathered) if edges[name][0] < edges[name][1])
+        for name in own
+    }
+
+
+def measure_resources(
+    wrapped: FullyShardedDataParallel, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Resources:
+    """Return the bytes of all storages on this rank, counting a shared storage once and a freed one not at all."""
+    flat = [flat_param for _, flat_param in iter_flat_params(wrapped)]
+    gathered = [getattr(param, name, None) for param in flat for name in _GATHERED]
+    unreduced = [tensor for param in flat for tensor in (param.grad, getattr(param, "_saved_grad_shard", None))]
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return Resources(
+        parameters=storage_bytes([*params.values(), *flat, *(tensor for tensor in gathered if tensor is not None)]),
+        gradients=storage_bytes(
+            [*(p.grad for p in params.values() if p.grad is not None), *(t for t in unreduced if t is not None)]
+        ),
+        optimizer_state=storage_bytes(states),
+    )
