@@ -197,9 +197,7 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     spellings = [key for key in ("law", "check") if key in entry]
     if len(spellings) != 1:
         got = "both 'law' and 'check'" if spellings else "neither 'law' nor 'check'"
-        raise UsageError(
-            f"{location}: the expected failure has {got}; expected one of them ('check' is the older name)"
-        )
+        raise UsageError(f"{location}: the expected failure has {got}; give one key, 'law' or its older name 'check'")
     required = ("engine", *spellings, *REQUIRED_KEYS)
     for key in required:
         if not entry.get(key):

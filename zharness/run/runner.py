@@ -52,8 +52,8 @@ class WithheldPolicy(Enum):
 class Runner:
     """A runner that runs cells on one rank server for each engine and one server for the judges.
 
-    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
-    every server and rank.
+    Create it before any tensor operation of the process, since ranks are forked. On exit, the context
+    manager ends every server and rank.
     """
 
     def __init__(
