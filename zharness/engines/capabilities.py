@@ -58,6 +58,11 @@ class Feature(Enum):
     STEADINESS = "global state restored at close, and no read of uninitialized memory"
     RESOURCES = "a count of the bytes allocated on this rank"
     TRAFFIC = "a count of the bytes sent and gathered"
+    READ_OUT = "reading the gradient, weight or optimizer state of a named parameter"
+    WINDOW_READ_OUT = "reading a gradient inside an accumulation window"
+    WRITE_IN = "replacing the gradient, weight or optimizer state of a named parameter"
+    WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
+    SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers, preload_imports
+from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -77,7 +78,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(DeepSpeedTensorAccess):
     """An engine built by ``deepspeed.initialize`` with a torch.optim optimizer and a LambdaLR schedule.
 
     DeepSpeed's own "Adam" is not used, because it is AdamW with a weight decay of 0.01.

@@ -8,6 +8,7 @@ from functools import cache
 from zharness.errors import UsageError
 from zharness.law_kit.law import Law
 from zharness.laws import (
+    access,
     backward,
     checkpointing,
     double_backward,
@@ -31,6 +32,7 @@ LAW_MODULES = (
     checkpointing,
     precision,
     parameters,
+    access,
     state,
     resources,
     model,

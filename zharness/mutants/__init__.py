@@ -41,6 +41,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     sharding,
     side_effects,
     stale_graphs,
+    tensor_access,
     transforms,
     unused_parameters,
 )

@@ -20,6 +20,7 @@ from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws, matches_pattern
+from zharness.run.configuration import is_config_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,6 +86,15 @@ class ExpectedFailure:
             and (not self.engine_variants or self._covers_variant(cell.engine_variant))
             and self.applies_to_version(version)
         )
+
+    def is_stale_on(self, cell: Cell) -> bool:
+        """Return whether this entry is stale if ``cell``, which it covers, passes.
+
+        It is stale on a cell of default options, and on a cell whose whole engine variant it names. A cell may pass
+        under further options, windows or calls of backward although the entry is right about the others.
+        """
+        is_named = cell.engine_variant in (self.engine_variants or ("",))
+        return is_named or is_config_file(cell.engine_variant)
 
     def _covers_variant(self, engine_variant: str) -> bool:
         """Return whether ``engine_variants`` has the whole engine variant of a cell, or one of its parts."""
@@ -225,6 +235,21 @@ def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] 
     """
     name = split_release(engine)[0]
     return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))
+
+
+def find_setting_failure(
+    cell: Cell, version: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the first expected failure that covers ``cell`` and matches its ``cause`` and ``details``.
+
+    Under a setting a cell may fail in the way of any entry, not only of the first one that covers it. Returns the first
+    entry that covers the cell if none matches, and None if none covers it.
+    """
+    covering = [
+        entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)
+    ]
+    matching = (entry for entry in covering if entry.matches_failure(cause, details))
+    return next(matching, covering[0] if covering else None)
 
 
 def find_expected_failure(

@@ -128,6 +128,57 @@ class OddParametersModel(BranchingModel):
         return output * self.one + self.scalar + self.empty.sum() + mixed
 
 
+class CastingLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input; frozen layers may keep fp32 in a low-precision model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class SimilarLayersModel(nn.Module):
+    """A model of parallel layers of one shape with a tied, a frozen and two tiny parameters, all with different values.
+
+    The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). Reading one parameter in place of another one of its
+    shape shows in the values. The parameters ``factor`` and ``shift`` have ``tiny`` elements; a parameter of one
+    element is owned by at most one rank.
+    """
+
+    def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.first = nn.Linear(inputs, outputs)
+        self.second = nn.Linear(inputs, outputs)
+        self.frozen = CastingLinear(inputs, outputs).requires_grad_(False)
+        self.tied = nn.Linear(inputs, outputs)
+        self.tied.weight = self.first.weight
+        self.third = nn.Linear(inputs, outputs)
+        self.factor = nn.Parameter(torch.ones(tiny))
+        self.shift = nn.Parameter(torch.ones(tiny))
+        make_ternary(self)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.view(-1)[0] = index + 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, middle, right = torch.split(x[:, : 3 * self.inputs], self.inputs, dim=1)
+        output: Tensor = self.first(left) + 2 * self.second(middle) + self.tied(right)
+        output = output + self.frozen(left * self.shift.sum()) + 4 * self.third(right + middle)
+        return output * self.factor.sum()
+
+
+class AlignedLayersModel(SimilarLayersModel):
+    """A SimilarLayersModel whose parameters are all divisible by 2, 3 and 4 ranks, so that no shard is padded.
+
+    The model maps (batch, 18) to (batch, 12).
+    """
+
+    INPUTS, OUTPUTS = 6, 12
+
+    def __init__(self) -> None:
+        super().__init__(self.INPUTS, self.OUTPUTS, tiny=self.OUTPUTS)
+
+
 class LookupModel(nn.Module):
     """A model with an embedding whose gradients are sparse, and a linear head.
 
