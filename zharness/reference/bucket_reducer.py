@@ -17,7 +17,7 @@ class BucketReducer:
     are reduced, and the remaining buckets at the end of autograd's graph task. ``reduce(bucket, has_more)`` is a
     collective. In it the ranks exchange which gradients of the bucket they have, and whether they have gradients in
     later buckets; it returns True if any rank has either. So two ranks reduce a bucket in the same collective even if
-    only one completes it early, and all ranks end the round together, when no rank has gradients left.
+    only one rank completes the bucket early, and all ranks end the round together, when no rank has gradients left.
 
     A gradient that is computed after its bucket was reduced stays in ``parameter.grad`` until the end of the outer
     graph task, the next round or the accumulation boundary. All ranks have to run the same number of backwards, but

@@ -320,9 +320,9 @@ class Engine:
         """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``.
 
         This is a collective. ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads
-        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and the schedule if its
-        kind is the same in this engine. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint
-        that is missing, incomplete or damaged, contains code, or belongs to another model.
+        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and a schedule of the
+        same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing,
+        incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):

@@ -34,7 +34,7 @@ class Gradients:
       this object at the boundary, or at once if the optimizer's dtype is wider.
 
     A parameter that only some ranks used counts as zero on the others; a parameter that no rank used has no gradient.
-    Before each reduction of replicated parameters, the ranks exchange which of them they used. At stage 3 every
+    Before each reduction of replicated parameters, the ranks exchange which parameters they used. At stage 3 every
     backward has to compute the same gradients on every rank, in the same order, or run inside ``uneven``.
     """
 

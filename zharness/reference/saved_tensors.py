@@ -1,4 +1,4 @@
-"""Reshard after a module's forward: replace the unsharded parameters in its graph by pack and unpack hooks."""
+"""Reshard after a module's forward: put hooks in place of the unsharded parameters that its graph saved."""
 
 from __future__ import annotations
 

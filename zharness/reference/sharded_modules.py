@@ -57,7 +57,7 @@ class ParamUnsharder:
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
-        """Unshard ``value`` if it is a sharded parameter (a collective), otherwise return ``value`` unchanged.
+        """Return the full tensor of a sharded parameter (a collective), and any other ``value`` unchanged.
 
         Raises UsageError if the parameter was edited in place, because the edit would be lost. Inside ``gathered``, a
         forward with gradients raises UsageError too, because the gradient would not reach the parameter.

@@ -215,7 +215,7 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """Reduces the gradients of several parameters like ``ReduceGrad``, once all are complete on this rank.
+    """Reduces the gradients of several parameters like ``ReduceGrad``, once all gradients are complete on this rank.
 
     An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
     reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.

@@ -55,7 +55,7 @@ class ClassChoice:
 
 @dataclass(frozen=True)
 class Settings:
-    """The parsed configuration: it has a value for every setting, and the values fit together.
+    """The parsed and checked configuration, in which absent keys have their defaults.
 
     ``max_grad_norm`` is the limit of gradient clipping, or None if gradients are not clipped. ``average_over_ranks``
     selects the mean of the gradients over ranks instead of their sum. Over micro-batches the engine always takes the

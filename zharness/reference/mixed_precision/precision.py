@@ -69,7 +69,10 @@ class Precision:
         return {p: self._assign_param_dtypes(p, p in low_precision) for p in module.parameters()}
 
     def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
-        """Return the dtypes of ``parameter``; ``is_low_precision`` means that it is reduced in the autocast dtype."""
+        """Return the dtypes of ``parameter``.
+
+        If ``is_low_precision`` is True, the parameter is sent and its gradient is reduced in the autocast dtype.
+        """
         original_dtype = parameter.dtype
         is_converted = parameter.requires_grad and original_dtype.is_floating_point
         param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else original_dtype
