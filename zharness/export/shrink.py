@@ -77,6 +77,7 @@ class FailureSignature:
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '[^']*'$")  # the program that an any_order law appends
 # Numbers, names with dots or digits, and quoted text, which differ between models.
+_LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
 
 
@@ -91,7 +92,7 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
         return FailureSignature(verdict, part[1], "" if hint.startswith("only ") else _MODEL_SPECIFIC.sub("#", hint))
     raised = re.search(r"raised: (\w+)(?:: ([^\n]*))?", cause)
     return (
-        FailureSignature(verdict, raised[1], _MODEL_SPECIFIC.sub("#", raised[2] or ""))
+        FailureSignature(verdict, raised[1], _LIST_OF_NAMES.sub("#", _MODEL_SPECIFIC.sub("#", raised[2] or "")))
         if raised
         else FailureSignature(verdict, "")
     )
