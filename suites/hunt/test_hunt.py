@@ -200,7 +200,7 @@ def test_groups_contain_alarms_that_have_more(tmp_path: Path) -> None:
 def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = HuntOptions(
         HuntLimits(None, 6),
-        stages=(1,),
+        stages=(0,),
         world_sizes=(2,),
         dtypes=("fp32",),
         output=tmp_path,

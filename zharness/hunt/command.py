@@ -21,7 +21,7 @@ from zharness.export.verify import REPRODUCED, RunScript
 from zharness.hunt.draw import Coverage
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
-from zharness.hunt.known import find_known
+from zharness.hunt.known import explain_changed_numbers, find_known
 from zharness.hunt.log import HuntLog, HuntState
 from zharness.hunt.space import Space
 from zharness.run.claims import get_engine_version
@@ -79,7 +79,8 @@ def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment,
             if not options.trust_records:
                 return ""
             needed = space.get_kernel_options(program.stage) or ()
-            return find_known(engine, version, program, outcome, space.claims_at[program.stage], needed)
+            changing = explain_changed_numbers(program, outcome, space.claims_at[program.stage])
+            return changing or find_known(engine, version, program, outcome, space.claims_at[program.stage], needed)
 
         hunter = Hunter(
             space,
@@ -187,8 +188,9 @@ def export_group(
     stem = re.sub(r"\W+", "_", f"{split_release(engine)[0]}_{group.number}_{group.signature.failure_kind}".lower())
     path = folder / f"{stem.strip('_')}.py"
     verified = ""
-    # A short script compares less than the judge, and knows no options of an adapter.
-    for render in (render_program_script, render_judged_program_script):
+    # A short script has its own engine, which knows no options of an adapter, and compares less than the judge.
+    renderers = (render_judged_program_script,) if group.smallest.options else (render_program_script,)
+    for render in dict.fromkeys((*renderers, render_judged_program_script)):
         try:
             script = render(engine, version, group.smallest, group.outcome, claims)
         except ZHarnessError as error:

@@ -49,6 +49,13 @@ def find_known(
     return ""
 
 
+def explain_changed_numbers(program: Program, outcome: ProgramOutcome, claims: Capabilities) -> str:
+    """Return why a wrong number may be none: the program needs an option that may change numbers. Else return ''."""
+    reasons = {name: claims.engine_options[name].changes_numbers for name in program.options}
+    found = [f"to be judged by a person, as {name} may change numbers: {why}" for name, why in reasons.items() if why]
+    return found[0] if found and outcome.verdict is Verdict.FAIL else ""
+
+
 def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str, ...], version: str) -> bool:
     """Return whether the setting of ``program`` is one of those that ``entry`` covers, in whatever law."""
     narrowed = (
