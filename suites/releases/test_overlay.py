@@ -247,7 +247,7 @@ def test_a_release_that_does_not_import_is_not_kept(cache: Path, monkeypatch: py
 
     monkeypatch.setattr(overlay, "_install", broken)
     with pytest.raises(
-        UsageError, match=r"made_up 1\.0 does not import with torch .*: ImportError: this torch is too new"
+        UsageError, match=r"made_up 1\.0 cannot be imported with torch .*: ImportError: this torch is too new"
     ):
         overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []

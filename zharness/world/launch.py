@@ -80,6 +80,6 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
 
 
 def default_world_size() -> int:
-    """Return the world size of the torchrun launch, or, without a launch, 2: the smallest size that shards anything."""
+    """Return the world size of the torchrun launch, or 2 if torchrun did not start this process."""
     launch = detect_launch()
     return 2 if launch is None else launch.world_size

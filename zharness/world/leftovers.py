@@ -21,7 +21,7 @@ _STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 
 def find_leftovers() -> dict[str, str]:
-    """Return descriptions of this process's non-daemon threads, except the main thread, and of its living children.
+    """Return descriptions of the living children and the non-daemon threads, except the main thread, of this process.
 
     A thread or process has the same key (``thread 1234``, ``process 1234``) in every call, so that the results of two
     calls can be compared.
@@ -108,7 +108,7 @@ class ProcessFingerprint:
 
 
 def take_fingerprint() -> ProcessFingerprint:
-    """Return the current process-wide state of this process as a fingerprint."""
+    """Return a fingerprint of the current process-wide state of this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return ProcessFingerprint(
         environment=environment,

@@ -61,7 +61,7 @@ class CollectiveAnnouncement:
 
 @dataclass(frozen=True)
 class DeadlineHold:
-    """A request to suspend the deadline while ``rank`` is in a debugger; with an empty ``reason``, to resume it."""
+    """A request to suspend the deadline because ``rank`` is in a debugger, or to resume it if ``reason`` is empty."""
 
     rank: int
     reason: str

@@ -109,7 +109,7 @@ class ServerChannel:
         self.send(RankNote(self._slot.rank, at_ns, status, pickle.dumps(payload)))
 
     def hold(self, reason: str) -> None:
-        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
+        """Suspend the deadline because this rank is in a debugger, or resume the deadline if ``reason`` is empty."""
         self.send(DeadlineHold(self._slot.rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
@@ -326,7 +326,7 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
 def choose_debug_level(task: RankTask) -> DebugLevel:
     """Return torch's debug level for a task.
 
-    It is the value of TORCH_DISTRIBUTED_DEBUG if that variable is set, else DETAIL if the task's collectives are
+    The level is the value of TORCH_DISTRIBUTED_DEBUG if that variable is set, else DETAIL if the task's collectives are
     compared across the ranks, else OFF.
     """
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
@@ -356,8 +356,8 @@ def seed_torch(seed: int) -> None:
 def rank_device(rank: int, world_size: int) -> torch.device:
     """Return the device of ``rank``, and make it torch's current device if it is a GPU.
 
-    With ``ZHARNESS_DEVICE=cuda`` each rank uses one GPU, otherwise the CPU. An environment variable selects the device,
-    because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
+    If ``ZHARNESS_DEVICE`` is ``cuda``, each rank uses one GPU; otherwise all ranks use the CPU. The device follows from
+    an environment variable, because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
     """
     if not is_gpu_requested():
         return torch.device("cpu")

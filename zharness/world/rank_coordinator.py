@@ -40,7 +40,7 @@ class RankCoordinator:
         """Add a rank's request, and return the answers to send, by rank.
 
         The answers are empty until the last rank's request arrives. If two ranks called different functions, the method
-        immediately returns an ExchangeMismatch for every waiting rank.
+        immediately returns an ExchangeMismatch for every waiting rank and ends the exchange.
         """
         self._requests[request.rank] = request  # replaces the request of an interrupted exchange
         other = next((earlier for earlier in self._requests.values() if earlier.operation != request.operation), None)
@@ -65,7 +65,7 @@ class RankCoordinator:
     def add_announcement(self, announcement: CollectiveAnnouncement) -> bool:
         """Add an announcement, and return whether another rank announced a different collective under the same number.
 
-        If one did, the attribute ``mismatch`` describes the pair of ranks. Later mismatches are ignored.
+        If the collectives differ, the attribute ``mismatch`` describes the two ranks. Later mismatches are ignored.
         """
         if self.mismatch:
             return False

@@ -264,7 +264,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
-    """Apply ``rank_environment`` to this process and run its warm-up; return an error message, or "" on success."""
+    """Apply ``rank_environment`` to this process and run its warm-up; return an error message, empty on success."""
     problem = describe_shadowed_module(rank_environment)
     if problem:
         return problem
@@ -284,7 +284,7 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
 
 
 def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
-    """Return an error message if this process has already imported another release of the engine to be tested; else "".
+    """Return an error message if this process has already imported another release of the engine, else empty text.
 
     The forked ranks would run the imported release instead of the release in ``search_path``.
     """
@@ -295,8 +295,9 @@ def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
         return ""
     version = getattr(imported, "__version__", "")
     return (
-        f"{rank_environment.module} {version} is already imported by this session, but the release in "
-        f"{rank_environment.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
+        f"{rank_environment.module} {version} is already imported by this session, but the ranks have to import "
+        f"the release in {rank_environment.search_path[0]}; run `zharness check`, or import "
+        f"{rank_environment.module} only inside functions"
     )
 
 

@@ -63,7 +63,7 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
 
 
 def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
-    """Describe the innermost frame, followed by the innermost frame outside of the standard library if they differ."""
+    """Describe the innermost frame and, if that is in the standard library, the innermost frame outside of it."""
     if not frames:
         return ""
     inner = frames[0]
@@ -120,7 +120,7 @@ def trim_stacks(text: str) -> str:
 
 
 def is_idle_thread(block: list[str]) -> bool:
-    """Return whether the lines are the stack of a thread of the harness that only waits."""
+    """Return whether the lines ``block`` are the stack of a harness thread that waits for work."""
     frames = [line for line in block if line.startswith('  File "')]
     is_thread = bool(block) and is_thread_header(block[0])
     return is_thread and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)
