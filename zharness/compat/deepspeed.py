@@ -66,7 +66,7 @@ __all__ = [
 
 
 def parse_timeout(environment: Mapping[str, str]) -> float:
-    """Return the seconds in ``DS_UNITTEST_TIMEOUT``; 600 if unset. Raises UsageError if not a number above 0."""
+    """Return the seconds in ``DS_UNITTEST_TIMEOUT``, or 600 if unset. Raises UsageError unless the value is above 0."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -218,7 +218,9 @@ class DistributedFixture(DistributedExec):
 
     def run(self, **fixtures: Any) -> None:
         """Do the work of the fixture on each of its ranks; subclasses override this method."""
-        raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method run, which every DistributedFixture has to define"
+        )
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
         """Raise UsageError, because a rank cannot start ranks. The test has to request the fixture by name instead."""

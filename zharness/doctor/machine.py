@@ -49,13 +49,13 @@ def inspect_cores() -> Finding:
 
 
 def parse_cpu_quota(text: str) -> float | None:
-    """Parse a cgroup's ``cpu.max`` ("QUOTA PERIOD" in microseconds): return the number of cores; None if unlimited."""
+    """Return the number of cores in a cgroup's ``cpu.max`` ("QUOTA PERIOD" in microseconds), or None if unlimited."""
     quota, *period = text.split()
     return None if quota == "max" or not period else int(quota) / int(period[0])
 
 
 def inspect_memory() -> Finding:
-    """Inspect the memory that new processes can use: the machine's free memory, or less if the cgroup allows less."""
+    """Inspect the memory that new processes can use: the free memory or the cgroup's allowance, whichever is less."""
     free, limit = free_memory(), cgroup_memory_left()
     text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} allowed by the cgroup")
     available = free if limit is None else min(free, limit)
@@ -132,7 +132,12 @@ def inspect_loopback() -> Finding:
 def inspect_backends() -> Iterator[Finding]:
     """Inspect whether this build of torch includes torch.distributed, gloo and NCCL."""
     if not dist.is_available():
-        yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch with it")
+        yield Finding(
+            "torch.distributed",
+            Severity.PROBLEM,
+            "not built into this torch",
+            "install a build of torch that includes it",
+        )
         return
     gloo = dist.is_gloo_available()
     remedy = "ranks on CPU need it: install torch from PyPI or download.pytorch.org"

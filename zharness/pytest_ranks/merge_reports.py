@@ -49,7 +49,7 @@ _MERGED_FIELDS = {
 class JointResult:
     """The results of one test on all its ranks.
 
-    ``failures`` are the problems that make the test fail, the cause first.
+    ``failures`` are the problems that make the test fail. The first is the cause.
     """
 
     item: pytest.Item
@@ -68,9 +68,9 @@ class JointResult:
 
     @cached_property
     def is_caused_by_skip(self) -> bool:
-        """Return whether the cause of the failure is that some ranks skipped.
+        """Return whether the test failed because only some of its ranks skipped.
 
-        Ranks that were stopped then waited for a rank that had not failed.
+        In this case, the ranks that were stopped had waited for a rank that skipped, not for one that failed.
         """
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
@@ -151,7 +151,7 @@ def is_expected_failure(problem: RankProblem, phase: str) -> bool:
 
 
 def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Return the verdict on a failed phase: its first failure with traceback, all other failures as sections."""
+    """Return the verdict on a failed phase: the first failure with its traceback, each other failure as a section."""
     failures = result.failures_by_phase[phase]
     cause, groups = failures[0], group_problems(failures)
     if cause.kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
@@ -237,7 +237,7 @@ def make_ranks_section(result: JointResult) -> list[tuple[str, str]]:
 
 
 def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> list[str]:
-    """Describe how each rank ended, with one sentence for ranks that ended in the same way; the cause comes first."""
+    """Describe how each rank ended, in one sentence for all ranks that ended in the same way; the cause is first."""
     cause_rank = result.failures[0].rank if result.failures else -1
     groups: dict[tuple[object, ...], list[RankResult]] = {}
     for rank_result in sorted(rank_results, key=lambda rank_result: rank_result.rank != cause_rank):
@@ -318,7 +318,7 @@ def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, s
 
 
 def get_test_stack(rank_result: RankResult) -> str:
-    """Return a rank's stack without the frames of the harness, or the whole stack if it has no other frames."""
+    """Return a rank's stack without the harness's frames, or the whole stack if all frames are the harness's."""
     return strip_harness_frames(rank_result.outcome.stack) or rank_result.outcome.stack.strip()
 
 
@@ -356,7 +356,7 @@ def measure_phase(
 ) -> tuple[float, float, float]:
     """Return the earliest start, latest stop and longest duration of a phase over all ranks, in seconds.
 
-    For a failed phase that no rank reported, return the time of the whole test minus that of the earlier phases.
+    If no rank reported a failed phase, its duration is that of the whole test minus those of the earlier phases.
     """
     reports = result.get_reports(phase)
     if reports:

@@ -80,7 +80,7 @@ class ProcessState:
         return cls(take_fingerprint(), find_leftovers())
 
     def describe_changes_since(self, states: Sequence[ProcessState]) -> str:
-        """Return the names of settings that now differ from their values in all of ``states``, separated by commas."""
+        """Return, separated by commas, the names of the settings whose value here is in none of ``states``."""
         changes = [set(state.fingerprint.list_changes(self.fingerprint)) for state in states]
         return ", ".join(sorted(set.intersection(*changes)))
 
@@ -97,7 +97,7 @@ class ReportChannel(Protocol):
     """The interface through which a rank sends reports before the test ends: ServerChannel or StoreChannel."""
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send ``payload`` with the time of its event.
+        """Send ``payload``, which reports an event, and ``at_ns``, the time of the event.
 
         If ``status`` is FAILED, the receiver stops the other ranks.
         """
@@ -180,7 +180,7 @@ class PhaseReporter:
         )
 
     def make_phase_report(self, report: pytest.TestReport) -> PhaseReport:
-        """Serialize a report; user properties are replaced by their ``repr`` if they cannot be pickled."""
+        """Serialize a report. A user property that cannot be pickled is replaced by its ``repr``."""
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         try:
             pickle.dumps(data)
@@ -279,10 +279,10 @@ class RankTestRunner:
         )
 
     def _take_previous_state(self) -> ProcessState:
-        """Return the process's state at the end of the last test, or the current state if none is stored.
+        """Return the process's state at the end of the last test, or the current state if no state is stored.
 
-        No other code runs between tests, so the two are equal. The stored state is removed, because it is no longer
-        valid if the next test does not end normally.
+        No other code runs between tests, so the two states are equal. The stored state is removed, because it is no
+        longer valid if the next test does not end normally.
         """
         state, self._previous_state = self._previous_state, None
         return ProcessState.capture() if state is None else state
@@ -359,7 +359,7 @@ def disable_capture(config: pytest.Config) -> None:
 
 
 def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
-    """Make ``base`` the base of this rank's ``tmp_path``, so that ranks do not create equal directories."""
+    """Make ``base`` the base of this rank's ``tmp_path``, so that no two ranks create the same directory."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ class RemoteFixture:
     timeout: float | None = None
 
     def adapt_requirements(self, requirements: RankRequirements) -> RankRequirements:
-        """Return the test's requirements, changed to those of the fixture: new ranks, forked by the same server."""
+        """Return the requirements of the fixture: those of the test, but with new ranks from the same rank server."""
         timeout = requirements.timeout if self.timeout is None else self.timeout
         return replace(
             requirements, world_size=self.world_size, isolation=Isolation.FRESH, group=self.group, timeout=timeout
@@ -154,9 +154,9 @@ def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pyt
 def make_remote_setup_reports(
     item: pytest.Item, remote: RemoteFixture, outcome: GroupOutcome
 ) -> list[pytest.TestReport]:
-    """Return the setup report of a test after one remote fixture.
+    """Return the report of a test's setup for one remote fixture.
 
-    If the fixture failed, add a passed teardown report.
+    If the fixture failed, also return a passed teardown report.
     """
     reports = merge_reports(item, outcome)
     failed = next((report for report in reports if not report.passed), None)

@@ -188,7 +188,7 @@ def replace_std_streams() -> Iterator[None]:
 
 
 class UnbufferedStdin(io.RawIOBase):
-    """Standard input without read-ahead, since later lines of a script belong to the next debugger, on another rank."""
+    """Standard input without read-ahead, because later lines may belong to the next debugger, on another rank."""
 
     def readable(self) -> bool:
         """Return True: standard input can be read."""

@@ -54,7 +54,7 @@ class TorchrunTestController(RankTestController):
         super().__init__(session)
 
     def _make_server(self, warm_engine: str, test_runner: RankTestRunner) -> RankServer:
-        """Return the leader, which runs all tests: no ranks can be forked, so no engine is imported in advance."""
+        """Return the leader, which runs all tests. It forks no ranks, so ``warm_engine`` is not imported in advance."""
         return self._leader
 
     def verify_collection(self) -> None:
@@ -109,7 +109,7 @@ class TorchrunTestController(RankTestController):
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Run the test on the ranks; mark ranks that failed only because another rank was lost as stopped."""
+        """Run the test on the ranks. If a rank failed only because another rank was lost, change its end to STOPPED."""
         outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture)
         return mark_cut_off_ranks(outcome) if self._leader.is_group_broken else outcome
 

@@ -1,4 +1,4 @@
-"""Pytest plugin for ``torchrun ... -m pytest``: rank 0 decides which tests run and reports, the others follow it.
+"""Pytest plugin for ``torchrun ... -m pytest``: rank 0 chooses the tests and reports; the other ranks follow rank 0.
 
 [Note: pytest under torchrun]
 torchrun runs the same pytest command in every process. If tests on ranks or cells are collected, the plugin engages:
@@ -144,7 +144,7 @@ class TorchrunPlugin:
             raise pytest.UsageError(str(error)) from None
 
     def _answer_query(self, session: pytest.Session, query: CollectionQuery) -> CollectionReply:
-        """Sort this rank's tests into the order of rank 0, which sends their indices; reply which tests are missing."""
+        """Sort this rank's tests as rank 0 does, which sends their indices, and reply which tests are missing."""
         session.items[:] = [self._items_by_nodeid[name] for name in query.nodeids if name in self._items_by_nodeid]
         missing = tuple(name for name in query.nodeids if name not in self._items_by_nodeid)
         return CollectionReply(missing, tuple(self._collection_errors), Path(query.file).exists())
