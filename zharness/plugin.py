@@ -205,7 +205,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def record(cell: PlannedCell, pytestconfig: pytest.Config) -> Record:
-    """Run the cell and return its Record. Skip the test if the cell is unsupported; xfail the test if it is excused."""
+    """Run the cell and return its Record. Skip the test of an unsupported cell; xfail that of an expected failure."""
     from zharness.run.pytest_cells import run_cell
 
     return run_cell(cell, pytestconfig)

@@ -13,7 +13,7 @@ processes. A DistributedFixture can only be requested by name; calling it raises
 
 This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
 in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. DeepSpeed is imported only in
-the ranks, and by helper functions that use it. If it is not installed, tests run with torch.distributed alone.
+the ranks, and by helper functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class DistributedFixture(DistributedExec):
 
     @classmethod
     def _rank_function(cls) -> Any:
-        """Return the function that each rank calls: it prepares the rank and passes its parameters on to ``run``."""
+        """Return the function that each rank calls: it prepares the rank and passes its own parameters to ``run``."""
         run = cls.run.__get__(cls())
 
         def run_in_ranks(**fixtures: Any) -> None:
@@ -225,6 +225,6 @@ class DistributedFixture(DistributedExec):
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
         """Raise UsageError, because a rank cannot start ranks. The test has to request the fixture by name instead."""
         raise UsageError(
-            f"got a call of the DistributedFixture {type(self).__name__}; a test that needs it takes a parameter named "
-            f"{type(self).__name__}, and the fixture runs before the test's own ranks start"
+            f"got a call of the DistributedFixture {type(self).__name__}; a test that needs the fixture takes "
+            f"a parameter named {type(self).__name__}, and the fixture runs before the test's own ranks start"
         )

@@ -148,7 +148,7 @@ def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> 
 
 
 def allclose_on_all_ranks(actual: Any, expected: Any, assert_message: str | None = None, **kwargs: Any) -> None:
-    """Call ``torch.testing.assert_close`` on every rank, and raise AssertionError on all ranks if it fails on one.
+    """Call ``torch.testing.assert_close`` on every rank, and raise AssertionError on all ranks if any call fails.
 
     The error names the ranks on which ``assert_close`` failed.
     """

@@ -43,8 +43,8 @@ class ActivePool:
 class RankTestController:
     """Pytest plugin that runs every test with a world size on ranks and leaves all other tests to pytest.
 
-    Create it after collection and before any fixture is set up: its servers are forks of this process, so their ranks
-    inherit every collected test and no fixture.
+    Create the plugin after collection and before any fixture is set up: its servers are forks of this process, so
+    their ranks inherit every collected test and no fixture.
     """
 
     def __init__(self, session: pytest.Session) -> None:
@@ -173,7 +173,7 @@ class RankTestController:
         return remote_reports
 
     def _new_test_dir(self) -> Path:
-        """Return the path of a directory for one test; ranks create it if they need it."""
+        """Return the path of a directory for one test; ranks create the directory if they need it."""
         return self._base_dir / f"ranks-{next(self._test_numbers)}"
 
     def _call_ranks(
@@ -335,7 +335,7 @@ def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffe
 
 
 def add_leftovers(outcome: GroupOutcome, side_effects: dict[int, RankSideEffects]) -> GroupOutcome:
-    """Return ``outcome`` with the threads and processes that each rank left behind, as its side effects list them."""
+    """Return ``outcome`` with the threads and processes that each rank left behind, from the rank's side effects."""
     return replace(
         outcome,
         ranks=tuple(
@@ -364,8 +364,8 @@ def add_local_teardown(
 ) -> list[pytest.TestReport]:
     """Tear down fixtures of earlier tests in the pytest process; append a report to ``reports`` if a teardown raises.
 
-    pytest tears down the fixtures that the next test does not need after each test that it runs itself. pytest does not
-    run the tests on ranks, so the controller calls this function before and after them.
+    After each test that pytest runs itself, pytest tears down the fixtures that the next test does not need. pytest
+    does not run the tests on ranks, so the controller calls this function before and after those tests.
     """
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is None:
@@ -374,7 +374,7 @@ def add_local_teardown(
 
 
 def replay_warning(item: pytest.Item, warning: RecordedWarning) -> None:
-    """Record a warning that was issued on a rank as if it had been issued in the pytest process."""
+    """Report to pytest a warning that was issued on a rank, like a warning of the pytest process."""
     message = warnings.WarningMessage(
         warning.category(warning.message), warning.category, warning.filename, warning.line
     )

@@ -231,7 +231,7 @@ class _Peers:
 
     @contextmanager
     def wait_for_peers_at_end(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block; if one rank ends early, the others raise an error that names it.
+        """Wait for all ranks at the end of the block; if a rank ends early, the others raise an error with its number.
 
         Raises ExamplesDiverged if another rank still runs examples.
         """

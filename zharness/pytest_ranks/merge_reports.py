@@ -75,7 +75,7 @@ class JointResult:
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
     def get_reports(self, phase: str) -> list[pytest.TestReport]:
-        """Return the reports of ``phase`` of all ranks that sent one, in rank order."""
+        """Return all reports of ``phase`` that ranks have sent, in rank order."""
         return [
             rank_result.timed_reports[phase].report
             for rank_result in self.rank_results

@@ -163,7 +163,7 @@ def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Return whether the rank skipped in ``phase``. An expected failure, which pytest reports as a skip, is not one."""
+    """Return whether the rank skipped in ``phase``. An expected failure is not a skip, though pytest reports it so."""
     timed_report = rank_result.timed_reports.get(phase)
     return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 
@@ -193,7 +193,7 @@ def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> R
 
 
 def get_report_message(report: pytest.TestReport) -> str:
-    """Return the exception message of a failed report, or the reason of a skipped one."""
+    """Return the exception message of a failed report, or the reason of a skipped report."""
     longrepr = report.longrepr
     if isinstance(longrepr, tuple):
         return str(longrepr[2]).removeprefix("Skipped: ")
@@ -246,7 +246,10 @@ def find_end_problems(rank_result: RankResult, reported_problems: Sequence[RankP
 
 
 def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> RankProblem:
-    """Return the problem of a rank that hung or was stopped. ``is_blameless`` says that it had reported no failure."""
+    """Return the problem of a rank that hung or was stopped.
+
+    ``is_blameless`` is True if the rank had reported no failure.
+    """
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     waiting = f", waiting in {outcome.site}" if outcome.site else ""
     if outcome.end is RankEnd.STOPPED:

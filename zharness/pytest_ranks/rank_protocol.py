@@ -215,7 +215,7 @@ def is_importable(category: type[Warning]) -> bool:
 
 
 class RankTestRunner:
-    """A callable that runs one test of the collected session in the calling rank; ranks inherit it through the fork."""
+    """A callable that runs one collected test on the rank that calls it. Ranks inherit the object through the fork."""
 
     def __init__(
         self,

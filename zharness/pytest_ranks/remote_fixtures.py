@@ -56,7 +56,7 @@ _remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the functio
 def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture) -> Any:
     """Return a pytest fixture with the value None that calls ``function`` on ranks of its own.
 
-    The names of the parameters of ``function`` are names of fixtures, which are passed to it.
+    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``.
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:

@@ -103,7 +103,7 @@ def get_terminal_state(descriptor: int) -> tuple[int, tuple[Any, ...]]:
 
 
 def set_foreground_pgid(descriptor: int, pgid: int) -> None:
-    """Make ``pgid`` the foreground process group of a terminal, which may read from it."""
+    """Make ``pgid`` the foreground process group of a terminal. Only the foreground group may read from a terminal."""
     # The kernel stops a background process that does this, unless the process blocks SIGTTOU.
     original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:

@@ -58,7 +58,7 @@ class TorchrunTestController(RankTestController):
         return self._leader
 
     def verify_collection(self) -> None:
-        """Raise UsageError unless every rank collected every test; the message names a rank and the tests it lacks."""
+        """Raise UsageError, with a rank and the tests that it lacks, unless every rank collected every test."""
         file = self._base_dir / "attached"
         file.touch()
         query = CollectionQuery(tuple(item.nodeid for item in self.session.items), str(file))
@@ -91,7 +91,7 @@ class TorchrunTestController(RankTestController):
         return True
 
     def _run_rank_test(self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements) -> None:
-        """Run one test on the launched ranks; skip it if it needs a file system that the machines do not share."""
+        """Run one test on the launched ranks; skip the test if it needs files that the machines do not share."""
         if self._lacks_shared_filesystem and "shared_tmp_path" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.skip("shared_tmp_path: the machines of this launch share no file system"))
             runtestprotocol(item, nextitem=None)

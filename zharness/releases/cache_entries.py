@@ -41,7 +41,7 @@ def list_entries() -> list[CacheEntry]:
 
 
 def parse_unfinished_entry(path: Path) -> CacheEntry | None:
-    """Return the entry of the interrupted install that left the folder ``path``, or None if no install left it."""
+    """Return the entry of the interrupted install that left the folder ``path``, or None for any other folder."""
     if path.name.startswith(".") and overlay.BUILDING_INFIX in path.name:
         return CacheEntry(path, path.name, "unfinished install", folder_size(path))
     return None
@@ -68,7 +68,7 @@ def parse_checkout_entry(path: Path) -> CacheEntry | None:
 
 
 def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
-    """Remove the entries that ``subjects`` name, or all entries if it is empty; yield each entry with the result.
+    """Remove the entries that ``subjects`` name, or all entries if none is named; yield each entry and the result.
 
     ``NAME`` without a release means all releases of NAME. Raises UsageError for a subject that is not in the cache.
     """

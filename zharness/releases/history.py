@@ -93,7 +93,7 @@ def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) ->
 
 
 def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> str:
-    """Return a text with the numbers of cells that are in both runs, only in the earlier run and only in this run.
+    """Return a text with the numbers of cells that are in both runs, only in ``before`` and only in ``after``.
 
     Raises UsageError if no cell is in both runs.
     """

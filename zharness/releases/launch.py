@@ -1,4 +1,4 @@
-"""Run a command until it ends or its deadline has passed, and then end all processes that it started."""
+"""Run a command until it ends or its deadline has passed, and then end all processes that the command started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARK_VARIABLE = "ZHARNESS_LAUNCH"  # environment variable by which a command's 
 class CommandGroup:
     """The running commands of several threads, which can be ended together from any thread.
 
-    Only the main thread receives Ctrl-C, so it has to end the commands of the other threads.
+    Only the main thread receives Ctrl-C, so the main thread has to end the commands of the other threads.
     """
 
     def __init__(self) -> None:

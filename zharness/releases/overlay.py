@@ -256,7 +256,7 @@ def _install(folder: Path, wanted: Stamp) -> None:
 def _check_import(folder: Path, wanted: Stamp) -> None:
     """Import the release from ``folder`` in a child process.
 
-    Raises UsageError if the import fails or the imported version is not the requested one.
+    Raises UsageError if the import fails or the imported version is not the requested version.
     """
     module = wanted.distribution.replace("-", "_")
     found = import_and_get_version(

@@ -17,7 +17,7 @@ from zharness.world.server import RankEnvironment
 def prepare_rank_environment(engine: str) -> RankEnvironment:
     """Return the environment of the rank server for ``engine``, which is NAME, NAME==RELEASE or NAME@CHECKOUT.
 
-    If the release is not installed, an overlay of it is installed. Raises UsageError if the engine or the release
+    If the release is not installed, the function builds an overlay. Raises UsageError if the engine or the release
     cannot be installed, or if this process has already imported another release of the package.
     """
     info = engines.info(engine)

@@ -71,7 +71,7 @@ def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
 
 
 def render_markdown(all_results: Sequence[ReproResult]) -> str:
-    """Return a Markdown table that lists, for each bug, the releases that show it and those that do not."""
+    """Return a Markdown table that lists, for each bug, the releases that show the bug and the releases that do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in all_results:
         by_bug.setdefault(result.repro, []).append(result)

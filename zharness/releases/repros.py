@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a bu
 
 
 class ReproVerdict(Enum):
-    """The verdict of one run of a reproduction: whether the run shows the bug, and otherwise why not."""
+    """The verdict of one run of a reproduction: whether the run shows the bug, or why this is unknown."""
 
     REPRODUCED = "reproduced"
     NOT_REPRODUCED = "not reproduced"

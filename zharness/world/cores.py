@@ -26,7 +26,7 @@ def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
 def pin_to_cores(cores: Collection[int], pid: int = 0) -> None:
     """Pin process ``pid`` and the children that it forks from now on to ``cores``. A ``pid`` of 0 is this process.
 
-    If ``cores`` is empty, the function does nothing, and the process stays pinned as an earlier call pinned it.
+    If ``cores`` is empty, the function does nothing, and the cores of an earlier call remain in effect.
     """
     if cores:
         with suppress(OSError):  # a container may forbid it, or may have lost one of the cores

@@ -19,7 +19,7 @@ class Launch:
 
     ``address`` and ``port`` are those of the launch's key-value store. ``restart_count`` is the number of times that
     torchrun has restarted all ranks. ``uses_agent_store`` is True if torchrun's agent runs the server of the store, and
-    False if rank 0 has to run it.
+    False if rank 0 has to run that server.
     """
 
     rank: int

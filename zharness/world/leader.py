@@ -358,7 +358,7 @@ def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether ``address`` belongs to this machine, which is the case if a socket can be bound to it."""
+    """Return whether ``address`` belongs to this machine, by trying to bind a socket to the address."""
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

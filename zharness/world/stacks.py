@@ -47,7 +47,7 @@ def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
 
 
 def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
-    """Return the collective in which a rank waits, with the file and line of the call; else the empty string."""
+    """Return the collective in which a rank waits, with the file and line of the call, or the empty string if none."""
     for at, frame in enumerate(frames):
         if not frame.file.endswith(_COLLECTIVES_FILE):
             continue
