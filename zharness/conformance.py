@@ -28,7 +28,7 @@ def check_engine(
     models: StringTuple = (),
     variant: str = "",
 ) -> Callable[[Record], None]:
-    """Return a pytest test with one case for each law, model and stage, which tests ``factory(model, config)``.
+    """Return a pytest test of the engine ``factory(model, config)``, with one case for each law, model and stage.
 
     The ids of the cases are cell ids. Bind the test to a name that pytest collects:
     ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.

@@ -63,7 +63,7 @@ class Verification:
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:
-        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError if that fails."""
+        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError if writing fails."""
         with open_record_file(Path(path)) as file:
             for record in self.records:
                 file.add(record)
@@ -98,8 +98,8 @@ def verify(
     limit for the ranks of one law, in seconds. ``jobs`` is the number of laws that run at the same time; 0 selects as
     many as fit into memory.
 
-    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError before any law
-    runs for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
+    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError, before any law
+    runs, for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
     determine, and for a configuration that the engine refuses.
     """
     if is_rank():

@@ -159,7 +159,7 @@ class DistributedTest(DistributedExec):
 
 
 def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
-    """Convert ``path`` to ``py.path.local``. pytest does not export the type; ``tmpdir_factory`` has it."""
+    """Convert ``path`` to ``py.path.local``. pytest does not export the type, so ``tmpdir_factory`` supplies it."""
     return type(tmpdir_factory.getbasetemp())(path)
 
 

@@ -80,7 +80,7 @@ def inspect_open_files() -> Finding:
         f"{format_limit(soft)}, at most {format_limit(hard)}",
         Severity.WARNING,
         is_low,
-        "raise it: ulimit -Hn 4096",
+        "raise the limit: ulimit -Hn 4096",
     )
 
 
@@ -88,7 +88,7 @@ def inspect_processes() -> Finding:
     """Inspect how many processes this user may run at the same time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_low = soft != resource.RLIM_INFINITY and soft < LOW_RESOURCE_LIMIT
-    return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise it: ulimit -u 4096")
+    return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise the limit: ulimit -u 4096")
 
 
 def format_limit(value: int) -> str:
@@ -125,7 +125,7 @@ def inspect_loopback() -> Finding:
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             return ok_finding("loopback interface", f"{', '.join(names) or 'unnamed'}, 127.0.0.1 answers")
     except OSError as error:
-        remedy = "enable it: ip link set lo up; in a sandbox allow connections to 127.0.0.1"
+        remedy = "enable the interface: ip link set lo up; in a sandbox, allow connections to 127.0.0.1"
         return Finding("loopback interface", Severity.PROBLEM, f"127.0.0.1 does not answer: {error}", remedy)
 
 

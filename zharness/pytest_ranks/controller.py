@@ -31,8 +31,8 @@ from zharness.world.server import RankEnvironment
 class ActivePool:
     """A rank pool whose ranks are still running.
 
-    ``requirements`` are those of its tests, ``last_item`` is the last test that ran in the pool, and ``fixture_nodes``
-    are the pytest nodes whose fixtures may still be set up in the pool.
+    ``requirements`` are the requirements of its tests, ``last_item`` is the last test that ran in the pool, and
+    ``fixture_nodes`` are the pytest nodes whose fixtures may still be set up in the pool.
     """
 
     requirements: RankRequirements
@@ -215,7 +215,7 @@ class RankTestController:
                 remove_empty_dirs(test_dir)
 
     def _replace_dead_server(self, warm_engine: str) -> None:
-        """If the rank server for ``warm_engine`` has ended, replace the server by its spare server, if that is left.
+        """If the rank server for ``warm_engine`` has ended, replace the server by its spare server, if one is left.
 
         Also forget the pools of the ended server, because their ranks ended with the server.
         """
@@ -226,7 +226,7 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log the reports made inside the test (such as those of subtests), then ``reports``, then the ranks' warnings.
+        """Log the reports from inside the test, such as subtests' reports, then ``reports``, then the ranks' warnings.
 
         Equal warnings of several ranks are logged once.
         """
@@ -374,7 +374,7 @@ def add_local_teardown(
 
 
 def replay_warning(item: pytest.Item, warning: RecordedWarning) -> None:
-    """Report to pytest a warning that was issued on a rank, like a warning of the pytest process."""
+    """Pass a warning that a rank recorded to the hook ``pytest_warning_recorded`` of the pytest process."""
     message = warnings.WarningMessage(
         warning.category(warning.message), warning.category, warning.filename, warning.line
     )

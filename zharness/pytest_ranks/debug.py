@@ -49,7 +49,7 @@ def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, t
 class SkippedDebugger:
     """Replacement for pdb on ranks that cannot open a debugger.
 
-    Instead of stopping, it reports the skipped breakpoint and continues the test.
+    Instead of stopping, the replacement reports the skipped breakpoint and continues the test.
     """
 
     def __init__(self, notify: Callable[[str, FrameType | None], None]) -> None:

@@ -231,9 +231,10 @@ class _Peers:
 
     @contextmanager
     def wait_for_peers_at_end(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block; if a rank ends early, the others raise an error with its number.
+        """Wait for all ranks at the end of the block.
 
-        Raises ExamplesDiverged if another rank still runs examples.
+        If a rank ends early, the other ranks raise an error that names that rank. Raises ExamplesDiverged if another
+        rank still runs examples.
         """
         try:
             yield
@@ -319,9 +320,9 @@ def _get_example_data() -> Any:
 
 
 def _merge_scores(verdicts: list[ExampleVerdict], example: Any) -> None:
-    """Give every rank the highest score of any rank.
+    """For each label of ``target()``, give every rank the highest score of any rank.
 
-    Scores determine which examples Hypothesis' engine varies next, so they have to be equal on all ranks.
+    Scores determine which examples Hypothesis' engine varies next, so the scores have to be equal on all ranks.
     """
     for verdict in verdicts:
         for label, score in verdict.scores.items():

@@ -70,7 +70,7 @@ def build_longrepr(
 def add_sections(longrepr: ExceptionRepr, sections: Sections) -> ExceptionRepr:
     """Add sections to the failure representation itself.
 
-    Sections of a report are hidden by ``--show-capture=no``; sections of the failure representation are not.
+    ``--show-capture=no`` hides the sections of a report, but not the sections of the failure representation.
     """
     for title, text in sections:
         longrepr.addsection(title, text)

@@ -43,7 +43,7 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a rank's report of ``phase`` or, if there is none, of the latest earlier report."""
+    """Yield the sections of a rank's report of ``phase`` or, without such a report, of the latest earlier one."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 

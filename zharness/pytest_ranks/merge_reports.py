@@ -127,7 +127,7 @@ def judge_setup(result: JointResult) -> PhaseVerdict:
 def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
     """Return the verdict on one phase: failed, skipped, xfailed or passed.
 
-    The phase is failed if a failure is reported in it, and skipped if all ranks skipped.
+    The phase is failed if any failure is reported in that phase, and skipped if all ranks skipped.
     """
     if phase in result.failures_by_phase:
         return judge_failed_phase(result, phase)
@@ -222,7 +222,7 @@ def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
 
 
 def format_by_ranks(texts: dict[int, str]) -> str:
-    """Return the text if it is the same on all ranks; otherwise each text with its ranks, as in ``x (ranks 0, 2)``."""
+    """Join the texts, each with its ranks, as in ``x (ranks 0, 2)``. A text of all ranks is returned as it is."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_by_text.setdefault(text, []).append(rank)

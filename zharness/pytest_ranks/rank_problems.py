@@ -1,4 +1,4 @@
-"""Find the problems that kept a test from passing, from the ranks' reports and ends, and order them by blame."""
+"""Derive from the ranks' reports and ends the problems that kept a test from passing, and order them by blame."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
 
 
 def load_phase_report(note: RankNote) -> PhaseReport | None:
-    """Unpickle a note that a rank sent; return None if it is not a phase report."""
+    """Unpickle a note that a rank sent; return None if the note is not a phase report."""
     payload: Any = pickle.loads(note.payload)  # noqa: S301 - written by a rank that this process started
     return payload if isinstance(payload, PhaseReport) else None
 
@@ -163,7 +163,7 @@ def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Return whether the rank skipped in ``phase``. An expected failure is not a skip, though pytest reports it so."""
+    """Return whether the rank skipped in ``phase``. Expected failures are no skips, though pytest reports skips."""
     timed_report = rank_result.timed_reports.get(phase)
     return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 

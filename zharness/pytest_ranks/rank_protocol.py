@@ -52,7 +52,7 @@ class RecordedWarning:
 
 @dataclass(frozen=True)
 class RankSideEffects:
-    """The effects of one test on one rank that are not in the phase reports.
+    """The effects of one test on one rank that the phase reports do not contain.
 
     ``leftovers`` describes threads and processes that the test did not end. ``changed_state`` names process-wide
     settings that the test changed.
@@ -226,7 +226,8 @@ class RankTestRunner:
     ) -> None:
         """Prepare to run tests of ``session``; ``main_process_plugins`` are unregistered in each forked rank.
 
-        A process that torchrun started is already set up as a rank, so its caller passes the existing ``reporter``.
+        A process that torchrun started is already set up as a rank, so in such a process the caller passes the existing
+        ``reporter``.
         """
         self._session = session
         self._terminal = terminal
@@ -236,7 +237,7 @@ class RankTestRunner:
         self._reporter = reporter  # None until this rank runs its first test
 
     def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
-        """Run the item at ``index``; keep the fixtures that the item at ``next_index`` needs as well.
+        """Run the item at ``index``, and keep the fixtures that the item at ``next_index`` needs too.
 
         If ``index`` is None, only tear down the fixtures that the item at ``next_index`` does not need. If ``fixture``
         is the name of a remote fixture, only set up that fixture.

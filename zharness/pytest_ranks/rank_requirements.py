@@ -1,4 +1,4 @@
-"""Parse the markers and command-line options that determine on which ranks a test runs, and how."""
+"""Parse the markers and command-line options that determine on which ranks a test runs, and in which mode."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def parse_world_size(item: pytest.Item) -> int | None:
 
 
 def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
-    """Return the isolation and the process group that the marker ``isolation`` requests, or else ``--isolation``.
+    """Return the isolation and the process group that the marker ``isolation`` or else ``--isolation`` requests.
 
     An example of the marker is ``isolation("pooled", group="new")``. Raises UsageError if the marker is invalid.
     """

@@ -75,7 +75,7 @@ def use_real_stdin(config: pytest.Config) -> Iterator[None]:
 
 
 def explain_unreadable_stdin() -> str:
-    """Explain why a debugger cannot read commands from standard input; return the empty string if it can."""
+    """Explain why a debugger cannot read commands from standard input; return the empty string if it can read them."""
     if sys.__stdin__ is None:  # descriptor 0 may have been reused for another file
         return "standard input is closed"
     status = os.fstat(0)
@@ -211,8 +211,9 @@ class UnbufferedStdin(io.RawIOBase):
 
 @contextmanager
 def enter_foreground(terminal: Terminal) -> Iterator[None]:
-    """Put this rank into the terminal's foreground within the block, since only a foreground process group can read
-    from it.
+    """Put this rank into the terminal's foreground within the block.
+
+    Only the foreground process group can read from a terminal.
     """
     if not terminal.foreground_pgid:
         yield

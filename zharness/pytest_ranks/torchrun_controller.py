@@ -58,7 +58,7 @@ class TorchrunTestController(RankTestController):
         return self._leader
 
     def verify_collection(self) -> None:
-        """Raise UsageError, with a rank and the tests that it lacks, unless every rank collected every test."""
+        """Raise UsageError if any rank did not collect every test. The message names the rank and the missing tests."""
         file = self._base_dir / "attached"
         file.touch()
         query = CollectionQuery(tuple(item.nodeid for item in self.session.items), str(file))
@@ -180,7 +180,7 @@ def mark_cut_off_ranks(outcome: GroupOutcome) -> GroupOutcome:
 def mark_if_cut_off(rank: RankOutcome) -> RankOutcome:
     """Mark a rank as stopped and drop its failure if the failure only reports a lost rank.
 
-    Keep the output of the phase.
+    The function keeps the output of the phase.
     """
     for note in rank.notes:
         phase_report = load_phase_report(note)

@@ -73,7 +73,7 @@ def select_earlier_records(
 
 
 def version_sort_key(release: str) -> Version:
-    """Return the key by which releases are sorted; a text that is not a version comes first."""
+    """Return the key by which releases are sorted. A text that is not a version is sorted before all versions."""
     try:
         return Version(release)
     except InvalidVersion:

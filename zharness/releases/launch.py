@@ -91,7 +91,7 @@ def run_torchrun(
 
 
 def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End ``child`` and all processes that it started, even if ``child`` itself has ended already.
+    """End ``child`` and all processes that ``child`` started, even if ``child`` has ended already.
 
     Ranks run in sessions of their own, so killpg does not reach them. After the end of torchrun, they are not its
     children either. So the processes are identified by ``mark`` in their environment.

@@ -288,7 +288,8 @@ def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], su
     match = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if match is None or not Path(match[2]).is_relative_to(folder):
         raise UsageError(
-            f"expected {subject} in {folder}, but the import gave {lines[-1]!r}; remove that folder from PYTHONPATH"
+            f"expected {subject} in {folder}, but the import gave {lines[-1]!r}; "
+            "remove any other folder with this package from PYTHONPATH"
         )
     return match[1]
 

@@ -196,7 +196,7 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
 def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
     """Return the only reproduction of ``engine`` that ``identifier`` names.
 
-    Raises UsageError if ``identifier`` names no reproduction of ``engine``, or several.
+    Raises UsageError unless ``identifier`` names exactly one reproduction of ``engine``.
     """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:

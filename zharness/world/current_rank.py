@@ -17,9 +17,9 @@ class RankChannel(Protocol):
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
         """Send ``value`` to the other ranks, and return the values of all ranks in rank order.
 
-        ``operation`` is the name of the function that the test called, ``call_site`` its file and line. Raises
-        WorldError if a peer ended before it sent its value, and ExchangeMismatchError if a peer called another
-        function.
+        ``operation`` is the name of the function that the test called, and ``call_site`` is the file and line of the
+        call. Raises WorldError if a peer ended before it sent its value, and ExchangeMismatchError if a peer called
+        another function.
         """
         ...
 
@@ -46,7 +46,7 @@ def set_current_rank(current: CurrentRank) -> None:
 
 
 def clear_current_rank() -> None:
-    """Unregister this process's rank, after which ``is_rank`` returns False."""
+    """Unregister this process's rank. After this call, ``is_rank`` returns False."""
     _current_ranks.clear()
 
 

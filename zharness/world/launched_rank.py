@@ -131,7 +131,7 @@ class LaunchedRank:
     def _attempt_assignment(self, assignment: Assignment) -> RankOutcome:
         """Form the process group, run the task and return this rank's outcome.
 
-        The method stores an exception in the outcome instead of raising it, except KeyboardInterrupt, which it raises.
+        KeyboardInterrupt is raised. Any other exception is stored in the outcome instead.
         """
         task = assignment.task
         function = (

@@ -63,9 +63,9 @@ FinalReportWriter = Callable[["GroupOutcome | None", str], int]
 class Leader(LaunchedRank, RankServer):
     """The leader of a torchrun launch: the rank server in rank 0, whose ranks are all ranks of the launch.
 
-    If the launch ends early, ``write_final_report(outcome, reason)`` is called, in any thread. It has to write the
-    report of what has run and to return the exit status. ``outcome`` is the outcome of the task that was running, or
-    None if no task was running. ``reason`` says why the launch ended.
+    If the launch ends early, ``write_final_report(outcome, reason)`` is called, in any thread. The function has to
+    write the report of the results so far and to return the exit status. ``outcome`` is the outcome of the task that
+    was running, or None if no task was running. ``reason`` says why the launch ended.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Leader(LaunchedRank, RankServer):
     def _end_launch(self, store: LaunchStore) -> NoReturn:
         """Write the final report and end the process.
 
-        If a second thread calls this method, it blocks until the process ends.
+        If a second thread calls this method, the call blocks until the process ends.
         """
         self._report_lock.acquire(
             timeout=-1 if threading.current_thread() is threading.main_thread() else WITNESS_REPORT_SECONDS
@@ -345,7 +345,7 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 @contextmanager
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
-    """Context manager that serves a store for a task that calls ``init_process_group`` itself, and yields its port.
+    """Context manager that yields the port of a new store for a task that calls ``init_process_group`` itself.
 
     The task cannot use the launch's own store, because that store still contains the keys of earlier process groups. If
     the task needs no store, or if the launch's address belongs to another machine, no store is served and 0 is yielded.

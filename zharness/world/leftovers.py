@@ -1,4 +1,4 @@
-"""Find the threads and processes that a task did not end, and the process-wide state that it changed in its rank."""
+"""Find the threads and processes that a task left running in its rank, and the process-wide state that it changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 
 def find_leftovers() -> dict[str, str]:
-    """Return descriptions of the living children and the non-daemon threads, except the main thread, of this process.
+    """Return descriptions of this process's living children and of its non-daemon threads other than the main thread.
 
     A thread or process has the same key (``thread 1234``, ``process 1234``) in every call, so that the results of two
     calls can be compared.
@@ -32,7 +32,7 @@ def find_leftovers() -> dict[str, str]:
 def iter_leftover_threads() -> Iterator[tuple[str, str]]:
     """Yield a key and a description for every non-daemon thread except the main thread.
 
-    The description contains the name of the thread and the line that it is executing.
+    The description contains the name of the thread and the line that the thread is executing.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():

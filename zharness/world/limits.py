@@ -32,7 +32,7 @@ def free_memory() -> int:
 
 
 def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
-    """Return how many more bytes this process's cgroup (version 1 or 2) allows, or None if the cgroup has no limit.
+    """Return the memory in bytes that this process's cgroup (version 1 or 2) still allows, or None without a limit.
 
     Cached files count as free memory, because the kernel can reclaim them.
     """

@@ -45,7 +45,7 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class CollectiveAnnouncement:
-    """A rank's announcement of the collective that it is about to enter.
+    """A rank's announcement of the collective that the rank is about to enter.
 
     ``ordinal`` is the number of the collective on this rank, counted from 1. ``at_ns`` is the time of the announcement
     in nanoseconds of CLOCK_MONOTONIC. ``operation`` contains the collective's name, dtype and shape, and ``call_site``

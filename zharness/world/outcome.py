@@ -53,7 +53,7 @@ class RankOutcome:
     task raised, and ``innermost_file`` is the file of the exception's innermost frame. ``stack`` is the stack of a rank
     that hung or was stopped, and ``site`` is the collective in which that rank waited, or empty. ``phase`` is the test
     phase in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
-    before the end. ``leftovers`` describes the threads and processes that the rank started and did not end.
+    before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
     ``imported_modules`` are the modules of torch that the rank imported during this task.
     """
 

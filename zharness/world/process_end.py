@@ -40,7 +40,11 @@ _FATAL_SIGNALS = {
 
 
 def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
-    """Return SIGNALLED and the signal that faulthandler's dump names, or EXITED and ``PROCESS_GONE_CAUSE`` if none."""
+    """Return how a process ended, and the cause, from faulthandler's dump.
+
+    The result is SIGNALLED and the signal that the dump names, or EXITED and ``PROCESS_GONE_CAUSE`` if the dump names
+    no signal.
+    """
     name = dump.rpartition(f"{FATAL_ERROR_PREFIX}: ")[2].partition("\n")[0].replace("-", " ")
     return (
         (RankEnd.SIGNALLED, _FATAL_SIGNALS[name].name)

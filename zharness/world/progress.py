@@ -1,4 +1,4 @@
-"""Distinguish slow builds from hung ones by CPU time: compiling uses CPU time, waiting for a stale lock does not."""
+"""Distinguish slow builds from hung builds by CPU time: compiling uses CPU time, waiting for a lock does not."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class ServerChannel:
             )
 
     def receive_task(self) -> RankTask | ShutdownMessage:
-        """Return the server's next task or its shutdown message; ignore answers to an exchange that was interrupted."""
+        """Return the next task or the shutdown message of the server; ignore answers to an interrupted exchange."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
         assert isinstance(message, (RankTask, ShutdownMessage)), (
@@ -147,7 +147,7 @@ class ServerChannel:
         )
 
     def reset_announcement_count(self) -> None:
-        """Reset the number of announced collectives, so that the next one has the number 1."""
+        """Reset the number of announced collectives, so that the next collective has the number 1."""
         self._announcement_count = 0
 
     def label(self, phase: str) -> None:
@@ -298,8 +298,8 @@ def set_launcher_variables(slot: RankSlot) -> None:
 def form_group(task: RankTask, slot: RankSlot) -> None:
     """Give this rank the default process group that ``task`` requires: a new one, the previous task's, or none.
 
-    The previous task's group is destroyed unless it is reused. Destroying it does not block, because every rank has
-    ended the previous task.
+    The previous task's group is destroyed unless it is reused. Destroying the group does not block, because every rank
+    has ended the previous task.
     """
     if task.isolation is Isolation.EXISTING_POOL:
         return  # the task tears down fixtures: it runs with the group that the rank has, even if ranks differ

@@ -18,8 +18,8 @@ from zharness.world.messages import (
 class MismatchedCollective:
     """A pair of ranks that called different collectives at the same point.
 
-    ``at_ns`` is the time of the earlier of the two announcements. It precedes every error that the mismatch causes in
-    another rank.
+    ``at_ns`` is the time of the earlier of the two announcements. This time precedes every error that the mismatch
+    causes in another rank.
     """
 
     ranks: tuple[int, int]
@@ -86,7 +86,7 @@ class RankCoordinator:
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Return the message for two ranks whose exchanging calls differ; each call is (rank, function, call site)."""
+    """Return the message for two ranks whose calls differ; each call is given as (rank, function, call site)."""
     return f"calls that exchange values differ between ranks: {describe_calls(first, second)}"
 
 

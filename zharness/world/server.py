@@ -105,7 +105,7 @@ class RankServer:
     ) -> GroupOutcome:
         """Call ``function(*args)`` on ``world_size`` new ranks, and return how each rank ended.
 
-        Raises UsageError if this machine cannot start so many ranks, WorldError if the server has died.
+        Raises UsageError if this machine cannot start so many ranks, and WorldError if the server has died.
         """
         check_world_size(world_size)
         return self.submit(RankTask(function, args, world_size, timeout, group))
@@ -193,8 +193,8 @@ def run(
     """Call ``function(*args)`` on ``world_size`` new ranks, and return their return values in rank order.
 
     This call forks its own rank server, so ``function`` may be a closure. The return values have to be picklable.
-    Raises RanksFailed if the function does not return on some rank, UsageError if this machine cannot start so many
-    ranks.
+    Raises RanksFailed if the function does not return on some rank, and UsageError if this machine cannot start so
+    many ranks.
     """
     check_world_size(world_size)
     with RankServer(inherited_function=partial(function, *args)) as server:
@@ -252,7 +252,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
     """Kill the ranks, remove the server's files and exit. This function is called from a signal handler.
 
     The function calls ``os._exit`` instead of raising SystemExit, because an exception from a signal handler is lost in
-    callbacks that cannot raise, and a module that is being imported may catch it.
+    callbacks that cannot raise, and a module that is being imported may catch the exception.
     """
     for child in multiprocessing.active_children():
         if child.pid is not None:

@@ -35,8 +35,8 @@ class StackFrame:
 def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
     """Return the frames of the thread that received the signal, innermost first.
 
-    This is the main thread, unless it blocks signals. Frames of the harness and of pytest are left out, and so are the
-    frames that called the rank's function.
+    This thread is the main thread, unless the main thread blocks signals. Frames of the harness and of pytest are left
+    out, and so are the frames that called the rank's function.
     """
     threads = _THREAD.split(text)
     current = text.find("Current thread ")

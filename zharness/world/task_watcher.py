@@ -73,7 +73,7 @@ class TaskWatcher:
     def wait_for_outcome(self) -> GroupOutcome:
         """Wait until every rank has an outcome, and return all outcomes.
 
-        Raises ClientGone if the client has ended, TaskCancelled if it cancelled the task.
+        Raises ClientGone if the client has ended, and TaskCancelled if the client cancelled the task.
         """
         if self._client is not None:
             self._team.selector.register(self._client, selectors.EVENT_READ, SelectorEvent(None, "client"))
@@ -167,8 +167,8 @@ class TaskWatcher:
     def _handle_exchange_request(self, member: TeamMember, request: ExchangeRequest) -> None:
         """Handle a rank's request to exchange a value with its peers.
 
-        If the request is the last one of the exchange, every rank is sent its answer. If a peer has already ended, the
-        rank is sent an ExchangeFailure.
+        If this request completes the exchange, the method sends every rank its answer. If a peer has already ended, the
+        method sends this rank an ExchangeFailure.
         """
         if self._outcomes:
             ended = min(self._outcomes)
@@ -236,7 +236,7 @@ class TaskWatcher:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the running ranks, but give failed ranks outside of collectives the full time-out for teardown."""
+        """Kill the running ranks, but let failed ranks outside of collectives tear down until the time-out."""
         tearing_down = [
             member
             for member in running
@@ -249,7 +249,7 @@ class TaskWatcher:
             self._kill_ranks(running, stacks)
 
     def _has_failure(self) -> bool:
-        """Return whether a rank failed or skipped the rest; ranks killed after that count as stopped, not as hung."""
+        """Return whether a rank failed or skipped; ranks that are killed after that count as stopped, not as hung."""
         has_bad_note = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
         has_bad_outcome = any(not outcome.is_successful for outcome in self._outcomes.values())
         return has_bad_note or has_bad_outcome or bool(self._pipe_faults) or bool(self._coordinator.mismatch)

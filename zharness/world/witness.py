@@ -2,13 +2,12 @@
 
 [Note: witnesses]
 torchrun's agents start and watch the ranks of a launch, but do not report to rank 0 how a rank ended. So each rank
-forks a witness before it does anything else. Through a pipe, the rank reports to its witness the
-beginning of each task, its notes and its outcomes; the witness posts the outcomes in the launch's store, where rank 0
-reads them. When the rank
-dies, the witness wakes up immediately and reads the rank's signal or exit status from /proc. When a task exceeds its
-time-out, the witness makes the rank dump its stacks by sending SIGUSR1, which works even while Python hangs. The
-witness is neither a child of the rank nor in the rank's process group, so that no test and no torchrun agent waits for
-the witness or kills it. The witness ends at most a few seconds after the rank.
+forks a witness before it does anything else. Through a pipe, the rank reports to its witness the beginning of each
+task, its notes and its outcomes; the witness posts the outcomes in the launch's store, where rank 0 reads them. When
+the rank dies, the witness wakes up immediately and reads the rank's signal or exit status from /proc. When a task
+exceeds its time-out, the witness makes the rank dump its stacks by sending SIGUSR1, which works even while Python
+hangs. The witness is neither a child of the rank nor in the rank's process group, so that no test and no torchrun agent
+waits for the witness or kills it. The witness ends at most a few seconds after the rank.
 """
 
 from __future__ import annotations
@@ -263,7 +262,7 @@ class Witness:
         return self._make_outcome(end, cause, stack=stack, site=site)
 
     def _make_outcome(self, end: RankEnd, cause: str, *, stack: str = "", site: str = "") -> RankOutcome:
-        """Return an outcome of the rank that includes the current time, the rank's test phase and its output."""
+        """Return an outcome of the rank with the current time, the rank's test phase and the rank's output."""
         return RankOutcome(
             self._rank,
             end,
@@ -346,7 +345,7 @@ class Witness:
         os.write(self._stderr_descriptor, f"\nzharness: {message}\n{strip_harness_frames(stack)}\n".encode())
 
     def _read_fatal_dump(self) -> str:
-        """Return the stack that faulthandler wrote when the rank had a fatal error; the empty string if it had none."""
+        """Return the stack that faulthandler wrote at a fatal error of the rank, or the empty string without one."""
         text = self._read_stack_file()
         start = text.rfind(FATAL_ERROR_PREFIX)
         return trim_stacks(text[start:]) if start >= 0 else ""
