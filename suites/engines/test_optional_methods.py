@@ -16,6 +16,7 @@ from zharness.engines.protocol import (
     supports_uneven,
 )
 from zharness.engines.reference import ReferenceEngine
+from zharness.engines.tensor_access import require_read_out, require_shard_access, require_write_in
 from zharness.engines.torch_engine import TorchEngine
 from zharness.errors import EngineContractError
 
@@ -55,3 +56,23 @@ def test_optional_methods_are_found_also_behind_a_wrapper(engine_class: type, un
 def test_a_claimed_feature_without_its_method_breaks_the_contract(require: Any, message: str) -> None:
     with pytest.raises(EngineContractError, match=message):
         require(unbuilt(TorchEngine))
+
+
+class WithoutMethods:
+    """Has none of the optional methods."""
+
+
+@pytest.mark.parametrize(
+    ("require", "feature", "method"),
+    [
+        (require_read_out, "READ_OUT", "read_grad"),
+        (require_write_in, "WRITE_IN", "write_grad"),
+        (require_shard_access, "SHARD_ACCESS", "read_grad_shard"),
+    ],
+)
+def test_engines_that_read_and_replace_tensors_have_all_methods(require: Any, feature: str, method: str) -> None:
+    for engine_class in (ReferenceEngine, DeepSpeedEngine, TorchEngine):
+        engine = unbuilt(engine_class)
+        assert require(engine) is engine
+    with pytest.raises(EngineContractError, match=rf"claims Feature\.{feature} but has no method {method}\(\)"):
+        require(cast(Engine, WithoutMethods()))

@@ -22,6 +22,7 @@ from zharness.engines.protocol import (
     Traffic,
 )
 from zharness.engines.registry import EngineInfo, capabilities, get, info, registered_engines, require
+from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess, SupportsWriteIn
 
 __all__ = [
     "Absent",
@@ -42,7 +43,10 @@ __all__ = [
     "SupportsFullStateDict",
     "SupportsGathered",
     "SupportsLoadUniversal",
+    "SupportsReadOut",
+    "SupportsShardAccess",
     "SupportsUneven",
+    "SupportsWriteIn",
     "Traffic",
     "capabilities",
     "get",

@@ -37,6 +37,7 @@ class Feature(Enum):
     TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
+    UNEVEN_RANKS = "ranks that use different parameters in one step"
     OUTSIDE_FORWARD = "weights read outside the model's own forward"
     SUBMODULES = "submodules called outside the model's own forward"
     NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"
@@ -58,6 +59,11 @@ class Feature(Enum):
     STEADINESS = "global state restored at close, and no read of uninitialized memory"
     RESOURCES = "a count of the bytes allocated on this rank"
     TRAFFIC = "a count of the bytes sent and gathered"
+    READ_OUT = "reading the gradient, weight or optimizer state of a named parameter"
+    WINDOW_READ_OUT = "reading a gradient inside an accumulation window"
+    WRITE_IN = "replacing the gradient, weight or optimizer state of a named parameter"
+    WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
+    SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
 @dataclass(frozen=True)

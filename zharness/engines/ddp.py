@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Reduction
+from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_checkpoint import SINGLE_FILE_FORMAT
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -46,17 +46,27 @@ REFUSES = {
     Feature.EDITS: (
         f"'Parameters are never broadcast between processes', so all ranks must make the same edit ({DOCUMENTATION})"
     ),
+    Feature.SHARD_ACCESS: "nothing is sharded",
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     Feature.RESOURCES: (
         "its buckets, a second copy of the gradients without gradient_as_bucket_view, are not counted "
         f"({DOCUMENTATION})"
     ),
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+CHANGES_GRAPH = (
+    "'Static graph means 1) The set of used and unused parameters will not change during the whole training loop; "
+    f"2) How the graph is trained will not change' ({DOCUMENTATION})"
+)
+# Laws that need these features train another graph in some iteration.
+GRAPH_CHANGING_FEATURES = (
+    *(Feature.AUTOGRAD, Feature.RETAIN_GRAPH, Feature.TORCH_FUNC, Feature.TRANSFORMS, Feature.PARAMETERS),
+    *(Feature.NO_SYNC, Feature.SUBMODULES, Feature.CALLER_ACCUMULATION),
+)
+VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
     "small_buckets": {"bucket_cap_mb": 1e-4},
     "gradients_in_buckets": {"gradient_as_bucket_view": True},
     "find_unused_parameters": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
+    "static_graph": EngineOption({"static_graph": True}, refuses=dict.fromkeys(GRAPH_CHANGING_FEATURES, CHANGES_GRAPH)),
 }
 # Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
 SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"

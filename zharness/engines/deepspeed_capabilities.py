@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zharness.engines.deepspeed_options import options_at
 from zharness.engines.deepspeed_releases import restrict_to_release
-from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import Capabilities, Feature
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
@@ -14,6 +14,13 @@ _NO_TENSOR_BACKWARD = (
 )
 _NO_SYNC_INCOMPATIBLE = (
     "no_sync is incompatible with ZeRO stage 2/3, which rely on reduction for partitioning (its docstring)"
+)
+_NO_ACCESS_AT_STAGE_0 = (
+    "its functions for partitioned states return None for a parameter that no ZeRO optimizer manages "
+    f"({_DOCUMENTATION}/zero3.html#debugging)"
+)
+_NO_SHARD_ACCESS = (
+    "'This API is only defined for ZeRO-3 partitioned parameters' (tensor_fragment.py, safe_get_local_grad)"
 )
 _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     Feature.RESHARD: "a checkpoint loads only at its own stage and world size; others need a universal checkpoint "
@@ -30,18 +37,24 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     "requires None, and is an expected failure",
     Feature.SPARSE_GRADIENTS: "'deepspeed/runtime/zero/ contains no sparse handling at all' "
     "(https://github.com/deepspeedai/DeepSpeed/pull/8504)",
+    Feature.WRITE_IN_FORWARD: "its 'routines for modifying the fp32 master parameters' do not change the model's own "
+    f"weights, which the next step does ({_DOCUMENTATION}/zero3.html#modifying-partitioned-states)",
     Feature.REDUCED_WEIGHT_GRADIENTS: "its hooks reduce gradients outside the autograd graph",
     Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
     Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",
 }
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
+        Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
+        Feature.WRITE_IN: _NO_ACCESS_AT_STAGE_0,
+        Feature.SHARD_ACCESS: _NO_SHARD_ACCESS,
         Feature.TENSOR_BACKWARD: _NO_TENSOR_BACKWARD,
         Feature.SCALE_BACKWARD: _NO_TENSOR_BACKWARD,
         Feature.MASTERS: "gradients stay in the model's dtype, and another grad_accum_dtype is 'unsupported mix' "
         "(engine.py, _do_optimizer_sanity_check)",
     },
-    2: {Feature.NO_SYNC: _NO_SYNC_INCOMPATIBLE},
+    1: {Feature.SHARD_ACCESS: _NO_SHARD_ACCESS},
+    2: {Feature.NO_SYNC: _NO_SYNC_INCOMPATIBLE, Feature.SHARD_ACCESS: _NO_SHARD_ACCESS},
     3: {
         Feature.NO_SYNC: _NO_SYNC_INCOMPATIBLE,
         Feature.SUM: "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
@@ -57,13 +70,13 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
-    variants=JSON_VARIANTS,
 )
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``."""
-    return replace(CAPABILITIES, refuses={**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})})
+    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
+    refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage))
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:

@@ -63,6 +63,11 @@ REFUSES = {
         "its hooks take the storage of every tensor: 'Cannot access storage of TensorWrapper', or a segmentation fault",
     ),
     Feature.RESOURCES: "each parameter begins at a multiple of 16 bytes of its FlatParameter, which is padded for that",
+    **dict.fromkeys(
+        (Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
+        "it has no function for one parameter: summon_full_params and optim_state_dict gather all of a module "
+        f"({DOCUMENTATION})",
+    ),
     Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
     Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
 }

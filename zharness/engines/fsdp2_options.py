@@ -12,6 +12,7 @@ from torch import nn
 
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS, ROOT
 from zharness.engines.protocol import EngineConfig, EngineOption, Feature, Reduction
+from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS
 from zharness.engines.torch_engine import AUTOCAST_OPTION
 from zharness.errors import ConfigError
 
@@ -92,6 +93,7 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "two_reduce_buffers": EngineOption({"reduce_scatter_max_input_buffers": 2}, absent=NOT_BEFORE_2_13),
     "own_reduce_group": EngineOption({"separate_reduce_scatter_group": True}, absent=NOT_BEFORE_2_13),
     "iteration_reset": EngineOption({"reset_iter_state": True}, absent=NOT_BEFORE_2_13),
+    "access_by_state_dict": EngineOption({TENSOR_ACCESS: BY_STATE_DICT}),
 }
 OPTIONS_AT_STAGE_3 = {
     "root_kept_after_forward": EngineOption({"reshard_after_forward": AUTO}),
@@ -117,6 +119,8 @@ OPTIONS = {
     "reduce_scatter_max_input_buffers": "the number of buffers of gradients that may be in flight; default 1",
     "separate_reduce_scatter_group": "reduce-scatter in a process group of its own; default false",
     "reshard_after_backward": "false: keep weights unsharded after the backwards in no_sync(); default true",
+    TENSOR_ACCESS: "'tensor' (default): read and write single tensors as DTensors; 'state_dict': weights and optimizer "
+    "state by torch.distributed.checkpoint.state_dict",
     **AUTOCAST_OPTION,
 }
 # Options that are passed to a setter of the same name on every FSDPModule.

@@ -262,23 +262,23 @@ def supports_gathered(engine: Engine) -> TypeGuard[SupportsGathered]:
 
 def require_gathered(engine: Engine) -> SupportsGathered:
     """Return ``engine``. Raises EngineContractError if it has no method ``gathered``."""
-    _require_method(engine, "gathered", Feature.EDITS)
+    require_method(engine, "gathered", Feature.EDITS)
     return cast(SupportsGathered, engine)
 
 
 def require_full_state_dict(engine: Engine) -> SupportsFullStateDict:
     """Return ``engine``. Raises EngineContractError if it has no method ``full_state_dict``."""
-    _require_method(engine, "full_state_dict", Feature.CHECKPOINT)
+    require_method(engine, "full_state_dict", Feature.CHECKPOINT)
     return cast(SupportsFullStateDict, engine)
 
 
 def require_load_universal(engine: Engine) -> SupportsLoadUniversal:
     """Return ``engine``. Raises EngineContractError if it has no method ``load_universal``."""
-    _require_method(engine, "load_universal", Feature.UNIVERSAL_CHECKPOINT)
+    require_method(engine, "load_universal", Feature.UNIVERSAL_CHECKPOINT)
     return cast(SupportsLoadUniversal, engine)
 
 
-def _require_method(engine: Engine, name: str, feature: Feature) -> None:
+def require_method(engine: Engine, name: str, feature: Feature) -> None:
     """Raise EngineContractError if the engine lacks the method ``name``, which ``feature`` requires."""
     if not _has_method(engine, name):
         raise EngineContractError(

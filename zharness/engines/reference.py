@@ -26,6 +26,7 @@ from zharness.engines.protocol import (
     Traffic,
 )
 from zharness.errors import UsageError
+from zharness.reference.inspection.tensor_access import TensorAccess
 
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
@@ -36,6 +37,7 @@ NO_SYNC_REFUSES = {
 WHOLE_WEIGHTS_REFUSES = {
     Feature.REDUCED_WEIGHT_GRADIENTS: "weights are full, so autograd.grad returns local gradients; backward reduces"
 }
+STAGE_0_REFUSES = {Feature.SHARD_ACCESS: "nothing is sharded at stage 0"}
 SHARDED_WEIGHTS_REFUSES = {
     Feature.OWN_WEIGHT_GRADIENTS: "weights are sharded, so autograd.grad returns a shard of the reduced gradient",
 }
@@ -45,6 +47,7 @@ def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the reference engine refuses at ``stage``."""
     refuses = {
         **(NO_SYNC_REFUSES if stage > 1 else {}),
+        **(STAGE_0_REFUSES if stage == 0 else {}),
         **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),
     }
     return replace(CAPABILITIES, refuses=refuses)
@@ -57,6 +60,7 @@ class ReferenceEngine:
         self.engine = engine
         self.capabilities = capabilities_at(engine.settings.stage)
         self.module: nn.Module = engine.module
+        self._tensors = TensorAccess(engine)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -127,6 +131,42 @@ class ReferenceEngine:
 
     def load_universal(self, path: Path) -> None:
         self.engine.load_universal_checkpoint(path)
+
+    def read_grad(self, name: str) -> Tensor | None:
+        return self._tensors.full_grad(name)
+
+    def read_param(self, name: str) -> Tensor:
+        return self._tensors.full_param(name)
+
+    def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
+        return self._tensors.full_state(name, key)
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self._tensors.set_full_grad(name, value)
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        self._tensors.set_full_param(name, value)
+
+    def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
+        self._tensors.set_full_state(name, key, value)
+
+    def read_grad_shard(self, name: str) -> Tensor:
+        return self._tensors.local_grad(name)
+
+    def read_param_shard(self, name: str) -> Tensor:
+        return self._tensors.local_param(name)
+
+    def read_optimizer_state_shard(self, name: str, key: str) -> Tensor:
+        return self._tensors.local_state(name, key)
+
+    def write_grad_shard(self, name: str, value: Tensor) -> None:
+        self._tensors.set_local_grad(name, value)
+
+    def write_param_shard(self, name: str, value: Tensor) -> None:
+        self._tensors.set_local_param(name, value)
+
+    def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
+        self._tensors.set_local_state(name, key, value)
 
     def close(self) -> None:
         self.engine.close()

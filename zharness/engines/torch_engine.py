@@ -31,6 +31,7 @@ from zharness.engines.protocol import (
     Reduction,
     Resources,
 )
+from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS, TorchTensorAccess
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
 from zharness.errors import ConfigError, UsageError
 
@@ -175,7 +176,7 @@ def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reducti
             param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
 
 
-class TorchEngine:
+class TorchEngine(TorchTensorAccess):
     """An engine that updates leaf parameters with ``torch.optim``; see ``zharness.engines.protocol.Engine``.
 
     ``_steps_per_window`` is the number of micro-batches per optimizer step (1 if the caller owns accumulation), and
@@ -190,6 +191,7 @@ class TorchEngine:
         self._adapter = adapter
         self._autocast = autocast_factory(config, next(iter(adapter.params.values())).device)
         self._clip = config.clip
+        self._reads_state_dicts = config.options.get(TENSOR_ACCESS) == BY_STATE_DICT
         self._optimizer = adapter.build_optimizer(adapter.params, config.optimizer)
         self._schedule = optimizers.schedule(self._optimizer, config.optimizer)
         engine_owns = config.accumulation_owner is AccumulationOwner.ENGINE

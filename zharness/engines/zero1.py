@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 # the parameter and broadcasts it.
 REFUSES = {
     **ddp.REFUSES,
+    Feature.WRITE_IN: (
+        "one rank has the optimizer state of a parameter, and only load_state_dict replaces it "
+        "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
+    ),
     Feature.RESOURCES: (
         "ranks own different amounts: 'Each parameter belongs to a single rank and is not divided among ranks' "
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"

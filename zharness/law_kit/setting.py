@@ -88,7 +88,9 @@ class Setting:
             )
         steps = int(windows[0]["steps"]) if windows else 1
         if windows and steps < 2:
-            raise UsageError(f"got the window {windows[0][0]!r}; expected two or more micro-batches")
+            raise UsageError(
+                f"got the accumulation window {windows[0][0]!r}; an accumulation window has two or more micro-batches"
+            )
         owner = AccumulationOwner(windows[0]["owner"]) if windows else AccumulationOwner.CALLER
         options = tuple(
             name for name in names if not _WINDOW.fullmatch(name) and name not in {call.value for call in BackwardCall}

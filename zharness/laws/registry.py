@@ -8,8 +8,11 @@ from functools import cache
 from zharness.errors import UsageError
 from zharness.law_kit.law import Law
 from zharness.laws import (
+    access,
     backward,
+    backward_outputs,
     checkpointing,
+    circumstances,
     double_backward,
     model,
     parameters,
@@ -26,11 +29,14 @@ LAW_MODULES = (
     training,
     parameters_any_order,
     backward,
+    backward_outputs,
     double_backward,
     torch_func,
     checkpointing,
     precision,
     parameters,
+    access,
+    circumstances,
     state,
     resources,
     model,

@@ -175,7 +175,7 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 def inside_forward(participant: Participant) -> None:
-    """Train with a torch.func transform of a weight in the model's forward, and with one in a loss outside it."""
+    """Apply a torch.func transform to a weight, once in the model's forward and once in a loss outside the forward."""
 
     def run_block(block: Call, hidden: Tensor) -> Tensor:
         """Run the block, and add the fused loss to its output."""

@@ -21,6 +21,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     backwards,
     buffers,
     checkpoint,
+    circumstances,
     clipping,
     double_backward,
     full_tensors,
@@ -41,6 +42,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     sharding,
     side_effects,
     stale_graphs,
+    tensor_access,
     transforms,
     unused_parameters,
 )

@@ -48,7 +48,6 @@ class ReducesNoSecondBackward(Around):
     Target("checkpointing.frozen", model="blocks", variant="reentrant"),
     Target("checkpointing.non_scalar", model="blocks", variant="reentrant"),
     Target("checkpointing.accumulation", model="blocks", variant="non_reentrant"),
-    Target("backward.outputs", model="blocks"),
     Target("backward.two_outputs_two_backwards", model="blocks"),
     Target("backward.backward_in_forward", model="blocks"),
     Target("backward.auxiliary_loss", model="blocks"),

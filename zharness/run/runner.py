@@ -21,7 +21,7 @@ from zharness.errors import WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
-from zharness.run.expected_failures import ExpectedFailure, find_expected_failure
+from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, find_setting_failure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
@@ -52,8 +52,8 @@ class WithheldPolicy(Enum):
 class Runner:
     """A runner that runs cells on one rank server for each engine and one server for the judges.
 
-    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
-    every server and rank.
+    Create it before any tensor operation of the process, since ranks are forked. On exit, the context
+    manager ends every server and rank.
     """
 
     def __init__(
@@ -138,7 +138,12 @@ class Runner:
     def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
         """Run a cell, and apply the expected failure that covers the cell, and its documented remedy."""
         record = self._run_once(cell, blank_record, {}, isolation)
-        expected = find_expected_failure(cell, blank_record.engine_version, self.user_expected_failures)
+        version, user_failures = blank_record.engine_version, self.user_expected_failures
+        expected = (
+            find_setting_failure(cell, version, record.cause, record.details, user_failures)
+            if cell.engine_variant
+            else find_expected_failure(cell, version, user_failures)
+        )
         if expected is not None:
             record = apply_expected_failure(record, expected)
             if record.expected_failure and expected.documented:

@@ -98,13 +98,16 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 
 
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
-    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds.
+    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds
+    on a cell that the entry describes.
 
     A record that failed in another way than expected is returned unchanged.
     """
     if record.verdict is Verdict.ERROR:
         return record
     if not record.verdict.is_broken:
+        if not expected_failure.is_stale_on(record.cell):
+            return record
         stale = (
             f"the law holds, but was expected to fail ({expected_failure.upstream}): narrow or delete the entry "
             f"{expected_failure.location}"

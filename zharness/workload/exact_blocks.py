@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
+EXPERTS = 3
 MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
+
+# The kinds of unusual parameters.
+ODD_PARAMETERS: Mapping[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.empty(WIDTH, HIDDEN).t(),
+    "one": lambda: torch.ones(1),
+    "scalar": lambda: torch.tensor(1.0),
+    "empty": lambda: torch.ones(0, 3),
+    "narrow": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "wide": lambda: torch.ones(3, dtype=torch.float64),
+}
 
 Block = Callable[[Tensor], Tensor]
 
@@ -113,12 +124,12 @@ class OddParametersModel(BranchingModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transposed = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
-        self.one = nn.Parameter(torch.ones(1))
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.ones(0, 3))
-        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.transposed = nn.Parameter(ODD_PARAMETERS["transposed"]())
+        self.one = nn.Parameter(ODD_PARAMETERS["one"]())
+        self.scalar = nn.Parameter(ODD_PARAMETERS["scalar"]())
+        self.empty = nn.Parameter(ODD_PARAMETERS["empty"]())
+        self.narrow = nn.Parameter(ODD_PARAMETERS["narrow"]())
+        self.wide = nn.Parameter(ODD_PARAMETERS["wide"]())
         make_ternary(self)
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -126,6 +137,102 @@ class OddParametersModel(BranchingModel):
         output = nn.functional.linear(hidden, self.by_attribute.weight) * largest + hidden @ self.transposed
         mixed = (self.narrow[:2].to(x.dtype) * self.wide[1:].to(x.dtype)).sum()
         return output * self.one + self.scalar + self.empty.sum() + mixed
+
+
+class CastingLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input; frozen layers may keep fp32 in a low-precision model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+class SimilarLayersModel(nn.Module):
+    """A model of parallel layers of one shape with a tied, a frozen and two tiny parameters, all with different values.
+
+    The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). Reading one parameter in place of another one of its
+    shape shows in the values. The parameters ``factor`` and ``shift`` have ``tiny`` elements; a parameter of one
+    element is owned by at most one rank.
+    """
+
+    def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.first = nn.Linear(inputs, outputs)
+        self.second = nn.Linear(inputs, outputs)
+        self.frozen = CastingLinear(inputs, outputs).requires_grad_(False)
+        self.tied = nn.Linear(inputs, outputs)
+        self.tied.weight = self.first.weight
+        self.third = nn.Linear(inputs, outputs)
+        self.factor = nn.Parameter(torch.ones(tiny))
+        self.shift = nn.Parameter(torch.ones(tiny))
+        make_ternary(self)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.view(-1)[0] = index + 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, middle, right = torch.split(x[:, : 3 * self.inputs], self.inputs, dim=1)
+        output: Tensor = self.first(left) + 2 * self.second(middle) + self.tied(right)
+        output = output + self.frozen(left * self.shift.sum()) + 4 * self.third(right + middle)
+        return output * self.factor.sum()
+
+
+class AlignedLayersModel(SimilarLayersModel):
+    """A SimilarLayersModel whose parameters are all divisible by 2, 3 and 4 ranks, so that no shard is padded.
+
+    The model maps (batch, 18) to (batch, 12).
+    """
+
+    INPUTS, OUTPUTS = 6, 12
+
+    def __init__(self) -> None:
+        super().__init__(self.INPUTS, self.OUTPUTS, tiny=self.OUTPUTS)
+
+
+class OneOddParameterModel(nn.Module):
+    """A model of two linear layers and one parameter of an unusual shape, memory layout or dtype.
+
+    The model maps (batch, 16) to (batch, 16).
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.odd = nn.Parameter(ODD_PARAMETERS[kind]())
+        self.last = nn.Linear(HIDDEN, WIDTH)
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        output: Tensor = self.last(hidden)
+        if self.odd.shape == (HIDDEN, WIDTH):
+            return output + hidden @ self.odd
+        return output + self.odd.to(x.dtype).sum()
+
+
+class ExpertsModel(nn.Module):
+    """A model that adds the outputs of those of its experts that the caller names, in the order of the names.
+
+    The model maps (..., 16) to (..., 16), with any leading dimensions. The forward's argument ``route`` has the indices
+    of the experts to use. No gradient depends on more than one layer's weights, so that several optimizer steps with a
+    learning rate of 1 remain exact. ``offset`` has one element, fewer than there are ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.offset = nn.Parameter(torch.ones(1))
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
+        self.last = nn.Linear(HIDDEN, WIDTH, bias=False)
+        make_ternary(self)
+
+    def forward(self, x: Tensor, route: Sequence[int] = tuple(range(EXPERTS))) -> Tensor:
+        hidden = torch.relu(self.first(x) + self.offset)
+        output: Tensor = self.last(hidden)
+        for index in route:
+            output = output + self.experts[index](hidden)
+        return output
 
 
 class LookupModel(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,6 +174,13 @@ def _draw_ternary_batch(generator: torch.Generator) -> Batch:
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
 
 
+def _draw_aligned_batch(generator: torch.Generator) -> Batch:
+    """Draw a micro-batch for the model ``aligned``, whose inputs and targets have elements in {-1, 0, 1}."""
+    aligned = exact_blocks.AlignedLayersModel
+    inputs = exact_mlp.random_ternary((SAMPLES, 3 * aligned.INPUTS), generator)
+    return Batch(inputs, exact_mlp.random_ternary((SAMPLES, aligned.OUTPUTS), generator))
+
+
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean of the losses per sample, which are the model's output; the target does not change the result."""
     return (output + 0 * target[:, :1]).mean()
@@ -231,6 +239,41 @@ MODELS: dict[str, ModelSpec] = {
             summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
             build=exact_blocks.OddParametersModel,
             batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        *(
+            ModelSpec(
+                name=f"odd_{kind}",
+                summary=f"an exact model of two linear layers and one unusual parameter, of the kind {kind!r}",
+                build=partial(exact_blocks.OneOddParameterModel, kind),
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+            )
+            for kind in exact_blocks.ODD_PARAMETERS
+        ),
+        ModelSpec(
+            name="experts",
+            summary="an exact model of a list of layers, of which each forward uses the named ones in the named order",
+            build=exact_blocks.ExpertsModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="similar",
+            summary="an exact model of parallel layers of one shape, one tied and one frozen; all weights differ",
+            build=exact_blocks.SimilarLayersModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="aligned",
+            summary="the model similar with parameters that 2, 3 and 4 ranks divide",
+            build=exact_blocks.AlignedLayersModel,
+            batch=_draw_aligned_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
         ),

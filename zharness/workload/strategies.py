@@ -125,7 +125,7 @@ def flatten_phrases(parts: Sequence[list[Verb]]) -> list[Verb]:
 
 
 def make_verb(act: Act, marks: set[Mark]) -> Verb:
-    """Return a verb with its marks in the order of Mark; marks that the act cannot have are omitted."""
+    """Build a verb of a program. Order its marks as in Mark, and leave out marks that this act does not allow."""
     forbidden = {Mark.SCALE} if Mark.TENSOR in marks else set()
     return Verb(
         act, tuple(mark for mark in Mark if mark in marks and mark in ALLOWED_MARKS[act] and mark not in forbidden)

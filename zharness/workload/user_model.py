@@ -48,7 +48,8 @@ class UserModelParts:
 
 
 def is_user_model(name: str) -> bool:
-    """Return whether ``name`` is a factory's path, ``package.module:factory``, with or without ``(changes)``."""
+    """Return whether ``name`` is the path of a model factory, ``package.module:factory`` or
+    ``package.module:factory(argument=value)``."""
     return _FACTORY_PATH.fullmatch(name) is not None
 
 

@@ -1,0 +1,257 @@
+"""Define the laws in which an engine's gradients, weights and optimizer state are replaced by new tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.engines.tensor_access import require_read_out, require_shard_access, require_write_in
+from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.access.common import (
+    ACCUMULATION_STEPS,
+    ALIGNED,
+    CLIP,
+    OWNER_FEATURES,
+    SIMILAR,
+    STATE_OPTIMIZERS,
+    access_law,
+    new_values,
+    optimizer_weights,
+    own_shard,
+    read_all,
+    read_state,
+    train_micro_batch,
+    trained_names,
+)
+from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
+
+ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
+BEFORE_FORWARD, BEFORE_STEP, FORWARD = "before_forward", "before_step", "forward"
+# An engine that cannot write padded parameters has to show what it does with others, too.
+WRITTEN_MODELS = (SIMILAR, ALIGNED)
+SHARD_VARIANTS = (SHARD, CLIPPED_SHARD)
+
+
+def observe_write_grad(ctx: RankContext) -> None:
+    """Replace gradients before the step, read them back, and record norm and weights after the step."""
+    owner = next((owner for owner in AccumulationOwner if owner.value == ctx.variant), None)
+    accumulation = {} if owner is None else {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": owner}
+    clip = CLIP if ctx.variant.startswith(CLIPPED) else None
+    engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip, **accumulation)
+    weights = optimizer_weights(engine)
+    ctx.record("weights", weights, 0)
+    ctx.record("state", {}, 0)
+    for micro in range(1 if owner is None else ACCUMULATION_STEPS):
+        loss = ctx.loss(engine, micro)
+        engine.backward(loss / ACCUMULATION_STEPS if owner is AccumulationOwner.CALLER else loss)
+        if owner is AccumulationOwner.ENGINE and micro + 1 < ACCUMULATION_STEPS:
+            engine.step()
+    ctx.record("grads", engine.full_grads())
+    written = new_values(weights, ctx.seed)
+    if ctx.variant == ONE:
+        written = dict([list(written.items())[len(written) // 2]])
+    if ctx.variant == TWICE:
+        write_grads(ctx, engine, new_values(weights, ctx.seed + 1))
+    write_grads(ctx, engine, written)
+    ctx.record("written", written)
+    ctx.record("read", read_all(trained_names(engine), require_read_out(engine).read_grad))
+    engine.step()
+    if clip is not None:
+        norm = engine.grad_norm()
+        ctx.record("norm", {} if norm is None else {"norm": scalar(norm)})
+    engine.zero_grad()
+    ctx.record("weights", optimizer_weights(engine), 1)
+    ctx.record("state", {}, 1)
+    engine.close()
+
+
+def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """Replace gradients by ``values``, by shards in the variants of shards."""
+    if ctx.variant in SHARD_VARIANTS:
+        shards = require_shard_access(engine)
+        for name, value in values.items():
+            shards.write_grad_shard(name, own_shard(engine, name, value, shards.read_grad_shard(name)))
+    else:
+        for name, value in values.items():
+            require_write_in(engine).write_grad(name, value)
+
+
+def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the new gradients are read back, and that norm, clipping and update use them."""
+    records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
+    for rank, (before, written, read) in enumerate(records):
+        for name, grad in {**before, **written}.items():
+            yield compare_bitwise(ctx.location(name, Part.REDUCTION, 0, rank), grad.to(read[name].dtype), read[name])
+    grads = {**ctx.rank_records("grads")[0], **ctx.rank_records("written")[0]}
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
+    yield from judge_step(ctx, UNIT_LR_SGD, grads, RecordedStep(0, "weights"), factor)
+    yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
+
+
+def observe_write_param(ctx: RankContext) -> None:
+    """Replace every weight before the forward or before the step, read it back, and train a step."""
+    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    written = new_values(optimizer_weights(engine), ctx.seed)
+    if ctx.variant == BEFORE_STEP:
+        train_micro_batch(ctx, engine, 0)
+        grads = engine.full_grads()
+    write_params(ctx, engine, written)
+    ctx.record("weights", written, 0)
+    ctx.record("read", read_all(written, require_read_out(engine).read_param))
+    if ctx.variant == FORWARD:
+        ctx.record("params", engine.full_params())
+    if ctx.variant != BEFORE_STEP:
+        train_micro_batch(ctx, engine, 0)
+        grads = engine.full_grads()
+    ctx.record("grads", grads)
+    engine.step()
+    engine.zero_grad()
+    ctx.record("weights", optimizer_weights(engine), 1)
+    ctx.record("params", {name: weight for name, weight in engine.full_params().items() if name in written}, 1)
+    for step in range(2):
+        ctx.record("state", {}, step)
+    engine.close()
+
+
+def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """Replace weights by ``values``, by shards in the variant of shards."""
+    if ctx.variant in SHARD_VARIANTS:
+        shards = require_shard_access(engine)
+        for name, value in values.items():
+            shards.write_param_shard(name, own_shard(engine, name, value, shards.read_param_shard(name)))
+    else:
+        for name, value in values.items():
+            require_write_in(engine).write_param(name, value)
+
+
+def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the new weights are read back and that the step, or the forward too, starts from them."""
+    yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
+    if ctx.variant == FORWARD:
+        params = ctx.rank_records("params")[0]
+        for name, weight in ctx.rank_records("weights")[0].items():
+            yield compare_bitwise(ctx.location(name, Part.GATHER), weight.to(params[name].dtype), params[name])
+        local = ctx.compute_local_grads(0, {**params, **ctx.rank_records("weights")[0]})
+        yield from ctx.compare_losses(0, local)
+        yield from ctx.compare_reduced_grads("grads", [local])
+    yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "weights"))
+    yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
+    for rank, (weights, params) in enumerate(
+        zip(ctx.rank_records("weights", 1), ctx.rank_records("params", 1), strict=True)
+    ):
+        for name, weight in weights.items():
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), weight.to(params[name].dtype), params[name])
+
+
+def observe_write_state(ctx: RankContext) -> None:
+    """Replace every entry of the optimizer's state after the first step, read it back, and make the second step."""
+    optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
+    engine = ctx.build_engine(optimizer=optimizer)
+    names = trained_names(engine)
+    train_micro_batch(ctx, engine, 0)
+    engine.step()
+    engine.zero_grad()
+    written = new_state_values(read_state(require_read_out(engine), names, optimizer), ctx.seed)
+    for path, value in written.items():
+        name, _, key = path.rpartition("/")
+        write_state(ctx, engine, name, key, value)
+    ctx.record("written", written, 1)
+    ctx.record("read", read_state(require_read_out(engine), names, optimizer), 1)
+    ctx.record("weights", optimizer_weights(engine), 1)
+    train_micro_batch(ctx, engine, 1)
+    ctx.record("grads", engine.full_grads())
+    engine.step()
+    engine.zero_grad()
+    ctx.record("weights", optimizer_weights(engine), 2)
+    ctx.record("written", read_state(require_read_out(engine), names, optimizer), 2)
+    engine.close()
+
+
+def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return new values for the entries of optimizer state, which are positive for second moments."""
+    return {path: value.abs() if path.endswith("_sq") else value for path, value in new_values(state, seed).items()}
+
+
+def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
+    """Replace one entry of optimizer state by ``value``, by shards in the variants of shards."""
+    if ctx.variant.endswith(SHARD):
+        shards = require_shard_access(engine)
+        shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))
+        shards.write_optimizer_state_shard(name, key, shard)
+    else:
+        require_write_in(engine).write_optimizer_state(name, key, value)
+
+
+def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the new state is read back, and that the second step starts from it."""
+    yield from compare_records(ctx, "written", "read", 1, 1, Part.OPTIMIZER)
+    optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
+    yield from judge_step(ctx, optimizer, ctx.rank_records("grads")[0], RecordedStep(1, "weights", "written"))
+    for label in ("weights", "written"):
+        records = ctx.rank_records(label, 2)
+        for name in records[0]:
+            yield from compare_ranks(ctx.location(name, Part.GATHER, 1), [record[name] for record in records])
+
+
+def write_variant(name: str = "", *features: Feature) -> Variant:
+    """Return a variant of a law that writes full tensors, or shards if its name says so."""
+    written = (Feature.SHARD_ACCESS,) if name.endswith(SHARD) else (Feature.WRITE_IN,)
+    return Variant(name, (*written, *features), compares_engine_with_itself=True)
+
+
+LAWS = (
+    access_law(
+        "write_grad",
+        "a gradient that is replaced before the step is read back, and norm, clipping and update use it",
+        observe_write_grad,
+        judge_write_grad,
+        features=(Feature.READ_OUT,),
+        models=WRITTEN_MODELS,
+        variants=(
+            write_variant(),
+            write_variant(ONE),
+            write_variant(TWICE),
+            write_variant(CLIPPED, Feature.CLIP),
+            *(write_variant(owner.value, feature) for owner, feature in OWNER_FEATURES.items()),
+            write_variant(SHARD),
+            write_variant(CLIPPED_SHARD, Feature.CLIP),
+        ),
+        weights_stay_integers=False,
+        kept_because="the only law in which the caller replaces gradients",
+    ),
+    access_law(
+        "write_param",
+        "a weight that is replaced is read back, and the next step starts from it",
+        observe_write_param,
+        judge_write_param,
+        features=(Feature.READ_OUT,),
+        models=WRITTEN_MODELS,
+        variants=(
+            *map(write_variant, (BEFORE_FORWARD, BEFORE_STEP, SHARD)),
+            write_variant(FORWARD, Feature.WRITE_IN_FORWARD),
+        ),
+        weights_stay_integers=False,
+        kept_because="the only law that replaces the weights of the optimizer with the engine's own function",
+    ),
+    access_law(
+        "write_state",
+        "an entry of optimizer state that is replaced is read back, and the next step starts from it",
+        observe_write_state,
+        judge_write_state,
+        features=(Feature.READ_OUT,),
+        models=WRITTEN_MODELS,
+        variants=tuple(
+            write_variant(f"{name}{suffix}") for name in ("momentum", "adam") for suffix in ("", f"_{SHARD}")
+        ),
+        weights_stay_integers=False,
+        kept_because="the only law in which the caller replaces optimizer state",
+    ),
+)

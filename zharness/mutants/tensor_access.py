@@ -1,0 +1,349 @@
+"""Mutants whose own functions read or replace a wrong gradient, weight or optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams
+from zharness.mutants.around import Around
+from zharness.mutants.gradient_norm import compute_norm
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+MODEL = "similar"
+
+
+def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return for each parameter the next trained one of its shape, or the parameter itself if there is no other."""
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    names = [*trained, *trained]
+    found = {}
+    for name, weight in full_params.items():
+        start = names.index(name) + 1 if name in names else 0
+        alike = (other for other in names[start:] if full_params[other].shape == weight.shape)
+        found[name] = next(alike, name)
+    return found
+
+
+class AroundSharded(Around):
+    """The base class of mutants of stage 2, where gradients and optimizer state are shards and weights are not."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.neighbour_of = neighbours(self.module, self.right.full_params())
+
+
+@mutant(FaultKind.SHARDS, Target("access.read_grad", model=MODEL), origin=Origin.ONLOOKERS)
+class ReadsTheNeighboursGrad(AroundSharded):
+    """Reads the gradient of the next parameter of the same shape."""
+
+    def read_grad(self, name: str) -> Tensor | None:
+        grad: Tensor | None = self.right.read_grad(self.neighbour_of[name])
+        return grad
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("access.read_accumulated_grad", model=MODEL, variant="engine"),
+    Target("access.read_accumulated_grad", model=MODEL, variant="caller"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadsTheSumOfTheWindow(AroundSharded):
+    """Reads the gradient multiplied by the number of micro-batches."""
+
+    def read_grad(self, name: str) -> Tensor | None:
+        grad: Tensor | None = self.right.read_grad(name)
+        return None if grad is None else grad * self.config.accumulation_steps
+
+
+@mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
+class ReadsTheClippedGrad(AroundSharded):
+    """Reads a gradient as clipping to the configured norm will leave it, if the engine clips."""
+
+    def read_grad(self, name: str) -> Tensor | None:
+        grad: Tensor | None = self.right.read_grad(name)
+        if grad is None or self.config.clip is None:
+            return grad
+        factor = min(1.0, self.config.clip / compute_norm(self.right.full_grads()))
+        return grad * factor
+
+
+@mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
+class ReadsTheScaledGrad(AroundSharded):
+    """Reads the gradient of the scaled loss, which the step will divide by the loss scale."""
+
+    def read_grad(self, name: str) -> Tensor | None:
+        grad: Tensor | None = self.right.read_grad(name)
+        return None if grad is None else grad * float(self.right.observe().loss_scale)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("access.read_grad_in_window", Part.ACCUMULATION, model=MODEL, variant="caller"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadingEndsTheWindow(AroundSharded):
+    """Drops the gradients of a window's earlier micro-batches when they were read inside the window."""
+
+    backwards, was_read = 0, False
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if self.was_read and self.backwards < self.config.accumulation_steps:
+            self.right.zero_grad()
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.backwards += 1
+
+    def read_grad(self, name: str) -> Tensor | None:
+        self.was_read = True
+        grad: Tensor | None = self.right.read_grad(name)
+        return grad
+
+
+@mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
+class ReadsTheNeighboursWeight(AroundSharded):
+    """Reads the master weight of the next parameter of the same shape."""
+
+    def read_param(self, name: str) -> Tensor | None:
+        weight: Tensor | None = self.right.read_param(self.neighbour_of[name])
+        return weight
+
+
+@mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
+class ReadsTheFirstWeight(AroundSharded):
+    """Reads each weight once and returns it again after a step."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.read_before: dict[str, Tensor] = {}
+
+    def read_param(self, name: str) -> Tensor | None:
+        return self.read_before.setdefault(name, self.right.read_param(name)).clone()
+
+
+@mutant(FaultKind.PARAMETERS, Target("access.read_frozen", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
+class ReadsATrainedWeightForAFrozenOne(AroundSharded):
+    """Reads a trained parameter of the same shape if a frozen one is named."""
+
+    def read_param(self, name: str) -> Tensor | None:
+        frozen = not dict(self.module.named_parameters())[name].requires_grad
+        weight: Tensor | None = self.right.read_param(self.neighbour_of[name] if frozen else name)
+        return weight
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("access.read_state", Part.OPTIMIZER, model=MODEL, variant="momentum"),
+    Target("access.read_state", Part.OPTIMIZER, model=MODEL, variant="adam"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadsTheNeighboursState(AroundSharded):
+    """Reads the optimizer state of the next parameter of the same shape."""
+
+    def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
+        state: Tensor | None = self.right.read_optimizer_state(self.neighbour_of[name], key)
+        return state
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("access.read_state", Part.OPTIMIZER, model=MODEL, variant="groups", parameter="*bias/*"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadsZerosOfLaterGroups(AroundSharded):
+    """Reads zeros as the optimizer state of parameters that are not in the first parameter group."""
+
+    def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
+        state = self.right.read_optimizer_state(name, key)
+        in_later_group = len(self.config.optimizer.groups) > 0 and name.endswith("bias")
+        return torch.zeros_like(state) if in_later_group else state
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_grad", Part.OPTIMIZER, model=MODEL),
+    Target("access.write_grad", Part.OPTIMIZER, model=MODEL, variant="twice"),
+    origin=Origin.ONLOOKERS,
+)
+class WritesAGradThatNoStepUses(AroundSharded):
+    """Returns a replaced gradient when it is read again, but steps with the old one."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.written: dict[str, Tensor] = {}
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.written[name] = value.clone()
+
+    def read_grad(self, name: str) -> Tensor | None:
+        return self.written[name] if name in self.written else self.right.read_grad(name)
+
+
+@mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
+class WritesTheNeighboursGradToo(AroundSharded):
+    """Replaces the gradient of the next parameter of the same shape as well."""
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.right.write_grad(self.neighbour_of[name], value)
+        self.right.write_grad(name, value)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("access.write_grad", model=MODEL, variant="clipped", parameter="norm"),
+    Target("access.write_grad", model=MODEL, variant="clipped_shard", parameter="norm"),
+    origin=Origin.ONLOOKERS,
+)
+class NormFromBeforeTheWrite(AroundSharded):
+    """Clips by the norm of the gradients that backward computed, although they were replaced."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.norm_before: float | None = None
+        seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
+
+    def remember_norm(self) -> None:
+        """Compute the norm of the gradients that backward computed, once."""
+        if self.norm_before is None:
+            self.norm_before = compute_norm(self.right.full_grads())
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.remember_norm()
+        self.right.write_grad(name, value)
+
+    def write_grad_shard(self, name: str, value: Tensor) -> None:
+        self.remember_norm()
+        self.right.write_grad_shard(name, value)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("access.write_grad", model=MODEL, variant="caller"),
+    Target("access.write_grad", model=MODEL, variant="engine"),
+    origin=Origin.ONLOOKERS,
+)
+class DividesAWrittenGrad(AroundSharded):
+    """Divides a replaced gradient by the number of micro-batches."""
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.right.write_grad(name, value / self.config.accumulation_steps)
+
+
+@mutant(FaultKind.RANKS, Target("access.write_grad", model=MODEL, variant="shard"), origin=Origin.ONLOOKERS)
+class OnlyRank0WritesShards(AroundSharded):
+    """Ignores the shards of gradients that ranks other than rank 0 replace."""
+
+    def write_grad_shard(self, name: str, value: Tensor) -> None:
+        kept = self.right.read_grad_shard(name)
+        self.right.write_grad_shard(name, value if dist.get_rank() == 0 else kept)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_param", Part.OPTIMIZER, model=MODEL, variant="before_forward"),
+    Target("access.write_param", Part.OPTIMIZER, model=MODEL, variant="before_step"),
+    origin=Origin.ONLOOKERS,
+)
+class WritesAWeightThatNoStepUses(AroundSharded):
+    """Returns a replaced weight when it is read again, but steps from the old one."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.written: dict[str, Tensor] = {}
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        self.written[name] = value.clone()
+
+    def read_param(self, name: str) -> Tensor | None:
+        return self.written[name] if name in self.written else self.right.read_param(name)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_param", Part.GATHER, model=MODEL, variant="forward"),
+    origin=Origin.ONLOOKERS,
+)
+class WritesAWeightForTheStepOnly(AroundSharded):
+    """Replaces the weight that the optimizer updates, and leaves the model's own weight as it was for the forward."""
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        start, stop = seams.model_params(self.right)[name].layout.shard_bounds(dist.get_rank())
+        seams.leaves(self.right)[name].copy_(value.flatten()[start:stop])
+
+
+@mutant(
+    FaultKind.RANKS, Target("access.write_param", Part.GATHER, model=MODEL, variant="shard"), origin=Origin.ONLOOKERS
+)
+class OnlyRank0WritesShardsOfWeights(AroundSharded):
+    """Ignores the shards of weights that ranks other than rank 0 replace."""
+
+    def write_param_shard(self, name: str, value: Tensor) -> None:
+        kept = self.right.read_param_shard(name)
+        self.right.write_param_shard(name, value if dist.get_rank() == 0 else kept)
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="momentum"),
+    Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="adam"),
+    origin=Origin.ONLOOKERS,
+)
+class WritesStateThatNoStepUses(AroundSharded):
+    """Returns replaced optimizer state until the next step, which starts from the old state."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.written: dict[tuple[str, str], Tensor] = {}
+
+    def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
+        self.written[name, key] = value.clone()
+
+    def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
+        return self.written[name, key] if (name, key) in self.written else self.right.read_optimizer_state(name, key)
+
+    def step(self) -> None:
+        self.right.step()
+        self.written.clear()
+
+
+@mutant(
+    FaultKind.RANKS,
+    Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="momentum_shard"),
+    Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="adam_shard"),
+    origin=Origin.ONLOOKERS,
+)
+class OnlyRank0WritesShardsOfState(AroundSharded):
+    """Ignores the shards of optimizer state that ranks other than rank 0 replace."""
+
+    def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
+        if dist.get_rank() == 0:
+            self.right.write_optimizer_state_shard(name, key, value)
+
+
+@mutant(
+    FaultKind.SHARDS,
+    Target("access.read_shard", Part.GATHER, model=MODEL, variant="grad"),
+    Target("access.read_shard", Part.GATHER, model=MODEL, variant="param"),
+    Target("access.read_shard", Part.GATHER, model=MODEL, variant="state"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadsTheNeighboursShards(AroundSharded):
+    """Reads this rank's shard of the next parameter of the same shape."""
+
+    def read_grad_shard(self, name: str) -> Tensor:
+        shard: Tensor = self.right.read_grad_shard(self.neighbour_of[name])
+        return shard
+
+    def read_param_shard(self, name: str) -> Tensor:
+        shard: Tensor = self.right.read_param_shard(self.neighbour_of[name])
+        return shard
+
+    def read_optimizer_state_shard(self, name: str, key: str) -> Tensor:
+        shard: Tensor = self.right.read_optimizer_state_shard(self.neighbour_of[name], key)
+        return shard
