@@ -85,8 +85,8 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
             config=ds_config,
         )[0]
     optimizer = build_optimizer(trained, config)
-    schedule = optimizers.schedule(optimizer, config.optimizer)
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)[0]
+    lr_scheduler = optimizers.schedule(optimizer, config.optimizer)
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=ds_config)[0]
 
 
 def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:

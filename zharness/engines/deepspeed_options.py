@@ -168,7 +168,7 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
         changes_numbers="the whole model is a leaf module, whose gradients are wrong if its inputs need no gradient",
     ),
     "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2), world_size_factor=2),
-    "torch_linear": staged(STAGE_3, zero_optimization(memory_efficient_linear=False)),
+    "torch_linear": staged(STAGE_3, zero_optimization(memory_efficient_linear=False), has_torch_kernels=True),
     "sanity_checks": staged(STAGE_3, zero_optimization(enable_sanity_checks=True)),
 }
 
