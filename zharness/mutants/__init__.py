@@ -27,6 +27,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     full_tensors,
     gradient_norm,
     hooks,
+    kinds,
     learning_rate,
     loss_scale,
     master_weights,
