@@ -60,6 +60,6 @@ def test_every_file_of_the_map_exists() -> None:
 
 
 def test_the_map_has_every_package_on_its_floor() -> None:
-    lines = re.findall(r"^    (\d) +(.+)$", map_section("floors"), re.MULTILINE)
+    lines = re.findall(r"^    (\d+) +(.+)$", map_section("floors"), re.MULTILINE)
     floors = {name.strip(): int(floor) for floor, names in lines for name in names.split(",")}
     assert floors == FLOORS
