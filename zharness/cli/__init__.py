@@ -54,8 +54,8 @@ def report(
 ) -> int:
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
-    Lines that are not records are skipped and counted. The exit code is that of `zharness check`, except
-    that it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
+    Lines that are not records are skipped and counted. The exit code is that of `zharness check`, with one exception:
+    it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
     """
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
@@ -202,7 +202,7 @@ def mutants(
     "--without",
     callback=parse_name_option,
     metavar="i,tied,...",
-    help="Layers, verbs and marks that drawn programs must not use.",
+    help="Layers, verbs and options of verbs that drawn programs must not use.",
 )
 @click.option(
     "--outputs",
@@ -228,12 +228,12 @@ def program(
     outputs: int | None,
     timeout: float,
 ) -> int:
-    """Run programs, which are small models with sequences of calls, or draw random ones until one fails.
+    """Run programs (small models with sequences of calls), or draw random programs until one fails.
 
     A program is written as 'x(3) linear(2) relu | f b:retain b s'.
 
-    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and the
-    command prints the smallest program that fails, as a command that runs it.
+    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and
+    zharness prints a command that runs the smallest program that fails.
 
     \b
     Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),

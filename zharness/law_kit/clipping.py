@@ -22,8 +22,8 @@ CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-
 class ClipFactor:
     """The factor by which an engine multiplies gradients to clip them: 1 without clipping, NaN if the norm is NaN.
 
-    ``uncertainty`` is the relative error of the factor beyond the roundings of torch's formula. The uncertainty is
-    greater than 0 if the engine does not report the norm from which it computed the factor.
+    ``uncertainty`` is the relative error of the factor in addition to the roundings of torch's formula. The uncertainty
+    is greater than 0 if the engine does not report the norm from which it computed the factor.
     """
 
     value: float = 1.0
@@ -63,7 +63,7 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add a hint to a mismatch whose actual value is NaN, which is recorded if the engine reported no norm."""
+    """Add the hint that the engine reported no norm to a mismatch whose actual value is NaN."""
     absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
     return add_hint(comparison, "the engine reports none") if absent else comparison
 

@@ -54,7 +54,10 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Return a second loss of the same output. It is linear with integer factors, so it is exact on the exact model."""
+    """Return a second loss of the same output.
+
+    The loss is linear in the output with integer factors, so it is exact on the exact model.
+    """
     return 2 * output.sum(dim=-1).mean()
 
 

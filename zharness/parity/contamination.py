@@ -121,7 +121,7 @@ def describe_function(function: Any) -> str:
 
 
 def require_clean_torch(conditions: ProcessConditions) -> None:
-    """Raise HarnessFault if ``conditions`` list a replaced function of torch, because the baseline cannot run then."""
+    """Raise HarnessFault if ``conditions`` list a replaced function of torch, which the baseline would call."""
     if conditions.replacements:
         raise HarnessFault(
             f"the baseline cannot run here: {'; '.join(conditions.replacements)}; "
