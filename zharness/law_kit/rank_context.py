@@ -111,7 +111,7 @@ class RankContext:
         return loss
 
     def train(self, engine: Engine, step: int, label: str = "loss") -> None:
-        """Run forward and ``backward`` of micro-batch ``step``, and record the loss under ``label``."""
+        """Run forward and backward of micro-batch ``step``, and record the loss under ``label``."""
         self.backward(engine, self.loss(engine, step, label), step)
 
     def backward(self, engine: Engine, loss: Tensor, step: int, factor: float = 1.0) -> None:

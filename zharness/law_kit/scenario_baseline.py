@@ -138,7 +138,7 @@ def run_exact_scenario(
     for name, tensor in result.flatten().items():
         if not torch.equal(tensor.double(), double[name].double()):
             raise HarnessFault(
-                f"the scenario is not exact: {name} is rounded on rank {rank}, so no engine can be judged by the scenario"
+                f"the scenario is not exact: {name} is rounded on rank {rank}, so no engine can be judged by it"
             )
     return result
 

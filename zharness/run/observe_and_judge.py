@@ -116,7 +116,10 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
 
 
 def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
-    """Return the capabilities of the cell's engine with the cell's options set. A configuration file changes none."""
+    """Return the capabilities of the cell's engine under the cell's options.
+
+    A configuration file does not change the capabilities.
+    """
     return capabilities.with_options(cell_setting(cell.engine_variant).options)
 
 

@@ -47,7 +47,7 @@ def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
 def plan_marked_cells(
     markers: Iterable[pytest.Mark], config: pytest.Config, get_environment: GetEnvironment
 ) -> list[PlannedCell]:
-    """Plan the cells of all ``cells`` markers of one test, narrowed by the options ``--engine`` and ``--stage``.
+    """Plan the cells of all ``cells`` markers of one test, restricted by the options ``--engine`` and ``--stage``.
 
     An engine of ``--engine`` that no marker names is planned with the marker's defaults. ``get_environment(engine)``
     returns the environment of an engine's rank server. Raises UsageError for an engine, release or stage that does not
@@ -91,7 +91,7 @@ def user_expected_failures(config: pytest.Config) -> tuple[ExpectedFailure, ...]
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    """Parse ``--stage``; an empty option gives an empty tuple. Raises UsageError for anything but numbers."""
+    """Parse the value of ``--stage``, which may be empty. Raises UsageError if it contains anything but numbers."""
     try:
         return parse_integers(text) if text else ()
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Read the records of earlier runs; lines that are not records are skipped and listed."""
+"""Read the records of earlier runs, and skip and list the lines that are not records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_records(paths: Iterable[Path]) -> LoadedRecords:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Read the lines of a file. Raises UsageError if it cannot be read."""
+    """Read the lines of a file. Raises UsageError if the file cannot be read."""
     try:
         return path.read_bytes().splitlines()
     except OSError as error:
