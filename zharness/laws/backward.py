@@ -70,7 +70,7 @@ def auxiliary_loss(participant: Participant) -> None:
 
 
 def without_grad(participant: Participant) -> NamedTensors:
-    """Run forwards under no_grad and inference_mode before and between training. They must not affect the gradients."""
+    """Run forwards under no_grad and inference_mode before and between backwards; gradients must not be affected."""
     with torch.no_grad():
         values = {"no_grad": participant.call(participant.inputs())}
     loss = participant.training_loss()
@@ -147,7 +147,7 @@ OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], 
 
 
 def outputs(participant: Participant) -> None:
-    """Train with the outputs in each kind of container and a loss of one output, and then with a loss of both."""
+    """Train with the outputs in each kind of container: first with a loss of one output, then with a loss of both."""
     for pack, unpack in OUTPUT_CONTAINERS:
         backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
     packed = participant.call(participant.inputs(), pack=NamedTupleOutput)

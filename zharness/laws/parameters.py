@@ -108,7 +108,7 @@ BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, T
 
 
 def observe_stay_put(ctx: RankContext) -> None:
-    """Train several steps, of which some use a branch of the model, some do not use it, and some have no backward."""
+    """Train steps that use a branch of the model, and a step that does not use it or, in a variant, has no backward."""
     engine = ctx.build_engine(optimizer=ADAMW)
     train_with_branches(ctx, engine)
 

@@ -97,7 +97,7 @@ def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of ``value`` that ``layout()`` assigns to this rank, padded with zeros like ``like``."""
+    """Return the elements of ``value`` that ``layout()`` assigns to this rank, zero-padded to the size of ``like``."""
     pieces = [value.flatten()[p.start : p.stop] for p in engine.layout()[name] if p.rank == dist.get_rank()]
     elements = torch.cat([value.new_empty(0), *pieces])
     return torch.cat([elements, elements.new_zeros(like.numel() - elements.numel())]).to(like.dtype)

@@ -169,7 +169,7 @@ def judge_read_param(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_read_frozen(ctx: RankContext) -> None:
-    """Read gradient, weight and optimizer state of every frozen parameter after a step, between trained parameters."""
+    """Read frozen parameters: gradients after a backward, and weights and optimizer state after the step."""
     optimizer = STATE_OPTIMIZERS["momentum"]
     engine = ctx.build_engine(optimizer=optimizer)
     access, params = require_read_out(engine), engine.full_params()
@@ -185,7 +185,7 @@ def observe_read_frozen(ctx: RankContext) -> None:
 
 
 def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that a frozen parameter has neither gradient nor state, and that its weight, if any, did not change."""
+    """Check that gradients and state of frozen parameters are absent or 0, and that weights did not change."""
     for rank, (expected, read) in enumerate(zip(ctx.rank_records("expected"), ctx.rank_records("read"), strict=True)):
         for name, weight in expected.items():
             found = read.get(name, weight)
