@@ -303,7 +303,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     cells, or if the reproduction shows the bug on that release. Releases that cannot be run, or are neither good nor
     bad, are skipped. Each run halves the range of releases.
 
-    
+    \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
     zharness bisect deepspeed torch_func.grad --stage 1 --good 0.19.8 --bad 0.18.8
     """

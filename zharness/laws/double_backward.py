@@ -124,7 +124,7 @@ def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: 
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
-    """Run a second backward after an optimizer step. Plain PyTorch raises, because the step modified the weights."""
+    """Run a second backward after an optimizer step. Plain PyTorch raises here: the step modified the weights."""
     loss = participant.training_loss()
     participant.backward(loss, retain_graph=True)
     participant.step()
