@@ -148,8 +148,8 @@ def mutants(
 ) -> int:
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob; without one, every mutant is run. On each mutant, a law runs until one of
-    its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
+    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. On each mutant, a law runs until one
+    of its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
     mutants` describes the mutants.
     """
     from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
-    "--all", "every", is_flag=True, help="Run all reproductions; with --on, all of the engines that --on names."
+    "--all", "every", is_flag=True, help="Run all reproductions, or all reproductions of the engines that --on names."
 )
 @click.option(
     "--on",

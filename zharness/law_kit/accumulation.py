@@ -1,4 +1,4 @@
-"""Train one accumulation window on a rank, and judge the gradients that the engine computes for the window."""
+"""Train one accumulation window on a rank, and judge the gradients that the engine computes in it."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def judge_clip_factor(
 ) -> Generator[Comparison, None, ClipFactor]:
     """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
-    The clip factor is the one by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was recorded
-    under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this function then
-    computes the factor within the error of the norm. The bound of the norm allows one more rounding for each rank,
-    because DeepSpeed averages the norm over ranks at stage 0.
+    The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was
+    recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
+    function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
+    each rank, because DeepSpeed averages the norm over ranks at stage 0.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING

@@ -118,7 +118,7 @@ class JudgeContext:
         suspects: Mapping[str, Sequence[Sequence[LocalResult]]] | None = None,
         explain: bool = True,
     ) -> Iterator[Comparison]:
-        """Compare every rank's full gradients with the mean of all local gradients times ``scale``, and between ranks.
+        """Compare every rank's full gradients with ``scale`` times the mean of all local gradients, and between ranks.
 
         ``micros[m][rank]`` is the baseline's result on micro-batch m of that rank. If ``exact`` is true, the comparison
         is bitwise. Otherwise it uses the bound of the reduction, and its note says why tier X does not apply.
@@ -178,7 +178,7 @@ class JudgeContext:
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """Compare the reduced gradient of one parameter with its expected value on every rank, and between ranks."""
+        """Compare one parameter's reduced gradient with the expected gradient on every rank, and between ranks."""
         known = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         yield from self.compare_grad_in_pieces(
@@ -316,7 +316,7 @@ class JudgeContext:
 
 
 def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
-    """Yield comparisons up to and including the first mismatch, because later mismatches only follow from it."""
+    """Yield comparisons up to and including the first mismatch, which may have caused all later mismatches."""
     for comparison in comparisons:
         yield comparison
         if comparison.mismatch is not None:
@@ -332,7 +332,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch if the actual values are the expected values times one factor."""
+    """Add a hint to a mismatch if one factor times the expected values gives the actual values."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])

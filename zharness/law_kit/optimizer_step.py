@@ -58,7 +58,7 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped ones. The engine's step
+    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped steps. The engine's step
     counts and the schedule have to agree with this number. The formula uses the gradients times ``clip_factor``.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps

@@ -241,7 +241,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
-    """Run ``program`` on an engine, and train ``other_engine_count`` more engines in the same process.
+    """Run ``program`` on an engine, and train ``other_engine_count`` further engines in the same process.
 
     Every rank has to call this function.
     """

@@ -234,7 +234,7 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: those that the engine recorded, or else the expected ones with bounds."""
+        """Return the gradients of a step: the recorded gradients, or else the expected gradients with bounds."""
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}

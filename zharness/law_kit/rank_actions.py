@@ -45,7 +45,7 @@ def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> No
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
-    """Put the engine's module into eval mode in the ``with`` block, and into train mode afterwards."""
+    """Put the engine's module into eval mode while the ``with`` block runs, and into train mode afterwards."""
     engine.module.eval()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compare recorded weights, losses and other tensors, as several laws do."""
+"""Define comparisons of recorded weights, losses and other tensors that several laws use."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ class Setting:
 
         Names that denote neither an accumulation window nor a call of backward are engine options.
 
-        Raises UsageError for a second window or call, and for a window of fewer than two micro-batches.
+        Raises UsageError for a second accumulation window or call of backward, and for a window of fewer than two
+        micro-batches.
         """
         names = label.split(SEPARATOR) if label else []
         windows = [match for name in names if (match := _WINDOW.fullmatch(name))]

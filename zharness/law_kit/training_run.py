@@ -44,8 +44,9 @@ class StepMetrics:
 def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
     """Return the loss and the gradient norm in every step, for the engine and for a plain model.
 
-    Both start from the same initial weights. The engine's evidence has to contain "loss" for each micro-batch and
-    "grads" for each step. The curves drift apart by rounding alone, so reports show the curves, but no law judges them.
+    Engine and plain model start from the same initial weights. The engine's evidence has to contain "loss" for each
+    micro-batch and "grads" for each step. The curves drift apart by rounding alone, so reports show the curves, but no
+    law judges them.
     """
     engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
     return {

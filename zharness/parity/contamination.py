@@ -1,4 +1,4 @@
-"""Detect conditions that make a comparison worthless: replaced torch functions, different settings, shared memory.
+"""Detect conditions that invalidate a comparison: replaced functions of torch, different settings, shared memory.
 
 An engine may replace a function of torch for its whole process. For example, DeepSpeed's stage 3 replaces
 ``torch.nn.functional.linear``, and the replacement stays after the engine is closed. If the baseline ran in such a

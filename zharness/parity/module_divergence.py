@@ -48,7 +48,7 @@ class ModuleDivergences:
     backward: ModuleDivergence | None
 
     def describe(self) -> str:
-        """Return a description of the first divergence in each direction; it is empty if no module diverges."""
+        """Return a description of the first divergence in each direction, or an empty string if no module diverges."""
         found = {"forward": self.forward, "backward": self.backward}
         return "; ".join(
             f"first in {order} order: {first.describe()}" for order, first in found.items() if first is not None

@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def latest_record(self) -> Record:
-        """Return the later record; for a removed cell, return the earlier one."""
+        """Return the later record, or the earlier record of a removed cell."""
         latest = self.after or self.before
         assert latest is not None
         return latest

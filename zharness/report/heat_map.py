@@ -1,4 +1,4 @@
-"""Draw the errors in the elements of a failing cell's parameter as a small map for the terminal."""
+"""Draw a small map of the errors in a parameter of a failing cell for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix of laws x stages, one block for each engine."""
+"""Render the matrix of laws x stages, with one table for each engine."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Column = tuple[str, str, str]
 
 
 def render_overview(records: Sequence[Record]) -> str:
-    """Render laws x engines; an engine has a column for each release and dtype."""
+    """Render a table of laws x engines, with a column for each release and dtype of an engine."""
     names = name_engines(records)
     engine_column = partial(find_engine_column, names)
     columns = {

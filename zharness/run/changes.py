@@ -23,7 +23,7 @@ class LawStatus(Enum):
 
 
 class ChangeKind(Enum):
-    """How a cell changed between two runs."""
+    """The kinds of changes of a cell between two runs."""
 
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before

@@ -48,7 +48,7 @@ _registered_configs: dict[str, Mapping[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Configuration:
-    """A parsed configuration.
+    """A user's parsed DeepSpeed configuration.
 
     ``training`` determines how the laws train, and ``options`` are passed to the engine. ``stage`` and ``dtype`` are
     None if the file does not set them. ``autocast_dtype`` is the dtype of ``torch_autocast``, and ``reduce_dtype`` is

@@ -55,8 +55,9 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:
     """Run the engine with the initial weights on the mismatch's micro-batch, and trace its modules.
 
-    Every rank has to call this function. Each module gets the baseline's inputs. Returns a description of the first
-    module that departs from the baseline in forward and in backward, or an empty string if no module does.
+    Every rank has to call this function. Each module gets the inputs that the baseline's module got. Returns a
+    description of the first module that departs from the baseline in forward and in backward, or an empty string if no
+    module does.
     """
     ctx = build_cell_context(cell, salt, capabilities, {})
     engine = ctx.build_engine()

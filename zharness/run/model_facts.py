@@ -42,7 +42,7 @@ NONDETERMINISM_HINT = (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The measurements of a model.
+    """The measurements of a user's model.
 
     ``parameters`` and ``trained_parameters`` count elements. ``forward_backward_seconds`` is the time of one forward
     and backward. ``draws_random_numbers`` is true if the forward draws random numbers. ``inapplicable_laws`` are the

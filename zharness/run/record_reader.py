@@ -20,7 +20,7 @@ class LoadedRecords:
     skipped_lines: tuple[str, ...]
 
     def describe_skipped(self) -> str:
-        """Describe the skipped lines for a terminal; return the empty string if no line was skipped."""
+        """Describe the skipped lines for a terminal, or return an empty string if no line was skipped."""
         if not self.skipped_lines:
             return ""
         unlisted = len(self.skipped_lines) - MAX_LISTED_SKIPS

@@ -80,7 +80,7 @@ def require_valid_exhibit(exhibit: MismatchReport) -> None:
 
 
 def require_valid_heat_map(heat: HeatMap) -> None:
-    """Raise ValueError unless the heat map has ``rows`` x ``columns`` numbers, and at least one number."""
+    """Raise ValueError unless the heat map has ``rows`` x ``columns`` numbers, which must be at least one."""
     sizes, widths = [heat["rows"], heat["columns"], *heat["block"]], {len(row) for row in heat["values"]}
     if len(sizes) != 4 or min(sizes) < 1 or len(heat["values"]) != heat["rows"] or widths != {heat["columns"]}:
         raise ValueError(

@@ -127,7 +127,7 @@ PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collect
 
 
 def observe_gathered_bytes(ctx: RankContext) -> None:
-    """Train two steps with each bucket size, and record the bytes gathered at the end of each step, and their peak."""
+    """Train two steps with each bucket size, and record the final number and the peak of gathered bytes."""
     record_stage(ctx)
     for bucket in PREFETCH_BUCKET_SIZES:
         zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}

@@ -92,7 +92,7 @@ def describe_laws(records: Sequence[Record]) -> dict[str, str]:
 
 
 def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> dict[str, Any]:
-    """Return the differences as rows of kind, index of the current record, and index of the earlier one.
+    """Return the differences as rows of kind, index of the current record, and index of the earlier record.
 
     An index is None if the run lacks the cell. The index of a current record is its position in ``records``. The index
     of an earlier record is its position in the list ``before`` of the result.
