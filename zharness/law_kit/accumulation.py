@@ -28,9 +28,9 @@ def accumulate(
 ) -> None:
     """Run forward and ``backward`` for every micro-batch of ``window``, but no optimizer step at the end.
 
-    The losses are recorded under ``label``. If the caller owns the accumulation, this function divides each loss by the
-    number of micro-batches. If the engine owns the accumulation, this function calls ``engine.step()`` after each
-    micro-batch except the last.
+    The losses are recorded under ``label``. If the caller owns the accumulation, each loss is divided by the number of
+    micro-batches. If the engine owns the accumulation, ``engine.step()`` is called after each micro-batch except the
+    last.
     """
     for micro in window:
         loss = ctx.loss(engine, micro, label)

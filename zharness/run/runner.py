@@ -159,7 +159,7 @@ class Runner:
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
         """Return the record of an unsupported cell.
 
-        With the policy TRY, run the cell to find out whether its law holds.
+        With WithheldPolicy.TRY, the cell is run to find out whether its law holds.
         """
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:

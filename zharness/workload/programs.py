@@ -93,7 +93,7 @@ BETWEEN_STEPS_ACTS = (
 
 
 class Mark(Enum):
-    """The options of a call.
+    """The options of a call, of which a verb may have several.
 
     By default a backward is ``engine.backward`` of the mean squared error of the newest output, a forward takes the
     whole micro-batch as a positional argument, and a load reads the last checkpoint.

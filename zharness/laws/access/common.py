@@ -109,5 +109,5 @@ def accumulation_window(boundary: int) -> range:
 
 
 def train_micro_batch(ctx: RankContext, engine: Engine, step: int) -> None:
-    """Run forward and backward of one micro-batch."""
+    """Run forward and backward of micro-batch ``step``, and record the loss."""
     engine.backward(ctx.loss(engine, step))

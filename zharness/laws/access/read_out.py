@@ -65,7 +65,7 @@ def read_grads_of_steps(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean over ranks."""
+    """Compare the gradients that were read with the mean of the local gradients over ranks."""
     for step in range(STEPS):
         local = ctx.compute_local_grads(step)
         yield from ctx.compare_losses(step, local)
@@ -73,7 +73,7 @@ def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with those of ``full_grads()``, which other laws judge under a loss scale."""
+    """Compare the gradients that were read with ``full_grads()``, which other laws judge under a loss scale."""
     for step in range(STEPS):
         scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
         for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):

@@ -101,7 +101,7 @@ def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of the window, and check that no step was made before its second micro-batch."""
+    """Check the gradients of an accumulation window, and that no step was made before its second micro-batch."""
     yield from judge_no_step_made(ctx)
     losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
     yield from ctx.compare_reduced_grads(
