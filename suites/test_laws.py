@@ -29,6 +29,7 @@ OTHERS = select_laws(
     *("backward", "double_backward", "torch_func", "checkpointing", "precision", "parameters", "state", "resources")
 )
 THIRDS = ("backward", "state.resume", "state.reshard", *select_laws("parameters"))
+FEW = ("training.grads", "training.one_hot_rank", "training.clip_and_norm")
 # Engines whose cells cost the most train two models here: a small one and a transformer.
 COSTLY = ("mlp", "transformer")
 
@@ -50,6 +51,8 @@ COSTLY = ("mlp", "transformer")
 # Stage 2 is stage 3 with weights that stay gathered.
 @pytest.mark.cells("fsdp2", checks=TRAINING, models=("mlp",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=(*ANY_ORDER, *OTHERS))
+# Its failures are not listed as expected yet, so these are laws that hold.
+@pytest.mark.cells("fsdp1", checks=FEW, models=("mlp",))
 @pytest.mark.cells("deepspeed", stages=(0, 2), checks=TRAINING, models=("mlp",))
 @pytest.mark.cells("deepspeed", stages=(1, 3), checks=TRAINING, models=COSTLY)
 @pytest.mark.cells("deepspeed", stages=(1,), checks=ANY_ORDER)

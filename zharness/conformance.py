@@ -28,14 +28,15 @@ def check_engine(
     models: StringTuple = (),
     variant: str = "",
 ) -> Callable[[Record], None]:
-    """Return a pytest test that runs each law, model and stage on ``factory(model, config)``; its ids are cell ids.
+    """Return a pytest test of the engine ``factory(model, config)``, with one case for each law, model and stage.
 
-    Bind it to a name that pytest collects: ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.
+    The ids of the cases are cell ids. Bind the test to a name that pytest collects:
+    ``test_laws = zharness.check_engine(my_factory, stages=(3,))``.
 
     ``factory`` is a function or class at the top level of a module, or an engine's name, which may name a release
     (``deepspeed==0.18.8``). ``laws`` are patterns; ``checks`` is an older name of this parameter. An empty tuple
-    selects all values; for ``stages``, all stages that the engine claims. Raises UsageError for a factory that ranks
-    cannot import, and for both ``laws`` and ``checks``.
+    selects all values; for ``stages``, all stages that the engine claims. Raises UsageError if ranks cannot
+    import the factory, or if both ``laws`` and ``checks`` are given.
     """
     import pytest
 
@@ -72,8 +73,9 @@ def run_laws(
     """Run the cells of ``check_engine`` without pytest, and return the record of every cell.
 
     ``record.is_expected`` tells whether the outcome of a cell is expected. Call this function before any tensor
-    operation of the process: ranks are forked from it. ``timeout`` is in seconds, for the ranks of one cell. Raises
-    UsageError for a factory, law, stage, dtype or model that does not exist, and for both ``laws`` and ``checks``.
+    operation of this process, because ranks are forked from this process. ``timeout`` is the time limit for the ranks
+    of one cell, in seconds. Raises UsageError for a factory, law, stage, dtype or model that does not exist, or if both
+    ``laws`` and ``checks`` are given.
     """
     name = importable_engine_name(factory)
     request = Request(choose_patterns(laws, checks), (name,), stages, world_sizes, dtypes, models, variant)
@@ -82,7 +84,7 @@ def run_laws(
 
 
 def importable_engine_name(factory: EngineFactory | str) -> str:
-    """Return the name by which ranks import ``factory``. Raises UsageError if they cannot."""
+    """Return the name by which ranks import ``factory``. Raises UsageError if ranks cannot import it."""
     if isinstance(factory, str):
         return factory
     module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "")

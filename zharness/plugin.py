@@ -205,7 +205,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def record(cell: PlannedCell, pytestconfig: pytest.Config) -> Record:
-    """Run the cell and return its Record. Skip the test if the verdict is unsupported; xfail it if excused."""
+    """Run the cell and return its Record.
+
+    The fixture skips the test of an unsupported cell, and xfails the test of an expected failure.
+    """
     from zharness.run.pytest_cells import run_cell
 
     return run_cell(cell, pytestconfig)

@@ -43,9 +43,10 @@ class Verification:
 
     @property
     def first_divergence(self) -> str:
-        """Return the cell of the first law that does not hold, with its first wrong number and the module.
+        """Return the first cell whose law does not hold, with the cause: the first wrong number and its module.
 
-        If all laws hold but ``bool(verification)`` is false, return the reason. If it is true, return the empty string.
+        If all laws hold but gradients were not compared at every stage, return the reason. If the verification is true,
+        return the empty string.
         """
         failures = (record for record in self.records if not record.is_expected or record.verdict is Verdict.ERROR)
         first = next(failures, None)
@@ -62,7 +63,7 @@ class Verification:
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:
-        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError if that fails."""
+        """Write the records as JSON lines, which `zharness report` reads. Raises UsageError if writing fails."""
         with open_record_file(Path(path)) as file:
             for record in self.records:
                 file.add(record)
@@ -85,24 +86,24 @@ def verify(
     """Check ``engine`` on your model against every law that applies to any model.
 
     ``model`` is a module, a function that builds one, or the path of such a function, ``package.module:factory``. A
-    function may be a closure, and may return what `zharness model` takes: (model, batch, loss).
+    function may be a closure, and may return (model, batch, loss) instead, as for `zharness model`.
 
     ``batch`` is a function ``batch(generator)`` that draws a tensor, a tuple or a dict of tensors with a row for each
-    sample. It may also be such a batch: then every rank draws rows from it at every step. ``loss(output, batch)``
-    returns a scalar; without ``loss``, the model has to return its loss, alone or as ``output.loss``.
+    sample. ``batch`` may also be one such tensor, tuple or dict, from which every rank draws rows at every step.
+    ``loss(output, batch)`` returns a scalar; without ``loss``, the model has to return its loss, alone or as
+    ``output.loss``.
 
     ``config`` is DeepSpeed's JSON, as a dictionary or a path. ``engine`` may name a release (``deepspeed==0.18.8``) or
-    a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``timeout`` is in seconds, for
-    the ranks of one law. ``jobs`` is the number of laws that run at a time; 0 selects as many as fit into memory.
+    a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``timeout`` is the time
+    limit for the ranks of one law, in seconds. ``jobs`` is the number of laws that run at the same time; 0 selects as
+    many as fit into memory.
 
-    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError before any law
-    runs for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
+    Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError, before any law
+    runs, for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
     determine, and for a configuration that the engine refuses.
     """
     if is_rank():
-        raise UsageError(
-            "verify() starts its own ranks, so it cannot be called in a test that runs on ranks; call it elsewhere"
-        )
+        raise UsageError("verify() starts its own ranks, so call it in a script or in a test without ranks")
     began = time.monotonic()
     options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
     name = register_model(model, batch, loss)

@@ -176,7 +176,7 @@ def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun)
     ("name", "message"),
     [
         ("TestFixtures::test_that_asks_too_late[w2]", "must request it as a parameter; got request.getfixturevalue"),
-        ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs it takes a parameter named fine"),
+        ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs the fixture takes a parameter named fine"),
         ("test_outside_of_ranks", "this test runs in pytest's own process"),
     ],
 )

@@ -14,14 +14,14 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zharness.engines import ddp, fsdp1, fsdp2, plain, zero1
+from zharness.engines import ddp, fsdp2, plain, zero1
 from zharness.engines.protocol import AccumulationOwner, Engine, EngineConfig, Feature, OptimizerSpec, Piece, Reduction
 from zharness.errors import ConfigError, UsageError
 from zharness.world import Group, run
 
 WORLD_SIZE = 2
-ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp1": fsdp1, "fsdp2": fsdp2}
-SHARED = [("ddp", 0), ("zero1", 1), ("fsdp1", 3), ("fsdp2", 2), ("fsdp2", 3)]
+ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
+SHARED = [("ddp", 0), ("zero1", 1), ("fsdp2", 2), ("fsdp2", 3)]
 ALL_STAGES = [("plain", 0), *SHARED]
 SHAPES = {"tokens.weight": (5, 4), "body.weight": (4, 4), "body.bias": (4,), "row.weight": (1, 4), "row.bias": (1,)}
 TRAINED = {key: shape for key, shape in SHAPES.items() if key != "body.bias"}

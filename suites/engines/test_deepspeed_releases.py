@@ -34,6 +34,7 @@ def claims(engine: str, stage: int) -> Capabilities:
         (Feature.AUTOCAST_SCALER, 1, "0.16.4", "0.17.2"),
         (Feature.AUTOCAST_SCALER, 0, "0.17.6", "0.18.0"),
         (Feature.TENSOR_BACKWARD, 3, "0.18.2", "0.18.3"),
+        (Feature.MASTERS, 2, "0.18.2", "0.18.3"),
         (Feature.SCALE_BACKWARD, 1, "0.18.2", "0.18.3"),
         (Feature.SUM, 0, "0.19.5", "0.19.6"),
     ],
@@ -77,12 +78,14 @@ def test_an_option_with_a_key_that_a_release_does_not_know_is_absent_there() -> 
     named = {
         "summed": EngineOption({"gradient_allreduce_op": "sum"}),
         "cast": EngineOption({"torch_autocast": {"enabled": True}}),
+        "aligned": EngineOption({"zero_optimization": {"parameter_alignment": True}}),
         "plain": EngineOption({"zero_optimization": {"overlap_comm": True}}),
     }
     options = restrict_to_release(replace(capabilities_at(1), variants=named), "0.19.5", 1).engine_options
     assert {name: bool(option.absent) for name, option in options.items()} == {
         "summed": True,
         "cast": False,
+        "aligned": True,
         "plain": False,
     }
     assert "0.19.6 added it" in options["summed"].absent

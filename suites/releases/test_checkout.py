@@ -113,7 +113,7 @@ def test_sources_inside_somebody_elses_repository_have_no_commit(sources: Path) 
 def test_a_checkout_that_does_not_import_is_told_in_one_sentence(sources: Path) -> None:
     (sources / "deepspeed" / "ops" / "op_builder" / "all_ops.py").write_text("raise ImportError('no such op')\n")
     with pytest.raises(
-        UsageError, match=r"deepspeed@.*DeepSpeed does not import with torch .*: ImportError: no such op"
+        UsageError, match=r"deepspeed@.*DeepSpeed cannot be imported with torch .*: ImportError: no such op"
     ):
         prepare_release(f"deepspeed@{sources}", "deepspeed")
 
@@ -156,6 +156,8 @@ def test_a_session_that_has_imported_another_release_is_told_so(tmp_path: Path) 
     (tmp_path / "json" / "__init__.py").touch()
     with (
         RankServer(prepare_rank_environment(f"json:loads@{tmp_path}")) as server,
-        pytest.raises(WorldError, match=r"json .*is already imported by this session.*; run zharness check, or keep"),
+        pytest.raises(
+            WorldError, match=r"json .*is already imported by this session.*; run `zharness check`, or import"
+        ),
     ):
         server.run(find_module_file, "json")

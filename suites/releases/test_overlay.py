@@ -101,7 +101,9 @@ def test_a_release_that_does_not_install_is_told_with_what_it_raised(monkeypatch
         "× Encountered error while generating package metadata."
     )
     monkeypatch.setattr(overlay, "run_isolated", lambda *_: subprocess.CompletedProcess([], 1, output))
-    with pytest.raises(UsageError, match=r"does not install: ValueError: CPU_Accel.*; see .*: python -m pip download"):
+    with pytest.raises(
+        UsageError, match=r"cannot be installed: ValueError: CPU_Accel.*; see .*: python -m pip download"
+    ):
         overlay.ensure_overlay("made_up", "1.0")
 
 
@@ -247,7 +249,7 @@ def test_a_release_that_does_not_import_is_not_kept(cache: Path, monkeypatch: py
 
     monkeypatch.setattr(overlay, "_install", broken)
     with pytest.raises(
-        UsageError, match=r"made_up 1\.0 does not import with torch .*: ImportError: this torch is too new"
+        UsageError, match=r"made_up 1\.0 cannot be imported with torch .*: ImportError: this torch is too new"
     ):
         overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []

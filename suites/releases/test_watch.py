@@ -146,7 +146,9 @@ def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
     assert Engine({"1": {CASE: PASS, OTHER: PASS}}).matrix("1", known=known) == 0
     assert "1: 1 cells compared, 1 only before, 1 only now" in capsys.readouterr().out
     engine = Engine({"1": {OTHER: PASS}, "2": {CASE: PASS}})
-    with pytest.raises(UsageError, match="nothing was compared: the 2 cells before and the 1 now have none in common"):
+    with pytest.raises(
+        UsageError, match="nothing was compared: the 2 cells of the earlier run and the 1 of this run have none"
+    ):
         engine.matrix("1", known=known)
     with pytest.raises(UsageError, match="nothing was compared: the 1 cells before and the 1 now"):
         compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), engine.measure, ())
@@ -154,7 +156,7 @@ def test_cells_of_one_side_alone_are_counted_and_none_in_common_is_wrong_usage(
 
 def test_a_record_of_another_engine_is_refused() -> None:
     known = (record(replace(CASE, engine="fsdp2"), PASS),)
-    with pytest.raises(UsageError, match="the record has no cell of deepspeed"):
+    with pytest.raises(UsageError, match="the earlier run has no cell of deepspeed"):
         Engine({"1": {CASE: PASS}}).matrix("1", known=known)
 
 

@@ -1,1 +1,1 @@
-"""Provide drop-in replacements for the test classes of other projects, which run tests on this package's ranks."""
+"""Provide drop-in replacements for the test classes of other projects. They run the tests on this package's ranks."""

@@ -13,7 +13,7 @@ processes. A DistributedFixture can only be requested by name; calling it raises
 
 This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
 in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. DeepSpeed is imported only in
-the ranks, and by helper functions that use it. If it is not installed, tests run with torch.distributed alone.
+the ranks, and by helper functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def parse_timeout(environment: Mapping[str, str]) -> float:
-    """Return the seconds in ``DS_UNITTEST_TIMEOUT``; 600 if unset. Raises UsageError if not a number above 0."""
+    """Return the seconds in ``DS_UNITTEST_TIMEOUT``, or 600 if unset. Raises UsageError unless the value is above 0."""
     text = environment.get("DS_UNITTEST_TIMEOUT", "600")
     try:
         seconds = float(text)
@@ -159,7 +159,7 @@ class DistributedTest(DistributedExec):
 
 
 def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
-    """Convert ``path`` to ``py.path.local``. pytest does not export the type; ``tmpdir_factory`` has it."""
+    """Convert ``path`` to ``py.path.local``. pytest does not export the type, so ``tmpdir_factory`` supplies it."""
     return type(tmpdir_factory.getbasetemp())(path)
 
 
@@ -204,7 +204,7 @@ class DistributedFixture(DistributedExec):
 
     @classmethod
     def _rank_function(cls) -> Any:
-        """Return the function that each rank calls: it prepares the rank and passes its parameters on to ``run``."""
+        """Return the function that each rank calls: it prepares the rank and passes its own parameters to ``run``."""
         run = cls.run.__get__(cls())
 
         def run_in_ranks(**fixtures: Any) -> None:
@@ -218,11 +218,13 @@ class DistributedFixture(DistributedExec):
 
     def run(self, **fixtures: Any) -> None:
         """Do the work of the fixture on each of its ranks; subclasses override this method."""
-        raise NotImplementedError(f"{type(self).__name__} is a DistributedFixture without a method run")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method run, which every DistributedFixture has to define"
+        )
 
     def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
         """Raise UsageError, because a rank cannot start ranks. The test has to request the fixture by name instead."""
         raise UsageError(
-            f"got a call of the DistributedFixture {type(self).__name__}; a test that needs it takes a parameter named "
-            f"{type(self).__name__}, and the fixture runs before the test's own ranks start"
+            f"got a call of the DistributedFixture {type(self).__name__}; a test that needs the fixture takes "
+            f"a parameter named {type(self).__name__}, and the fixture runs before the test's own ranks start"
         )

@@ -24,9 +24,9 @@ _assert_close = torch.testing.assert_close  # the test that calls it chooses the
 
 
 def get_test_path(filename: str) -> str:
-    """Return the path of ``filename`` in the folder of the calling test file, or in the nearest parent that has it.
+    """Search the folder of the calling test file, then its parent folders, for ``filename``, and return the path.
 
-    If no parent folder has the file either, return its path in the folder of the calling test file.
+    If no folder contains the file, return the path that the file would have next to the calling test file.
     """
     folder = Path(inspect.stack()[1].filename).parent
     existing = (path / filename for path in (folder, *folder.parents) if (path / filename).exists())
@@ -143,12 +143,12 @@ def enable_determinism(seed: int) -> Callable[[Callable[..., Any]], Callable[...
 
 
 def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
-    """Apply ``op`` to the list of the flags of all ranks; without a process group, return ``flag`` unchanged."""
+    """Apply ``op`` to the list of all ranks' flags and return the result; without a process group, return ``flag``."""
     return op(exchange(bool(flag))) if dist.is_initialized() else flag
 
 
 def allclose_on_all_ranks(actual: Any, expected: Any, assert_message: str | None = None, **kwargs: Any) -> None:
-    """Call ``torch.testing.assert_close`` on every rank, and raise AssertionError on all ranks if it fails on one.
+    """Call ``torch.testing.assert_close`` on every rank, and raise AssertionError on all ranks if any call fails.
 
     The error names the ranks on which ``assert_close`` failed.
     """

@@ -69,14 +69,14 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
 
 
 def find_common_port() -> str:
-    """Return a port that is free on rank 0, the same port on all ranks, for tests that call ``init_process_group``."""
+    """Return on all ranks the same port, which is free on rank 0, for tests that call ``init_process_group``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(exchange(probe.getsockname()[1])[0])
 
 
 def import_deepspeed_if_installed(device_type: str) -> Any:
-    """Import deepspeed, set the log level that its test files expect, and return it; return None if not installed."""
+    """Import deepspeed with the log level that its tests expect, and return the module; None if it is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     deepspeed = import_deepspeed(device_type)

@@ -36,7 +36,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def render_findings(findings: Sequence[Finding]) -> str:
-    """Return a table of the findings, with a remedy for each warning and problem, and the number of both."""
+    """Return a table of the findings with a remedy for each warning and problem, then the numbers of both."""
     rows = [
         (
             finding.severity.value,

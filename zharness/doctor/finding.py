@@ -34,7 +34,7 @@ def ok_finding(title: str, observation: object) -> Finding:
 
 
 def make_finding(title: str, observation: object, severity: Severity, is_bad: bool, remedy: str) -> Finding:
-    """Return a finding with ``severity`` and ``remedy`` if ``is_bad``; else with severity OK and no remedy."""
+    """Return a finding with ``severity`` and ``remedy`` if ``is_bad`` is True, or with severity OK and no remedy."""
     return Finding(title, severity, str(observation), remedy) if is_bad else ok_finding(title, observation)
 
 

@@ -49,13 +49,13 @@ def inspect_cores() -> Finding:
 
 
 def parse_cpu_quota(text: str) -> float | None:
-    """Parse a cgroup's ``cpu.max`` ("QUOTA PERIOD" in microseconds): return the number of cores; None if unlimited."""
+    """Return the number of cores in a cgroup's ``cpu.max`` ("QUOTA PERIOD" in microseconds), or None if unlimited."""
     quota, *period = text.split()
     return None if quota == "max" or not period else int(quota) / int(period[0])
 
 
 def inspect_memory() -> Finding:
-    """Inspect the memory that new processes can use: the machine's free memory, or less if the cgroup allows less."""
+    """Inspect the memory that new processes can use: the free memory or the cgroup's allowance, whichever is less."""
     free, limit = free_memory(), cgroup_memory_left()
     text = f"{format_bytes(free)} free" + ("" if limit is None else f", {format_bytes(limit)} allowed by the cgroup")
     available = free if limit is None else min(free, limit)
@@ -80,7 +80,7 @@ def inspect_open_files() -> Finding:
         f"{format_limit(soft)}, at most {format_limit(hard)}",
         Severity.WARNING,
         is_low,
-        "raise it: ulimit -Hn 4096",
+        "raise the limit: ulimit -Hn 4096",
     )
 
 
@@ -88,7 +88,7 @@ def inspect_processes() -> Finding:
     """Inspect how many processes this user may run at the same time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     is_low = soft != resource.RLIM_INFINITY and soft < LOW_RESOURCE_LIMIT
-    return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise it: ulimit -u 4096")
+    return make_finding("processes", format_limit(soft), Severity.WARNING, is_low, "raise the limit: ulimit -u 4096")
 
 
 def format_limit(value: int) -> str:
@@ -125,14 +125,19 @@ def inspect_loopback() -> Finding:
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             return ok_finding("loopback interface", f"{', '.join(names) or 'unnamed'}, 127.0.0.1 answers")
     except OSError as error:
-        remedy = "enable it: ip link set lo up; in a sandbox allow connections to 127.0.0.1"
+        remedy = "enable the interface: ip link set lo up; in a sandbox, allow connections to 127.0.0.1"
         return Finding("loopback interface", Severity.PROBLEM, f"127.0.0.1 does not answer: {error}", remedy)
 
 
 def inspect_backends() -> Iterator[Finding]:
     """Inspect whether this build of torch includes torch.distributed, gloo and NCCL."""
     if not dist.is_available():
-        yield Finding("torch.distributed", Severity.PROBLEM, "not built into this torch", "install a torch with it")
+        yield Finding(
+            "torch.distributed",
+            Severity.PROBLEM,
+            "not built into this torch",
+            "install a build of torch that includes it",
+        )
         return
     gloo = dist.is_gloo_available()
     remedy = "ranks on CPU need it: install torch from PyPI or download.pytorch.org"

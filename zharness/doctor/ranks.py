@@ -29,7 +29,7 @@ def sum_over_ranks() -> float:
 def inspect_two_ranks(timeout: float = TIMEOUT_SECONDS) -> Finding:
     """Run one all-reduce on two new ranks and return the finding.
 
-    Call this function before the first tensor operation of this process, because ranks cannot be forked after one.
+    Call this function before the first tensor operation of this process, after which no rank can be forked.
     """
     title, started_at = f"{WORLD_SIZE} ranks", time.monotonic()
     try:

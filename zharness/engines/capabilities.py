@@ -37,6 +37,7 @@ class Feature(Enum):
     TRANSFORMS = "every transform of torch.func, applied to the engine or inside the model"
     RECOMPUTATION = "activation checkpointing"
     PARAMETERS = "parameters of every kind"
+    UNEVEN_RANKS = "ranks that use different parameters in one step"
     OUTSIDE_FORWARD = "weights read outside the model's own forward"
     SUBMODULES = "submodules called outside the model's own forward"
     NO_GRADIENT = "no gradient, rather than zeros, for a parameter that no rank used"

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import optimizers, preload_imports
+from zharness.engines import preload_imports
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
+from zharness.engines.deepspeed_build import COALESCE, initialize, json_overrides, require_buildable, save_universal
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
+from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.options import merge_options
@@ -34,12 +36,6 @@ from zharness.engines.protocol import (
 )
 from zharness.errors import ConfigError, EngineContractError, EngineRefusal, UsageError
 
-# An option of this adapter: run everything between two steps in one ``coalesce_grad_reduction()`` block. If a step has
-# several backwards, DeepSpeed documents that only 'the final forward/backward should have the boundary state set to
-# True' (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. Inside the block
-# it does not matter: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
-COALESCE = "coalesce_grad_reduction"
-
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
     """Build a DeepSpeed engine around ``model``. This is a collective.
@@ -53,6 +49,7 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
         raise ConfigError.unknown_name("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
     if config.reduction is Reduction.SUM and config.stage == 3:
         raise ConfigError("got reduction sum at stage 3; DeepSpeed reduces by sum at stages 0-2 only; use mean")
+    require_buildable(config.stage, config.options)
     return DeepSpeedEngine(model, config)
 
 
@@ -75,7 +72,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # The default of 100,000 elements would leave small models unsharded.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return merge_options(base, {key: value for key, value in config.options.items() if key != COALESCE})
+    return merge_options(base, json_overrides(config))
 
 
 class DeepSpeedEngine(DeepSpeedTensorAccess):
@@ -95,29 +92,15 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
         self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
         self._require_known_options()
-        trained = {name: param for name, param in params.items() if param.requires_grad}
-        optimizer = optimizers.build(trained, config.optimizer)
         ds_config = json_config(config)
         self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
         try:
-            self._engine: Any = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                lr_scheduler=optimizers.schedule(optimizer, config.optimizer),
-                config=ds_config,
-            )[0]
+            self._engine: Any = initialize(deepspeed, model, config, ds_config)
         except (AssertionError, ValueError, NotImplementedError) as error:
             self._global_state.restore()
             raise EngineRefusal(
                 f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
             ) from error
-        zero = self._engine.optimizer
-        if config.stage in (1, 2) and not hasattr(zero, "averaged_gradients"):
-            self.close()
-            raise ConfigError(
-                f"with these options DeepSpeed builds {type(zero).__name__} at stage {config.stage}, and this adapter "
-                "cannot read its gradients; leave data_types.grad_accum_dtype out of the options"
-            )
         self.module: nn.Module = self._engine.module
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
         self._layout = self._reader.layout()
@@ -186,7 +169,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         )
 
     def save(self, path: Path) -> None:
-        self._engine.save_checkpoint(str(path))
+        if self._config.options.get(UNIVERSAL_CHECKPOINT):
+            save_universal(self._engine, path)
+        else:
+            self._engine.save_checkpoint(str(path))
 
     def load(self, path: Path) -> None:
         loaded_path, _ = self._engine.load_checkpoint(str(path))

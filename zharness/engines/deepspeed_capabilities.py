@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zharness.engines.deepspeed_options import options_at
 from zharness.engines.deepspeed_releases import restrict_to_release
-from zharness.engines.json_variants import JSON_VARIANTS
 from zharness.engines.protocol import Capabilities, Feature
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
@@ -70,13 +70,13 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
-    variants=JSON_VARIANTS,
 )
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``."""
-    return replace(CAPABILITIES, refuses={**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})})
+    """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
+    refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage))
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:

@@ -15,7 +15,7 @@ _PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"
 
 @dataclass(frozen=True)
 class Addition:
-    """Features and options that DeepSpeed has since ``first_release``, with the pull request that added them.
+    """Features and options that DeepSpeed has since ``first_release``, with the pull request that added them, if known.
 
     ``option_keys`` are the options that older releases do not know, most of which ignore them silently; the key of a
     section's entry is written ``section.entry``. ``stages`` are the stages at which older releases lack the addition.
@@ -23,7 +23,7 @@ class Addition:
 
     summary: str
     first_release: str
-    pull_request: int
+    pull_request: int | None = None
     features: tuple[Feature, ...] = ()
     option_keys: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -34,8 +34,8 @@ class Addition:
 
     def describe_absence(self, release: Version) -> str:
         """Return a sentence that says that ``release`` lacks the addition, and which release has it."""
-        source = f"{_PULL_REQUESTS}/{self.pull_request}"
-        return f"DeepSpeed {release} has no {self.summary}; {self.first_release} added it ({source})"
+        source = f" ({_PULL_REQUESTS}/{self.pull_request})" if self.pull_request else ""
+        return f"DeepSpeed {release} has no {self.summary}; {self.first_release} added it{source}"
 
 
 # The first releases are those whose wheel has the code, which is not always the tag that follows the pull request.
@@ -46,6 +46,12 @@ ADDITIONS: tuple[Addition, ...] = (
         pull_request=6993,
         features=(Feature.AUTOCAST, Feature.AUTOCAST_SCALER),
         option_keys=("torch_autocast",),
+    ),
+    Addition(
+        summary="zero_optimization.enable_sanity_checks",
+        first_release="0.17.6",
+        pull_request=7525,
+        option_keys=("zero_optimization.enable_sanity_checks",),
     ),
     Addition(
         summary="loss scale of torch_autocast at stage 0",
@@ -62,6 +68,20 @@ ADDITIONS: tuple[Addition, ...] = (
         stages=(1, 2, 3),
     ),
     Addition(
+        summary="choice of the dtypes of master weights and optimizer state, which it ignores",
+        first_release="0.18.3",
+        pull_request=7700,
+        features=(Feature.MASTERS,),
+        option_keys=("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+        stages=(1, 2, 3),
+    ),
+    Addition(
+        summary="zero_optimization.stage3_allgather_sequential",
+        first_release="0.18.5",
+        pull_request=7661,
+        option_keys=("zero_optimization.stage3_allgather_sequential",),
+    ),
+    Addition(
         summary="coalesce_grad_reduction()",
         first_release="0.19.1",
         pull_request=7992,
@@ -74,6 +94,11 @@ ADDITIONS: tuple[Addition, ...] = (
         features=(Feature.SUM,),
         option_keys=("gradient_allreduce_op",),
         stages=(0, 1, 2),
+    ),
+    Addition(
+        summary="zero_optimization.parameter_alignment and compute_grad_norm",
+        first_release="0.19.7",
+        option_keys=("zero_optimization.parameter_alignment", "zero_optimization.compute_grad_norm"),
     ),
 )
 

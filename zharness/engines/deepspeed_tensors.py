@@ -102,6 +102,8 @@ class DeepSpeedTensorReader:
         """
         from deepspeed.utils import safe_get_full_grad
 
+        if self._is_bf16_optimizer:
+            return cast(Tensor, param.get_full_hp_grad()) if self._is_used_on_any_rank(param) else None
         if not self._has_reduced_gradients():
             return cast("Tensor | None", param.grad)
         # Both branches run the same collective, so it does not matter if only some ranks have a param.grad. A parameter
@@ -111,6 +113,36 @@ class DeepSpeedTensorReader:
         if self.stage == 3:
             return cast(Tensor, param._z3_optimizer.get_fp32_grad_for_param(param))
         return cast(Tensor, param.get_full_hp_grad())
+
+    @property
+    def _is_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed built its BF16_Optimizer, which it does at stage 1 for bf16 accumulated in fp32."""
+        return hasattr(self.engine.optimizer, "fp32_groups_has_gradients")
+
+    def _is_used_on_any_rank(self, param: nn.Parameter) -> bool:
+        """Return whether BF16_Optimizer has an accumulated gradient of ``param`` on some rank. This is a collective.
+
+        Afterwards the accumulated gradients are zeros, which safe_get_full_grad returns as gradients.
+        """
+        group, index = self._position(param)
+        used = torch.tensor(bool(self.engine.optimizer.fp32_groups_has_gradients[group][index]), device=param.device)
+        return bool(_maximum_over_ranks(used.int()))
+
+    def _position(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return the index of the parameter group of ``param``, and its index in this group, at stages 1 and 2."""
+        zero = self.engine.optimizer
+        groups = zero.bf16_groups if self._is_bf16_optimizer else zero.bit16_groups
+        return next((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
+
+    def _flat_masters(self) -> list[Tensor]:
+        """Return the flat partition of master weights that this rank owns of each group, above stage 0."""
+        zero = self.engine.optimizer
+        if self._is_bf16_optimizer:
+            return cast("list[Tensor]", zero.fp32_groups_flat_partition)
+        return cast(
+            "list[Tensor]",
+            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups,
+        )
 
     def _has_reduced_gradients(self) -> bool:
         """Return whether every parameter group has reduced gradients; the result is the same on all ranks.
@@ -125,13 +157,7 @@ class DeepSpeedTensorReader:
 
     def _master_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype of master weights and their gradients, which DeepSpeed's functions convert to fp32."""
-        zero = self.engine.optimizer
-        if self.stage == 0:
-            return tensor.dtype
-        flats: list[Tensor] = (
-            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        )
-        return flats[0].dtype
+        return tensor.dtype if self.stage == 0 else self._flat_masters()[0].dtype
 
     def _stage0_master(self, param: nn.Parameter) -> Tensor:
         """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master."""
@@ -152,10 +178,8 @@ class DeepSpeedTensorReader:
         """Return the full optimizer state of ``param`` at stages 1 and 2, from the flat partitions of all ranks."""
         # Not safe_get_full_optimizer_state: stages 1 and 2 link states to parameters once, after the first group has
         # stepped, so that function raises for parameters of every other group.
-        zero = self.engine.optimizer
-        index = next(i for i, group in enumerate(zero.bit16_groups) if any(member is param for member in group))
-        flat = zero.single_partition_of_fp32_groups[index]
-        state = zero.optimizer.state[flat]
+        flat = self._flat_masters()[self._position(param)[0]]
+        state = self.engine.optimizer.optimizer.state[flat]
         elementwise = {
             key: self._assemble_state(param, value) for key, value in state.items() if _is_shaped_like(value, flat)
         }
@@ -215,6 +239,12 @@ def _local_piece(param: Any) -> Piece | None:
         return None
     fragment = mapping.lp_fragment_address
     return Piece(rank, fragment.start, fragment.start + fragment.numel) if fragment.numel else None
+
+
+def _maximum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the elementwise maximum of ``tensor`` over all ranks. This is a collective."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
 
 
 def _is_shaped_like(value: object, flat: Tensor) -> bool:

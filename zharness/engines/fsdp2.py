@@ -68,6 +68,10 @@ REFUSES = {
         "outside the forward of its group a parameter is a shard: 'a module forward pre-hook on module all-gathers the "
         f"parameters, and a module forward hook on module frees them' ({DOCUMENTATION})",
     ),
+    Feature.UNEVEN_RANKS: (
+        "the forward of each group is a collective, which every rank has to call: 'a module forward pre-hook on module "
+        f"all-gathers the parameters' ({DOCUMENTATION})"
+    ),
     Feature.SPARSE_GRADIENTS: "it copies gradients into one buffer by fsdp::chunk_cat, which takes dense tensors only",
     Feature.EDITS: (
         "all ranks have to edit the parameter, a DTensor, together: 'represents the sharded parameters as DTensor s' "

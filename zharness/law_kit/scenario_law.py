@@ -19,7 +19,7 @@ def scenario_law(
     *,
     kept_because: str,
     features: tuple[Feature, ...],
-    model: str = "blocks",
+    models: tuple[str, ...] = ("blocks",),
     variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
     """Build the law of ``scenario``. The law has the name of the scenario's script."""
@@ -27,7 +27,7 @@ def scenario_law(
         name=f"{group}.{scenario.script.__name__}",
         statement=statement,
         tier=Tier.EXACT,
-        models=(model,),
+        models=models,
         observe=make_scenario_observer(scenario),
         judge=make_scenario_judge(scenario),
         kept_because=kept_because,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from zharness.law_kit.law import Law
 from zharness.law_kit.raising_backward import backward_raises, run_with_raising_backward
 from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
+from zharness.laws.backward_outputs import NamedTupleOutput
 
 
 def engine_backward(participant: Participant) -> NamedTensors:
@@ -114,44 +114,6 @@ def recurrent(participant: Participant) -> None:
     first = participant.call(participant.inputs())
     again = participant.call(first)
     backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
-
-
-class NamedTupleOutput(NamedTuple):
-    """A model output that is a named tuple of two tensors."""
-
-    output: Tensor
-    extra: Tensor
-
-
-@dataclass(frozen=True)
-class DataclassOutput:
-    """A model output that is a dataclass, which torch.utils._pytree treats as a leaf."""
-
-    output: Tensor
-    extra: Tensor
-    count: int = 2
-
-
-# The containers in which a model may return its output, and how a caller takes the output from each.
-OUTPUT_CONTAINERS: tuple[tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]], ...] = (
-    (lambda output, extra: (output, extra), lambda packed: packed[0]),
-    (lambda output, extra: [extra.detach(), output], lambda packed: packed[1]),
-    (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda packed: packed["output"]),
-    (NamedTupleOutput, lambda packed: packed.output),
-    (DataclassOutput, lambda packed: packed.output),
-    (
-        lambda output, extra: {"deep": [(extra.argmax(), DataclassOutput(output, extra))]},
-        lambda packed: packed["deep"][0][1].output,
-    ),
-)
-
-
-def outputs(participant: Participant) -> None:
-    """Train with the outputs in each kind of container: first with a loss of one output, then with a loss of both."""
-    for pack, unpack in OUTPUT_CONTAINERS:
-        backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
-    packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
-    backward(participant.loss(packed.output) + packed.extra.sum())
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
@@ -274,11 +236,6 @@ LAWS = (
         recurrent,
         "an output fed back, and several forwards under one backward, give plain PyTorch's gradients",
         kept_because="one module called several times before one backward",
-    ),
-    backward_law(
-        outputs,
-        "gradients are plain PyTorch's for outputs in every kind of container, also if a loss uses only some of them",
-        kept_because="the only law that returns outputs in containers, some of them unused",
     ),
     backward_law(
         two_outputs_two_backwards,

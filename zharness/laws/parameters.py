@@ -25,6 +25,7 @@ from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
 from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.workload.exact_blocks import ODD_PARAMETERS
 
 
 def every_kind(participant: Participant) -> None:
@@ -204,7 +205,7 @@ def parameter_law(
     *features: Feature,
     kept_because: str,
     unused_grads: UnusedGrads = UnusedGrads.NONE_IF_CLAIMED,
-    model: str = "changing",
+    models: tuple[str, ...] = ("changing",),
     variants: tuple[str, ...] = ("",),
 ) -> Law:
     """Build the law of one scenario.
@@ -217,7 +218,7 @@ def parameter_law(
         statement,
         kept_because=kept_because,
         features=(Feature.PARAMETERS, Feature.TENSOR_BACKWARD, *features),
-        model=model,
+        models=models,
         variants=tuple(map(Variant, variants)),
     )
 
@@ -226,8 +227,8 @@ LAWS = (
     parameter_law(
         every_kind,
         "tied, frozen, empty, tiny, uneven, transposed, shared and mixed-dtype parameters train as in plain PyTorch",
-        model="odd",
-        kept_because="all kinds of parameters in one model, as in real models",
+        models=("odd", *(f"odd_{kind}" for kind in ODD_PARAMETERS)),
+        kept_because="all kinds of parameters in one model, as in real models, and each kind in a model of its own",
     ),
     parameter_law(
         branch,
@@ -257,7 +258,7 @@ LAWS = (
         sparse,
         "the sparse gradient of a table whose rows were looked up several times is the sum over the look-ups",
         Feature.SPARSE_GRADIENTS,
-        model="lookup",
+        models=("lookup",),
         kept_because="the only sparse gradients",
     ),
     parameter_law(

@@ -42,7 +42,7 @@ class DividesTwiceByTheAccumulation(Around):
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.SCALE)
 class NeverDividesByTheAccumulation(Around):
-    """Sums the gradients of a window's micro-batches instead of averaging them."""
+    """Sums the gradients of an accumulation window's micro-batches instead of averaging them."""
 
     stages = (2,)
 
@@ -53,7 +53,7 @@ class NeverDividesByTheAccumulation(Around):
 
 @mutant(FaultKind.SCALE, Target("training.accumulation", variant="engine"), origin=Origin.ONLOOKERS)
 class ScaleDivides(Around):
-    """Divides the loss by the accumulation steps in ``scale``, although the engine divides gradients by them, too."""
+    """Divides the loss by the accumulation steps in ``scale``, although the engine also divides gradients by them."""
 
     def scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.right.scale(loss)
@@ -97,7 +97,7 @@ class LosesAMicroBatch(Around):
     origin=Origin.CONTRIBUTIONS,
 )
 class CountsTheLastMicroBatchTwice(Around):
-    """Counts the last micro-batch of a window twice if the engine owns accumulation."""
+    """Counts the last micro-batch of an accumulation window twice if the engine owns accumulation."""
 
     seen = 0
 
@@ -144,7 +144,7 @@ class _CountsBackwards(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def boundary_counts_backwards(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Counts every backward as a micro-batch if the caller runs more backwards than it calls ``step``.
+    """Counts every backward as a micro-batch, even if several backwards belong to one micro-batch.
 
     If a micro-batch has two losses, and therefore two backwards, the optimizer steps too early.
     """
@@ -168,7 +168,7 @@ class _KeepsCount(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Drops the gradients of an open accumulation window in ``zero_grad``, but keeps the count of its micro-batches.
+    """Drops the gradients of an open accumulation window in ``zero_grad``, but keeps the micro-batch count.
 
     The next boundary comes too early: the step divides the sum of too few micro-batches by the full number.
     """
@@ -183,7 +183,7 @@ def zero_grad_keeps_count(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_3,
 )
 def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Drops the gradients of an open window in ``zero_grad``, but does not reset its count of micro-batches.
+    """Drops the gradients of an open accumulation window in ``zero_grad``, but not its count of micro-batches.
 
     The next step uses the gradients of too few micro-batches and divides them by the full number.
     """
@@ -198,9 +198,10 @@ def window_survives_zero_grad(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_6,
 )
 def forwards_are_counted(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Counts each forward with gradients as a micro-batch if the engine owns accumulation, not each ``step``.
+    """Counts forwards with gradients as micro-batches, instead of calls of ``step``, if the engine owns accumulation.
 
-    If a loss uses two forwards (a pair of views, a discriminator on real and fake), half a window ends the window.
+    If a loss uses two forwards (of two views, or of a discriminator on real and generated data), the accumulation
+    window ends after half of its micro-batches.
     """
     seen = SimpleNamespace(forwards=0)
 
@@ -243,7 +244,7 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
 class WeighsByTheFirstBatch(Around):
-    """Multiplies each loss by its micro-batch's size divided by the first one's size, as if losses were sums."""
+    """Multiplies a loss by its micro-batch's size over the first micro-batch's size, as if losses were sums."""
 
     over = "ddp"
     first = rows = 0
@@ -279,7 +280,7 @@ class TakesGraphsForBatches(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class DropsWhatIsPending(Around):
-    """Discards, in ``zero_grad``, the forwards that wait for their backward, so that this backward does nothing."""
+    """Makes ``zero_grad`` discard each forward that has had no backward, so that its backward does nothing."""
 
     forwards = 0
 

@@ -121,7 +121,7 @@ class _BackwardInAutocast(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def backward_runs_in_autocast(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Runs ``engine.backward`` inside the engine's torch.autocast, so fp32 regions are multiplied in low precision.
+    """Runs ``engine.backward`` inside the engine's torch.autocast, so fp32 matrices are multiplied in low precision.
 
     ``backward`` should compute the same gradients as ``scale(loss).backward()``. If a loss, or a block with autocast
     disabled, multiplies fp32 matrices, its gradients are computed in bf16.

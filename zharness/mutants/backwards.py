@@ -35,7 +35,7 @@ from zharness.parity import Part
     imitates=pytorch(47260),
 )
 class ReducesNoSecondBackward(Around):
-    """Does not reduce the second backward on a retained graph, as in the released version of DDP."""
+    """Does not reduce the second backward on a retained graph, as DDP does."""
 
     over = "ddp"
 
@@ -48,7 +48,6 @@ class ReducesNoSecondBackward(Around):
     Target("checkpointing.frozen", model="blocks", variant="reentrant"),
     Target("checkpointing.non_scalar", model="blocks", variant="reentrant"),
     Target("checkpointing.accumulation", model="blocks", variant="non_reentrant"),
-    Target("backward.outputs", model="blocks"),
     Target("backward.two_outputs_two_backwards", model="blocks"),
     Target("backward.backward_in_forward", model="blocks"),
     Target("backward.auxiliary_loss", model="blocks"),
@@ -80,7 +79,7 @@ class OnlyTheFirstBackwardCounts(HookedParameters):
     imitates=deepspeed(8045),
 )
 class StepsOnTheFirstLoss(Around):
-    """Reports the gradient of the second loss after a retained backward, but steps with that of the first loss."""
+    """After a retained backward, reports the gradient of the second loss, but steps with that of the first loss."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -106,7 +105,7 @@ class StepsOnTheFirstLoss(Around):
     imitates=deepspeed(8045),
 )
 class LosesTheSecondManualBackward(Around):
-    """Multiplies by zero every loss that ``scale`` returns before a step, except the first loss."""
+    """Multiplies each loss that ``scale`` returns by zero, except the first loss of a step."""
 
     scaled = 0
 
@@ -140,7 +139,7 @@ class ZeroGradForgetsNothing(Around):
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.any_order", Part.ACCUMULATION, variant="sums"), origin=Origin.ORDERS)
 class ForgetsAtAFailedForward(Around):
-    """Drops the gradients that wait for a step if a forward raises."""
+    """Drops the accumulated gradients if a forward raises."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -267,7 +266,7 @@ def second_backward_dropped(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_6,
 )
 def one_gradient_per_forward(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 2, marks a parameter as reduced until the next forward, and drops its later gradients.
+    """At stage 2, reduces a parameter at most once until the next forward, and drops its later gradients.
 
     If two reentrant checkpoints share a weight, or if a retained graph has a second backward, the weight lacks
     gradients that plain PyTorch adds.
@@ -343,8 +342,8 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
 def autograd_grad_counts(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stages 0 and 1, collects gradients by tensor hooks on the parameters, which every use of autograd runs.
 
-    Gradients of the parameters that ``torch.autograd.grad`` computes are used in the step as well; in plain PyTorch
-    they do not change ``.grad``.
+    Parameter gradients that ``torch.autograd.grad`` computes are used in the step as well; in plain PyTorch such
+    gradients do not change ``.grad``.
     """
     engine, caught = seams.build(model, config), dict[str, list[Tensor | None]]()
 

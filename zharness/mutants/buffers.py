@@ -118,7 +118,7 @@ class _LoadShares(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Gives, in ``load``, every rank the buffers of rank 0 instead of the buffers that the rank saved.
+    """Makes ``load`` give every rank the buffers of rank 0 instead of the buffers that the rank saved.
 
     Running statistics differ between ranks, so the other ranks do not continue from their own statistics.
     """
@@ -135,8 +135,8 @@ def load_shares_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngi
 def replaced_buffer_not_saved(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Lists the buffers once, at construction, and saves and loads only the listed tensors.
 
-    If a module assigns a new tensor to a buffer in its forward (``self.average = 0.9 * self.average + ...``), the value
-    from before training is saved, and the buffer is not restored.
+    If a module assigns a new tensor to a buffer in its forward (``self.average = 0.9 * self.average + ...``), ``save``
+    writes the value from before training, and ``load`` does not restore the buffer.
     """
     engine = seams.build(model, config)
     listed = seams.persistent_buffers(engine)
@@ -163,7 +163,7 @@ class _LoadsParametersOnly(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Restores parameters, optimizer and schedule in ``load`` over FSDP2, but does not restore the buffers.
+    """Makes FSDP2's ``load`` restore the parameters, the optimizer and the schedule, but not the buffers.
 
     A run that is resumed in a new process evaluates its batch norms with newly initialized running statistics.
     """
@@ -180,7 +180,7 @@ def fsdp2_load_forgets_buffers(model: nn.Module, config: EngineConfig) -> TorchE
     origin=Origin.BLIND_4,
 )
 def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Broadcasts, in ``load``, the buffers that rank 0 saved, although each rank had saved its own buffers.
+    """Makes ``load`` broadcast the buffers of rank 0, although each rank has saved its own buffers.
 
     The other ranks do not continue from their own running statistics.
     """
@@ -202,7 +202,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
     origin=Origin.BLIND_6,
 )
 def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Reads, in ``load``, the buffers that rank 0 saved on every rank.
+    """Makes every rank read the buffers of rank 0 in ``load``.
 
     Running statistics differ between ranks, and each rank has saved its own; after the load, training continues with
     the statistics of rank 0 on all ranks.

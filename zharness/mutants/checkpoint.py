@@ -77,7 +77,7 @@ class Unpickles(Around):
 
 @mutant(FaultKind.STATE, Target("training.any_order", Part.GATHER, variant="saved"), origin=Origin.ORDERS)
 class LoadsTheNewest(Around):
-    """Loads the checkpoint that it saved last, whichever folder the caller passes."""
+    """Loads the last checkpoint that it saved, even if the caller passes another folder."""
 
     over = "ddp"
     newest: Path | None = None
@@ -111,12 +111,12 @@ class KeepsTheFirstCheckpoint(Around):
     over="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_5,
-    equivalent="plain PyTorch's load_state_dict keeps the gradients that wait too: zero_grad is what forgets them",
+    equivalent="plain PyTorch's load_state_dict keeps accumulated gradients, too; only zero_grad drops them",
 )
 def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Keeps, in ``load``, the gradients that wait for a step and the count of their micro-batches.
+    """Does not drop the accumulated gradients, or the count of their micro-batches, in ``load``.
 
-    Gradients that were accumulated before the load, at other weights, are added to the first step after the load.
+    Gradients that were accumulated before the load, with other weights, are added to the first step after the load.
     """
     engine = seams.build(model, config)
 

@@ -67,7 +67,7 @@ class ClipsEachParameterAlone(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class ClipsEachMicroBatch(Around):
-    """Clips the accumulated gradients after every micro-batch of a window, instead of once at the window's end."""
+    """Clips the accumulated gradients after every micro-batch, instead of once at the accumulation boundary."""
 
     def step(self) -> None:
         if self.config.clip is not None and self.config.accumulation_steps > 1:
@@ -77,7 +77,7 @@ class ClipsEachMicroBatch(Around):
 
 @mutant(FaultKind.CLIPPING, Target("training.any_order", Part.OPTIMIZER, variant="sums"), origin=Origin.ORDERS)
 class ClipsTheSumAsAMean(Around):
-    """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may exceed it."""
+    """Applies the configured clipping norm to the mean over ranks, so the norm of summed gradients may be larger."""
 
     over = "ddp"
 
@@ -123,7 +123,7 @@ class _ClipsEveryName(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def ddp_clips_tied_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips a tied weight once for each of its names, so it counts twice in the norm and is scaled down twice.
+    """Counts a tied weight once for each of its names in the norm, and clips the weight's gradient as often.
 
     The reported norm is not the norm of the gradients, and the tied weight learns more slowly than the others.
     """

@@ -56,7 +56,7 @@ class FirstOrderOnly(Around):
     origin=Origin.BLIND_2,
 )
 def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not divide by the world size in the backward of the reduction of gradients to their mean.
+    """At stage 3, does not divide by the world size in the backward of the gradient reduction.
 
     If parameter gradients are differentiated again (``create_graph=True``), the second-order part is too large by a
     factor of the world size.
@@ -75,10 +75,10 @@ def second_order_undivided(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_3,
 )
 def double_backward_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the reduction, and does not apply the mean's divisor.
+    """At stage 3, all-gathers gradients in the backward of the reduction, but does not divide as the mean does.
 
-    A loss of the parameters' own gradients (``create_graph=True``) contributes gradients that are too large by a factor
-    of the world size.
+    A loss that depends on the parameters' gradients (``create_graph=True``) contributes gradients that are too large by
+    a factor of the world size.
     """
     engine = seams.build(model, config)
 
@@ -97,7 +97,7 @@ def double_backward_undivided(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_4,
 )
 def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers gradients in the backward of the mean over ranks, but does not apply its divisor.
+    """At stage 3, all-gathers gradients in the backward of the mean over ranks, without the mean's division.
 
     With ``create_graph=True``, a penalty on the weights' gradients gets a second-order term that is too large by a
     factor of the world size.
@@ -115,7 +115,7 @@ def undivided_second_order(model: nn.Module, config: EngineConfig) -> ReferenceE
     origin=Origin.BLIND_5,
 )
 def penalty_undivided(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, all-gathers the gradient in the backward of the reduction to the mean, without the divisor.
+    """At stage 3, all-gathers the gradient in the backward of the mean over ranks, without dividing it.
 
     The gradient of a gradient penalty on the parameters is too large by a factor of the world size.
     """

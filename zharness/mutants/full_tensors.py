@@ -55,7 +55,7 @@ class ConsolidatesWithoutBuffers(Around):
 
 @mutant(FaultKind.STATE, Target("state.consolidate", Part.FORWARD, model="mixed"), origin=Origin.ORDERS)
 class ConsolidatesItsOwnWeights(Around):
-    """Returns a full state dict of the module's own tensors instead of copies."""
+    """Returns a full state dict that has the module's own tensors instead of copies."""
 
     over = "ddp"
 

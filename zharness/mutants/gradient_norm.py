@@ -64,9 +64,10 @@ class NormCountsEveryRank(Around):
     origin=Origin.BLIND_1,
 )
 def norm_misses_the_tail(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Omits from the global norm, on the last rank, the shards of parameters whose size the world size does not divide.
+    """On the last rank, leaves out shards from the global norm if the world size does not divide the parameter's size.
 
-    ``grad_norm`` is too small and the clipped step is too long; under fp16, an infinity in these shards is not seen.
+    ``grad_norm`` is too small and the clipped step is too long; under fp16, an infinity in these shards is not
+    detected.
     """
     engine, is_last = seams.build(model, config), dist.get_rank() == dist.get_world_size() - 1
 
@@ -181,7 +182,7 @@ def _local_grads(engine: TorchEngine) -> list[Tensor]:
     origin=Origin.BLIND_2,
 )
 def fsdp2_clips_by_local_norm(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Clips by the norm of this rank's FSDP2 shards instead of the global norm, like a simple clip over shards.
+    """Clips by the norm of this rank's FSDP2 shards instead of the global norm.
 
     Each rank scales its gradients by a different factor, and ``grad_norm`` differs between ranks.
     """

@@ -108,7 +108,7 @@ def averaged(grad: Tensor) -> Tensor:
 
 @mutant(FaultKind.RESOURCES, Target("resources.close", Part.LOCAL_GRADIENT, model="exact"), origin=Origin.ONLOOKERS)
 class LeavesItsHooks(Around):
-    """Does not remove, in ``close``, the hooks on parameters that reduce each gradient when it is computed."""
+    """Does not remove its hooks in ``close``, so that they still reduce each gradient when it is computed."""
 
     over = "ddp"
 
@@ -130,7 +130,7 @@ _SEEN: list[tuple[Callable[..., Any], torch.optim.Optimizer]] = []
     origin=Origin.BLIND_1,
 )
 def ddp_closed_but_held(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Keeps, after ``close``, the DDP reducer, buckets and optimizer state of every engine that the process has built.
+    """Keeps the DDP reducer, the buckets and the optimizer state of every engine in memory after ``close``.
 
     ``close`` should release everything, but the memory and DDP's hooks on the parameters are never released.
     """

@@ -96,7 +96,8 @@ def ddp_schedule_wraps(model: nn.Module, config: EngineConfig) -> TorchEngine:
 def zero1_stale_rates_of_later_groups(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Copies only the first group's settings to the local optimizer, which updates the parameters of this rank.
 
-    ``observe`` reports the scheduled learning rates, but all groups except the first step with their initial rates.
+    ``observe`` reports the scheduled learning rates, but all groups except the first group use their initial learning
+    rates.
     """
     engine = zero1.factory(model, config)
 
@@ -191,7 +192,7 @@ def schedule_of_the_outer_optimizer(model: nn.Module, config: EngineConfig) -> T
     origin=Origin.BLIND_6,
 )
 def schedule_stays_outside(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Copies changed group settings to ZeroRedundancyOptimizer, but not to its local optimizer, which updates.
+    """Copies changed group settings to ZeroRedundancyOptimizer, but not to the local optimizer that updates.
 
     ``observe`` reports the scheduled learning rates, but every step uses the initial rates.
     """

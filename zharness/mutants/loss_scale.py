@@ -94,7 +94,7 @@ class StepsOverInfinities(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class ForgetsTheLossScale(Around):
-    """Does not load the loss scale and its count of steps without overflow from a checkpoint."""
+    """Does not restore the loss scale, or the count of steps without overflow, from a checkpoint."""
 
     def load(self, path: Path) -> None:
         scaler = seams.loss_scaler(self.right)
@@ -219,7 +219,7 @@ def looking_unscales(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     origin=Origin.BLIND_4,
 )
 def overflow_in_own_shard(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, skips the step on a rank if that rank's own gradient shards overflow, and only on that rank.
+    """At stage 3, skips the step only on those ranks whose own gradient shards overflow.
 
     The other ranks make the step, so the model has weights of two different steps, and loss scales differ between
     ranks.

@@ -50,9 +50,9 @@ class ForgetsItsMasters(Around):
     origin=Origin.PRECISION,
 )
 class TakesAnyMixOfMasters(Around):
-    """Accepts a combination of dtypes that is an error, and trains without the options that configure it.
+    """Accepts an invalid combination of dtypes of master weights, gradients and optimizer state.
 
-    The dtypes are those of master weights, gradients and optimizer state.
+    The mutant trains without the options that configure these dtypes.
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -72,7 +72,7 @@ class TakesAnyMixOfMasters(Around):
 def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Under bf16, rounds FSDP2's fp32 shards to bf16 after each step, like an optimizer over bf16 weights.
 
-    Updates smaller than the spacing of bf16 are lost instead of adding up, although fp32 master weights are promised.
+    Updates smaller than the spacing of bf16 are lost instead of adding up, although fp32 master weights are configured.
     """
     from torch.distributed.tensor import DTensor
 
@@ -101,7 +101,7 @@ def masters_rounded_by_step(model: nn.Module, config: EngineConfig) -> TorchEngi
 def accumulates_in_model_dtype(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Accumulates sharded gradients in the dtype of the model instead of the dtype of the master weights.
 
-    Small gradients of later micro-batches are rounded away, although the optimizer is promised fp32 gradients.
+    Small gradients of later micro-batches are rounded away, although the optimizer should get fp32 gradients.
     """
     engine = seams.build(model, config)
 
@@ -212,7 +212,7 @@ def load_rounds_masters(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.BLIND_2,
 )
 def load_takes_masters_from_model(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Sets the fp32 master weights in ``load`` by casting the low-precision weights, not from the saved masters.
+    """Makes ``load`` cast the low-precision weights to fp32 master weights instead of reading the saved ones.
 
     The protocol requires ``load`` to continue from the checkpoint, but the low bits of every master weight are lost.
     """
@@ -235,7 +235,7 @@ class _CopiesModelToMasters(ReferenceEngine):
     origin=Origin.BLIND_3,
 )
 def masters_from_model_at_load(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Copies the low-precision weights to the fp32 master weights in ``load`` instead of reading the saved masters.
+    """Copies the low-precision weights to the fp32 master weights in ``load`` instead of reading the saved ones.
 
     A resumed training continues from rounded master weights, unlike a training that was not interrupted.
     """

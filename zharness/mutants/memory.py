@@ -63,7 +63,7 @@ class HoldsGradientsWhole(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.comm_volume", parameter="sent"), origin=Origin.RESOURCES)
 class SendsTwice(Around):
-    """All-reduces one additional full set of parameters in each backward."""
+    """All-reduces as many additional elements as the model has in each backward."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
@@ -83,7 +83,7 @@ class StaysGathered(Around):
 
 @mutant(FaultKind.RESOURCES, Target("resources.gathered_bytes", Part.GATHER, parameter="peak"), origin=Origin.RESOURCES)
 class GathersUntilBackward(Around):
-    """Keeps the parameters that a forward unsharded until the end of its backward."""
+    """Keeps parameters unsharded from the forward until the end of the backward."""
 
     stages = (3,)
 
@@ -243,7 +243,7 @@ def outputs_are_kept(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_3,
 )
 def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not mark a module's forward as ended if the forward raises, because a ``finally`` is missing.
+    """At stage 3, treats a forward that has raised as still running, because a ``finally`` is missing.
 
     After an exception that the caller caught, the unsharded weights are never freed, and a read of a weight outside a
     forward returns the value from before the exception, even after later steps.
@@ -263,7 +263,7 @@ def failed_forward_stays_open(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_5,
 )
 def forward_left_by_exception(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, does not mark the modules as ended if their forward raises.
+    """At stage 3, does not end the forwards of modules after an exception.
 
     The weights that these modules had unsharded stay unsharded through ``zero_grad`` and all later steps.
     """

@@ -45,7 +45,7 @@ class FaultKind(Enum):
 
 
 class Origin(Enum):
-    """The series of mutants as part of which a mutant was written, in the order of writing.
+    """The series to which a mutant belongs, in the order in which the series were written.
 
     Authors of the laws wrote the first eleven series, each for a group of faults. Six other authors, who knew only the
     Engine protocol, the adapters and the reference engine, wrote one blind set each. The laws were run on each set, and
@@ -113,9 +113,9 @@ class Mutant:
 
     ``build`` is the mutant's class, whose docstring says what is wrong. ``kind`` is the kind of its fault. ``targets``
     are the cells that have to kill the mutant; the first target is the cell for which the mutant was written.
-    ``origin`` is the series as part of which the mutant was written. ``imitates`` is the address of the real bug that
-    the mutant imitates, if there is one. ``equivalent`` is the reason why no cell can kill the mutant: the mutant
-    changes nothing, or nothing that a law can demand of every engine. An equivalent mutant has no targets.
+    ``origin`` is the series to which the mutant belongs. ``imitates`` is the address of the real bug that the mutant
+    imitates, if there is one. ``equivalent`` is the reason why no cell can kill the mutant: the mutant changes nothing,
+    or nothing that a law can demand of every engine. An equivalent mutant has no targets.
     """
 
     build: type[Around]

@@ -133,7 +133,7 @@ def no_sync_left_by_exception(model: nn.Module, config: EngineConfig) -> TorchEn
 def fsdp2_forgets_once(model: nn.Module, config: EngineConfig) -> TorchEngine:
     """Drops FSDP2's unreduced gradients only in the first ``zero_grad`` after ``no_sync``; later calls keep them.
 
-    The next reduced backward adds the gradients of a window that the caller had dropped.
+    The next reduced backward adds the gradients of an accumulation window that the caller had dropped.
     """
     engine = fsdp2.factory(model, config)
     spent = False
@@ -196,7 +196,7 @@ def fsdp2_keeps_unreduced(model: nn.Module, config: EngineConfig) -> TorchEngine
     origin=Origin.BLIND_5,
 )
 def unreduced_survive_zero_grad(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and resets no state of ``no_sync`` blocks.
+    """Drops only the gradients of the shards in ``zero_grad`` over FSDP2, and not those of ``no_sync`` blocks.
 
     The next backward adds gradients that the caller had dropped.
     """

@@ -186,7 +186,7 @@ class _LoadsOnRank0(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def zero1_load_fills_rank_0_only(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Restores, in ``load`` over ZeroRedundancyOptimizer, only the optimizer state of rank 0.
+    """Makes ``load`` over ZeroRedundancyOptimizer restore only the optimizer state of rank 0.
 
     The other ranks keep the state that they had before the load, which is empty in a new process. Momentum and step
     counts of their parameters then start again.
@@ -211,7 +211,7 @@ class _FirstRanksState(TorchEngine):
     origin=Origin.BLIND_3,
 )
 def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Loads, over ZeroRedundancyOptimizer, only the optimizer state of the parameters that rank 0 updates.
+    """Makes ``load`` over ZeroRedundancyOptimizer restore only the state of parameters that rank 0 updates.
 
     After ``load``, momentum, moments and step counts of all parameters that other ranks update start again.
     """
@@ -276,7 +276,7 @@ def first_rate_after_load(model: nn.Module, config: EngineConfig) -> ReferenceEn
     origin=Origin.BLIND_6,
 )
 def load_merges_the_optimizer_state(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Keeps, at load, the current optimizer state of every parameter that has no state in the checkpoint.
+    """Does not clear a parameter's optimizer state at load if the checkpoint has no state for the parameter.
 
     If a run returns to a checkpoint from before a parameter's first gradient, training continues with moments from
     after the checkpoint.

@@ -98,7 +98,7 @@ class _KeepsEvaluation(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps weights that a forward under ``no_grad`` unsharded until the next step or such forward.
+    """At stage 3, keeps weights unsharded after a forward under ``no_grad`` until the next step or such forward.
 
     After an evaluation every rank holds the whole model (``gathered_bytes`` is not 0), and the next training forward
     has a peak memory that is larger by the size of the model.
@@ -114,7 +114,7 @@ def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> Referenc
     origin=Origin.BLIND_2,
 )
 def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps the bucket that a forward under ``no_grad`` prefetched until the next backward frees it.
+    """At stage 3, keeps a prefetched bucket after a forward under ``no_grad`` until the next backward frees it.
 
     ``gathered_bytes`` stays above 0 after an evaluation, because full weights are kept between steps.
     """
@@ -135,7 +135,7 @@ def evaluation_stays_gathered(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def evaluation_leaves_prefetch(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps weights that a forward under ``no_grad`` prefetched until a training forward ends.
+    """At stage 3, keeps prefetched weights after a forward under ``no_grad`` until a training forward ends.
 
     The prefetched weights are used even if a step has changed the weights: after an evaluation between backward and
     step, the next forward reads the weights from before the step. Unsharded bytes are kept between steps after every
@@ -301,7 +301,7 @@ def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> ReferenceE
 
 
 class _ByName(dict[Any, Any]):
-    """A dictionary whose keys are pairs of a name and a grad mode, and that ignores the grad mode."""
+    """A dictionary with pairs of a name and a grad mode as keys, which ignores the grad mode."""
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key[0])
@@ -337,7 +337,7 @@ def stand_in_of_no_grad(model: nn.Module, config: EngineConfig) -> ReferenceEngi
     origin=Origin.ORDERS,
 )
 class TakesWhatAFailedBackwardGathered(Around):
-    """Uses, in the next forward, weights that a failed backward prefetched, even if others were loaded since."""
+    """Runs a forward with weights that a failed backward prefetched, even if other weights were loaded since."""
 
     stages = (3,)
 

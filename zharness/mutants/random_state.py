@@ -191,7 +191,7 @@ def ddp_synchronises_generators(model: nn.Module, config: EngineConfig) -> Torch
     origin=Origin.BLIND_4,
 )
 def zero1_seeds_all_ranks(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Seeds torch's generator with the number of the step in ``step``, as if to make all ranks draw the same numbers.
+    """Seeds torch's generator in ``step`` with the step's number, as if to make all ranks draw the same numbers.
 
     Every rank then draws the same dropout masks, whatever seed the caller has set.
     """

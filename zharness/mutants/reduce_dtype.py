@@ -61,7 +61,7 @@ class ReducesShardsInBf16(Around):
     imitates=deepspeed(6993),
 )
 class EveryGradientTravelsLow(Around):
-    """Reduces every gradient in bf16 under torch_autocast, even gradients of modules that are declared safe."""
+    """Reduces every gradient in bf16 under torch_autocast, even those outside lower_precision_safe_modules."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, replace(config, options={**config.options, "communication_data_type": "bf16"}))

@@ -39,7 +39,7 @@ from zharness.parity import Part
     imitates=deepspeed(7665),
 )
 class NeverReduces(Around):
-    """Keeps on each rank the gradient of that rank's own micro-batch, and reduces no gradient."""
+    """Does not reduce gradients: each rank keeps the gradient of its own micro-batch."""
 
     over = "ddp"
 
@@ -50,7 +50,7 @@ class NeverReduces(Around):
 
 @mutant(FaultKind.CONTRIBUTION, Target("training.one_hot_rank"), origin=Origin.CONTRIBUTIONS)
 class ReducesNothingAtStage3(Around):
-    """Keeps on each rank that rank's shard of its own gradient, divided as for a mean, and reduces no gradient."""
+    """Does not reduce gradients: each rank keeps its shard of its own gradient, divided as for a mean."""
 
     stages = (3,)
 
@@ -227,7 +227,7 @@ class AddsToOneModule(Around):
 @mutant(
     FaultKind.SCALE,
     origin=Origin.SCALE,
-    equivalent="a bucket decides which gradients travel together, and neither their sum nor how much is sent",
+    equivalent="a bucket decides which gradients are sent together; their sums and the number of bytes are the same",
 )
 class TheSmallestBuckets(Around):
     """Reduces each parameter in its own bucket, regardless of the configured bucket size."""
@@ -260,7 +260,7 @@ class AddsMinusZero(HookedParameters):
 def scalar_is_summed(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """Sums the gradient of a parameter without dimensions (a temperature, a gate) over ranks if the mean is configured.
 
-    This parameter learns too fast by a factor of the world size, but all other parameters are right.
+    This parameter learns too fast by a factor of the world size; all other parameters are updated correctly.
     """
     engine = seams.build(model, config)
 
@@ -317,7 +317,7 @@ def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 @mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
 def sum_in_root_alone(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Under reduction by sum, sets FSDP2's divisor only for the root module's group, as the call does not recurse.
+    """Under reduction by sum, sets FSDP2's divisor only for the root module's group, because the call does not recurse.
 
     The gradients of all other groups are averaged.
     """

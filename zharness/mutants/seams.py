@@ -1,8 +1,8 @@
 """Define how mutants change private parts of the reference engine, except those that only stage 3 has.
 
-If the reference engine is rewritten, this file has to change, but no mutant. A function that is called
-``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private
-parts that only stage 3 has, and ``seams_engines`` those of torch's engines.
+If the reference engine is rewritten, this file has to change, but no mutant has to. A function that is called
+``wrap_x(engine, wrap)`` replaces the engine's ``x`` by ``wrap(x)``. ``seams_stage3`` holds the private parts that only
+stage 3 has, and ``seams_engines`` those of torch's engines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(model: nn.Module, config: EngineConfig, adapter: type[ReferenceEngine]
 
 
 def replace_attribute(owner: object, name: str, value: object) -> None:
-    """Replace an attribute of one object, also of a frozen dataclass. Raises AttributeError if there is none."""
+    """Replace an attribute of an object, even of a frozen dataclass. Raises AttributeError if the object lacks it."""
     getattr(owner, name)  # otherwise a mutant of a renamed method would silently be right
     object.__setattr__(owner, name, value)
 
@@ -87,12 +87,12 @@ def set_micro_batches(engine: ReferenceEngine, count: int) -> None:
 
 
 def wrap_update(engine: ReferenceEngine, wrap: Callable[[Update], Update]) -> None:
-    """Wrap the update of the leaves from the reduced gradients, by name."""
+    """Wrap the function that updates the leaves, which gets the reduced gradients by name."""
     replace_attribute(engine.engine, "_update", wrap(engine.engine._update))
 
 
 def replace_resume(engine: ReferenceEngine, resume: Callable[..., None]) -> None:
-    """Replace the part of a load that uses the contents and tensors that it has read."""
+    """Replace the function that loads the contents and tensors that were read from a checkpoint."""
     replace_attribute(engine.engine, "_resume_from", resume)
 
 
@@ -104,7 +104,7 @@ def load_tensors(
 
 
 def wrap_unscale_and_clip(engine: ReferenceEngine, wrap: Callable[[UnscaleAndClip], UnscaleAndClip]) -> None:
-    """Wrap the step that unscales and clips reduced gradients; it returns False for an overflow on any rank."""
+    """Wrap the function that unscales and clips gradients, which returns False for an overflow on any rank."""
     clipper = engine.engine._clipper
     replace_attribute(clipper, "unscale_and_clip", wrap(clipper.unscale_and_clip))
 
@@ -115,7 +115,7 @@ def set_grad_norm(engine: ReferenceEngine, norm: float | None) -> None:
 
 
 def skips_on_overflow(engine: ReferenceEngine) -> bool:
-    """Return whether a step whose gradients overflow is skipped, instead of raising."""
+    """Return whether an overflow makes the engine skip the step; otherwise the step raises an error."""
     return engine.engine.settings.precision.skips_on_overflow
 
 
@@ -132,13 +132,13 @@ def count_unsharded(engine: ReferenceEngine, tensor: Tensor) -> None:
 def wrap_count_unsharded(
     engine: ReferenceEngine, wrap: Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
 ) -> None:
-    """Wrap the function that gets every newly unsharded parameter, to count its bytes."""
+    """Wrap the function that counts the bytes of every newly unsharded parameter."""
     tracker = engine.engine._memory_tracker
     replace_attribute(tracker, "add", wrap(tracker.add))
 
 
 def persistent_buffers(engine: ReferenceEngine) -> Mapping[str, Tensor]:
-    """Return the buffers that belong into a checkpoint, by name."""
+    """Return the buffers that a checkpoint contains, by name."""
     return engine.engine._training_state._persistent_buffers()
 
 
@@ -221,7 +221,7 @@ def wrap_reduce_bucket_if_used(
 
 
 def wrap_agree_on_used(engine: ReferenceEngine, wrap: Callable[[AgreeOnUsed], AgreeOnUsed]) -> None:
-    """Wrap the collective in which ranks agree which of some parameters have a gradient on any rank."""
+    """Wrap the collective in which ranks find out which parameters have a gradient on any rank."""
     replace_attribute(_gradients(engine), "_agree_on_used", wrap(_gradients(engine)._agree_on_used))
 
 
@@ -363,7 +363,7 @@ def master_weights(engine: ReferenceEngine) -> Mapping[str, Tensor]:
 
 
 def local_elements(engine: ReferenceEngine, param: ModelParam) -> Tensor:
-    """Return this rank's elements of the model's own parameter, a view in the shape of its leaf."""
+    """Return this rank's elements of a parameter of the model, as a view in the shape of the leaf."""
     return _parameters(engine)._make_leaf(param)
 
 

@@ -55,7 +55,7 @@ def set_clip_limit(engine: TorchEngine, limit: float | None) -> None:
 
 @contextmanager
 def without_clipping(engine: TorchEngine) -> Iterator[None]:
-    """Context manager within which ``step`` does not clip gradients."""
+    """Disable clipping in ``step`` inside the block."""
     limit, engine._clip = engine._clip, None
     try:
         yield
@@ -69,7 +69,7 @@ def set_grad_norm(engine: TorchEngine, norm: float) -> None:
 
 
 def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
-    """Return the full tensor of a shard. May be collective."""
+    """Return the full tensor of a shard. This is a collective if the engine shards tensors."""
     return engine._adapter.full_tensor(tensor)
 
 
@@ -139,7 +139,7 @@ def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def fsdp2_reset_reduced(drop_gradients: Callable[[], None]) -> Callable[[], None]:
-    """Return the part of FSDP2's ``drop_gradients`` that keeps unreduced gradients."""
+    """Return the part of FSDP2's ``drop_gradients`` that drops only reduced gradients."""
     both: Any = drop_gradients
     reset: Callable[[], None] = both.args[0]
     return reset
@@ -203,5 +203,5 @@ def forward_hooks(module: nn.Module) -> MutableMapping[Any, Any]:
 
 
 def in_backward() -> int:
-    """Return the id of the backward that is running; -1 outside a backward."""
+    """Return the id of the running backward, or -1 outside a backward."""
     return torch._C._current_graph_task_id()

@@ -63,7 +63,7 @@ def _unsharder(engine: ReferenceEngine) -> ParamUnsharder | None:
 
 
 def wrap_unshard(engine: ReferenceEngine, wrap: Callable[[Unshard], Unshard]) -> None:
-    """Wrap the read of a module's attribute, which unshards a sharded parameter; stages below 3 have none."""
+    """Wrap the function that unshards a parameter when a module reads it; do nothing at stages below 3."""
     unsharder = _unsharder(engine)
     if unsharder is not None:
         replace_attribute(unsharder, "unshard_if_sharded", wrap(unsharder.unshard_if_sharded))
@@ -90,13 +90,13 @@ def sharded_name(engine: ReferenceEngine, parameter: nn.Parameter) -> str:
 
 
 def running_forward(engine: ReferenceEngine) -> ModuleForward | None:
-    """Return the innermost module forward that is running, if any."""
+    """Return the innermost running forward of a module, or None."""
     unsharder = _unsharder(engine)
     return unsharder._running_forwards[-1] if unsharder is not None and unsharder._running_forwards else None
 
 
 def replace_grad_placeholders(engine: ReferenceEngine, table: dict[Any, Any]) -> None:
-    """Replace the table of tensors that collect the gradients of a parameter's reads, for one forward (stage 3)."""
+    """Replace the table of gradient placeholders of the running forward (stage 3)."""
     unsharder = _unsharder(engine)
     if unsharder is not None:
         unsharder._grad_placeholders = table
@@ -147,7 +147,7 @@ def _prefetcher(engine: ReferenceEngine) -> Prefetcher:
 
 
 def wrap_fetch(engine: ReferenceEngine, wrap: Callable[[Fetch], Fetch]) -> None:
-    """Wrap the function that fills a full tensor with a parameter, prefetched or not."""
+    """Wrap the function that fills a full tensor with a parameter, which may be prefetched."""
     replace_attribute(_prefetcher(engine), "fetch_into", wrap(_prefetcher(engine).fetch_into))
 
 

@@ -124,7 +124,7 @@ class NeverPublishes(Around):
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsItsShardsBackwards(Around):
-    """Reports the owners of each parameter's shards in reverse order in its layout."""
+    """Reports a layout in which the owners of each parameter's shards are in reverse order."""
 
     stages = (3,)
 
@@ -137,13 +137,13 @@ class TellsItsShardsBackwards(Around):
 
 
 def longer(piece: Piece, end: int) -> Piece:
-    """Return ``piece`` with one element more if the piece ends before ``end``."""
+    """Return ``piece`` extended by one element, unless it ends at ``end``."""
     return replace(piece, stop=min(piece.stop + 1, end))
 
 
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsOverlappingShards(Around):
-    """Reports, in its layout, shards that each extend by one element into the next shard."""
+    """Reports a layout in which each shard extends by one element into the next shard."""
 
     stages = (1, 2)
 
@@ -244,7 +244,7 @@ def permuted_weights_mixed_up(model: nn.Module, config: EngineConfig) -> Referen
     origin=Origin.BLIND_3,
 )
 def empty_shard_ends_update(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stages 1 to 3, ends the loop over a rank's gradient shards at an empty shard instead of skipping it.
+    """At stages 1 to 3, ends the loop over a rank's gradient shards at an empty shard instead of skipping this shard.
 
     A rank that owns no element of a small parameter updates its shards of all later parameters with zeros.
     """

@@ -78,7 +78,7 @@ class _StepBehindAutograd(ReferenceEngine):
     origin=Origin.BLIND_2,
 )
 def step_behind_autograds_back(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Updates weights in a step as through ``param.data``, which autograd does not notice.
+    """Updates weights in ``step`` without a change that autograd notices, like an edit of ``param.data``.
 
     A backward through a graph that is older than the step should raise ("modified by an inplace operation"), but
     succeeds and combines old activations with new weights.

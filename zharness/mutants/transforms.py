@@ -1,4 +1,4 @@
-"""Mutants that are wrong under torch.func, or if inputs or weights are replaced."""
+"""Mutants that are wrong under torch.func, with keyword arguments, or with substituted weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
 
     The result is wrong if one backward reduces several gradients of the parameter: with ``is_grads_batched`` (all rows
     equal the first), under torch.func with a module that is called twice, and with ``create_graph`` over two forwards
-    (the gradient of the first is used for both).
+    (the gradient of the first forward is used for both).
     """
     engine, done = seams.build(model, config), dict[str, Tensor]()
     last_task = -1
@@ -132,10 +132,10 @@ def reduced_once_a_backward(model: nn.Module, config: EngineConfig) -> Reference
     origin=Origin.BLIND_2,
 )
 def transforms_read_detached(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, reads a weight as a constant inside a torch.func transform, so that no wrapper tensor outlives it.
+    """At stage 3, reads weights as constants inside torch.func, so that no wrapper tensor outlives its transform.
 
-    ``torch.func.grad`` with respect to the engine's input is right, but a penalty on it contributes nothing to the
-    gradients of the weights. No error is raised if another loss gives the weights a gradient.
+    ``torch.func.grad`` with respect to the engine's input is right, but a penalty on this gradient contributes nothing
+    to the gradients of the weights. No error is raised if another loss gives the weights a gradient.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, _detach_in_transforms)
@@ -152,8 +152,8 @@ def transforms_read_detached(model: nn.Module, config: EngineConfig) -> Referenc
 def constants_in_transforms(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stage 3, treats a weight that is read inside a torch.func transform as a constant.
 
-    A loss on a derivative that torch.func computes (of the output by the input, for example) gives this weight no
-    gradient.
+    A loss on a derivative that torch.func computes (for example of the output with respect to the input) gives this
+    weight no gradient.
     """
     engine = seams.build(model, config)
     seams_stage3.wrap_unshard(engine, _detach_in_transforms)

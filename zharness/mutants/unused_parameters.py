@@ -90,7 +90,7 @@ class DecaysWhatHasNoGradient(Around):
     origin=Origin.BLIND_1,
 )
 def idle_parameter_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Updates a parameter that had a gradient in an earlier step with zeros if it has no gradient in this step.
+    """Steps with a gradient of zeros for a parameter that has no gradient now, but had one in an earlier step.
 
     ``torch.optim`` does not change such a parameter; in the mutant, momentum, Adam's moments and weight decay still
     change a branch that is switched off, or a layer that was frozen meanwhile.
@@ -191,7 +191,7 @@ def zeros_for_none(model: nn.Module, config: EngineConfig) -> TorchEngine:
     origin=Origin.BLIND_6,
 )
 def once_used_gets_zeros(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """Gives a parameter that had a gradient in an earlier step, but has none in this step, zeros instead of None.
+    """Uses zeros, not None, as the gradient of a parameter that had a gradient in an earlier step but not in this.
 
     Momentum, Adam's moments and weight decay still change the parameter; plain PyTorch does not change it.
     """
@@ -245,7 +245,8 @@ def one_step_count_for_all(model: nn.Module, config: EngineConfig) -> ReferenceE
 def first_rank_decides(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
     """At stages 0 to 2, lets rank 0 alone decide which parameters were used in a step.
 
-    Parameters that only other ranks used (an expert, a branch on data) lose their gradients and are not updated.
+    Parameters that only other ranks used (an expert, a branch that depends on data) lose their gradients and are not
+    updated.
     """
     engine = seams.build(model, config)
 

@@ -55,7 +55,7 @@ def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, bet
 def adam(decoupled: bool, w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Take a step of Adam (Kingma and Ba 2015), AMSGrad (Reddi et al. 2018) or AdamW (Loshchilov and Hutter 2019)."""
     (beta1, beta2), lr, step = options["betas"], options["lr"], steps + 1
-    w, g = apply_weight_decay(w, g, options, decoupled)
+    w, g = apply_weight_decay(w, g, options, decoupled or options["decoupled_weight_decay"])
     m, v = update_moments(w, g, state, options)
     after = {"exp_avg": m, "exp_avg_sq": v}
     if options["amsgrad"]:

@@ -31,8 +31,8 @@ from zharness.world.server import RankEnvironment
 class ActivePool:
     """A rank pool whose ranks are still running.
 
-    ``requirements`` are those of its tests, ``last_item`` is the last test that ran in the pool, and ``fixture_nodes``
-    are the pytest nodes whose fixtures may still be set up in the pool.
+    ``requirements`` are the requirements of its tests, ``last_item`` is the last test that ran in the pool, and
+    ``fixture_nodes`` are the pytest nodes whose fixtures may still be set up in the pool.
     """
 
     requirements: RankRequirements
@@ -43,8 +43,8 @@ class ActivePool:
 class RankTestController:
     """Pytest plugin that runs every test with a world size on ranks and leaves all other tests to pytest.
 
-    Create it after collection and before any fixture is set up: its servers are forks of this process, so their ranks
-    inherit every collected test and no fixture.
+    Create the plugin after collection and before any fixture is set up: its servers are forks of this process, so
+    their ranks inherit every collected test and no fixture.
     """
 
     def __init__(self, session: pytest.Session) -> None:
@@ -88,7 +88,7 @@ class RankTestController:
     def pytest_tear_down_pools(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After every test, tear down the fixtures in rank pools that the next test does not need, as pytest does."""
+        """After every test, tear down those fixtures in rank pools that the next test does not need, as pytest does."""
         result = yield
         self._tear_down_pools(nextitem)
         return result
@@ -173,7 +173,7 @@ class RankTestController:
         return remote_reports
 
     def _new_test_dir(self) -> Path:
-        """Return the path of a directory for one test; ranks create it if they need it."""
+        """Return the path of a directory for one test; ranks create the directory if they need it."""
         return self._base_dir / f"ranks-{next(self._test_numbers)}"
 
     def _call_ranks(
@@ -215,9 +215,9 @@ class RankTestController:
                 remove_empty_dirs(test_dir)
 
     def _replace_dead_server(self, warm_engine: str) -> None:
-        """Replace a rank server that was killed by its spare server, at most once.
+        """If the rank server for ``warm_engine`` has ended, replace the server by its spare server, if one is left.
 
-        Also forget the pools of the killed server, because their ranks ended with the server.
+        Also forget the pools of the ended server, because their ranks ended with the server.
         """
         if self._servers[warm_engine].has_ended and warm_engine in self._spare_servers:
             self._servers[warm_engine] = self._spare_servers.pop(warm_engine)
@@ -226,7 +226,7 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log the reports made inside the test (such as those of subtests), then ``reports``, then the ranks' warnings.
+        """Log the reports from inside the test, such as subtests' reports, then ``reports``, then the ranks' warnings.
 
         Equal warnings of several ranks are logged once.
         """
@@ -244,13 +244,13 @@ class RankTestController:
             replay_warning(item, warning)
 
     def _tear_down_pools(self, nextitem: pytest.Item | None) -> None:
-        """Tear down the fixtures in every rank pool that ``nextitem`` does not need, and log their failures."""
+        """In every rank pool, tear down the fixtures that ``nextitem`` does not need, and log teardown failures."""
         for report in self._iter_pool_teardowns(nextitem):
             if report.failed:
                 self._session.ihook.pytest_runtest_logreport(report=report)
 
     def _iter_pool_teardowns(self, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down the fixtures in rank pools that ``nextitem`` does not need, and yield the reports of the teardown.
+        """In every rank pool, tear down the fixtures that ``nextitem`` does not need, and yield reports of failures.
 
         If ``nextitem`` is None, also end the ranks of the pools.
         """
@@ -261,9 +261,9 @@ class RankTestController:
                 yield from self._tear_down_pool(key, nextitem)
 
     def _tear_down_pool(self, key: tuple[str, int], nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
-        """Tear down the fixtures in one rank pool that ``nextitem`` does not need.
+        """In one rank pool, tear down the fixtures that ``nextitem`` does not need.
 
-        Yield failures as reports of its last test.
+        Yield failures as reports of the last test that ran in the pool.
         """
         pool = self._pools[key]
         next_index = None if nextitem is None else self._item_indices.get(nextitem)
@@ -281,7 +281,7 @@ class RankTestController:
     def _close_pool(self, key: tuple[str, int]) -> Iterator[pytest.TestReport]:
         """Tear down all fixtures in a rank pool and end its ranks.
 
-        Yield failures as reports of the pool's last test.
+        Yield failures as reports of the last test that ran in the pool.
         """
         yield from self._tear_down_pool(key, None)
         pool = self._pools.pop(key, None)
@@ -299,7 +299,7 @@ class RankTestController:
 
 
 def get_pool_key(requirements: RankRequirements) -> tuple[str, int]:
-    """Return the key of the rank pool in which a test runs: tests with equal keys share ranks."""
+    """Return the key of a test's rank pool. Tests with equal keys run on the same ranks."""
     return requirements.warm_engine, requirements.world_size
 
 
@@ -335,7 +335,7 @@ def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffe
 
 
 def add_leftovers(outcome: GroupOutcome, side_effects: dict[int, RankSideEffects]) -> GroupOutcome:
-    """Copy the threads and processes that each rank reported as left behind into its outcome."""
+    """Return ``outcome`` with the threads and processes that each rank left behind, from the rank's side effects."""
     return replace(
         outcome,
         ranks=tuple(
@@ -353,7 +353,7 @@ def find_session_stop(outcome: GroupOutcome) -> SessionStop | None:
 
 
 def stop_session(stop: SessionStop) -> None:
-    """End the pytest session as the test ended it on its rank. Raises KeyboardInterrupt or pytest.exit.Exception."""
+    """End the pytest session as a rank requested: raise KeyboardInterrupt or pytest.exit.Exception."""
     if stop.trigger == "keyboard":
         raise KeyboardInterrupt(f"rank {stop.rank}: {stop.reason}")
     pytest.exit(f"rank {stop.rank}: {stop.reason}", returncode=stop.returncode)
@@ -364,8 +364,8 @@ def add_local_teardown(
 ) -> list[pytest.TestReport]:
     """Tear down fixtures of earlier tests in the pytest process; append a report to ``reports`` if a teardown raises.
 
-    pytest tears down the fixtures that the next test does not need after each test that it runs itself. pytest does not
-    run the tests on ranks, so the controller calls this function before and after them.
+    After each test that pytest runs itself, pytest tears down the fixtures that the next test does not need. pytest
+    does not run the tests on ranks, so the controller calls this function before and after those tests.
     """
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is None:
@@ -374,7 +374,7 @@ def add_local_teardown(
 
 
 def replay_warning(item: pytest.Item, warning: RecordedWarning) -> None:
-    """Record a warning that was issued on a rank as if it had been issued in the pytest process."""
+    """Pass a warning that a rank recorded to the hook ``pytest_warning_recorded`` of the pytest process."""
     message = warnings.WarningMessage(
         warning.category(warning.message), warning.category, warning.filename, warning.line
     )

@@ -1,9 +1,9 @@
-"""Debug one rank: it borrows the terminal of the pytest process; all other ranks skip their breakpoints.
+"""Debug one rank, which borrows the terminal of the pytest process; all other ranks skip their breakpoints.
 
 [Note: one patched function]
 ``breakpoint()``, ``pdb.set_trace()``, ``pytest.set_trace()``, ``--pdb`` and ``--trace`` all call
 ``pytestPDB._init_pdb``, even if a test module imported ``set_trace`` before ranks were forked. So each rank replaces
-that one function: on the rank of ``--pdb-rank`` the replacement first borrows the terminal, on the others it returns a
+that one function: on the rank of ``--pdb-rank`` the replacement first borrows the terminal, on other ranks it returns a
 ``SkippedDebugger``. pytest's hook ``pytest_enter_pdb`` comes too late: the debugger has opened its streams by then.
 
 A debugger that ``PYTHONBREAKPOINT`` names instead of pdb does not go through pytest and is not supported.
@@ -49,7 +49,7 @@ def install_debugger(config: pytest.Config, rank: int, channel: ServerChannel, t
 class SkippedDebugger:
     """Replacement for pdb on ranks that cannot open a debugger.
 
-    Instead of stopping, it reports the skipped breakpoint and continues the test.
+    Instead of stopping, the replacement reports the skipped breakpoint and continues the test.
     """
 
     def __init__(self, notify: Callable[[str, FrameType | None], None]) -> None:
@@ -102,7 +102,7 @@ class BreakpointSkipper:
             warnings.warn_explicit(message, None, frame.f_code.co_filename, frame.f_lineno)
 
     def explain_unavailable(self) -> str:
-        """Explain why no rank of this test can be stopped; return the empty string if one can."""
+        """Explain why no rank of this test can be stopped; return the empty string if a rank can be stopped."""
         terminal, world_size = self._terminal, current_rank().world_size
         if terminal.unavailable_reason or terminal.rank < world_size:
             return terminal.unavailable_reason
@@ -128,7 +128,7 @@ class RankDebugger:
     def open_debugger(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Borrow the terminal and return pytest's own debugger.
 
-        In a child process of the rank, return a SkippedDebugger.
+        In a child process of the rank, return a SkippedDebugger instead.
         """
         if os.getpid() != self._pid:
             return SkippedDebugger(report_stop_in_child)
@@ -191,7 +191,7 @@ class RankDebugger:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Suspend the deadline before a failure is reported.
 
-        The rank server would otherwise stop all ranks soon after one rank has failed.
+        Otherwise the rank server would stop all ranks soon after the failure.
         """
         self.return_terminal()  # the debugger may still have it: at the end of its input pdb raises BdbQuit
         if call.excinfo is None or not self._config.getoption("usepdb", default=False):
@@ -222,7 +222,7 @@ class RankDebugger:
 def return_terminal_afterwards(config: pytest.Config) -> Iterator[None]:
     """Hand the terminal back to the pytest process when the block ends.
 
-    Used around the teardown of fixtures that runs outside of ``pytest_runtest_protocol``.
+    The block is a teardown of fixtures outside of ``pytest_runtest_protocol``.
     """
     try:
         yield

@@ -48,7 +48,7 @@ class ExampleVerdict:
 
 
 def make_verdict(error: BaseException | None, arguments: str, example: Any) -> ExampleVerdict:
-    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is the exception it raised, or None."""
+    """Make the verdict on ``example``, Hypothesis' ConjectureData; ``error`` is what the example raised, or None."""
     status = classify_error(error)
     origin = find_error_origin(error) if error is not None and status is ExampleStatus.FAILED else None
     text = summarize_error(error) if error is not None else ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def announce_collective(kind: Collective, tensor: Tensor) -> None:
-    """Tell the rank server which collective runs next, with its dtype, its shape and the calling line of the test."""
+    """Announce the collective that this rank enters next, with its dtype, its shape and the test's calling line."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(os.sep.join(("zharness", "comm.py"))):
         frame = frame.f_back
@@ -31,8 +31,8 @@ def announce_collective(kind: Collective, tensor: Tensor) -> None:
 def make_comm() -> Comm:
     """Return an object with the collectives of the default process group, for the fixture ``comm``.
 
-    Each collective is counted, and reported to the rank server before it runs. Raises WorldError in a process that is
-    not a rank.
+    Each collective is counted, and announced through this rank's channel before it runs. Raises WorldError in a
+    process that is not a rank.
     """
     from zharness.comm import Comm
 

@@ -39,8 +39,8 @@ class ExampleFailed(AssertionError):
     """A Hypothesis example failed on some ranks only, or failed differently on several ranks.
 
     All ranks raise this error without a cause. Hypothesis identifies a failure by the type, file and line of the error
-    and of its chain of contexts. With a cause on one rank only, that rank would see another failure than the other
-    ranks and shrink to another example.
+    and of its chain of contexts. If only one rank had a cause, that rank would identify a different failure than the
+    other ranks and shrink to a different example.
     """
 
 
@@ -51,8 +51,8 @@ class ExamplesDiverged(AssertionError):
 class _EngineAborted(BaseException):
     """An exception that aborts Hypothesis' engine without shrinking.
 
-    Hypothesis shrinks only for subclasses of Exception. The code that calls its engine catches this exception and
-    raises ``error`` instead.
+    Hypothesis shrinks only for subclasses of Exception. The code that calls Hypothesis' engine catches this
+    exception and raises ``error`` instead.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -147,7 +147,7 @@ def _is_seeded(item: pytest.Item, function: Any) -> bool:
 
 
 def _make_synced_settings(test_settings: settings) -> settings:
-    """Copy the test's settings without those whose effect depends on the rank's clock, disk or coverage."""
+    """Return a copy of the test's settings without those whose effect depends on the rank's clock, disk or coverage."""
     from hypothesis import HealthCheck, Phase, settings
 
     return settings(
@@ -231,9 +231,10 @@ class _Peers:
 
     @contextmanager
     def wait_for_peers_at_end(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block; if one rank ends early, the others raise an error that names it.
+        """Wait for all ranks at the end of the block.
 
-        Raises ExamplesDiverged if another rank still runs examples.
+        If a rank ends early, the other ranks raise an error that names that rank. Raises ExamplesDiverged if another
+        rank still runs examples.
         """
         try:
             yield
@@ -304,7 +305,7 @@ def _make_draw_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiver
 
 
 def _make_example_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiverged:
-    """Make the error for a test that some ranks have ended while others run another example."""
+    """Make the error for a test that has ended on some ranks while other ranks run another example."""
     by_rank = describe_by_rank(
         verdicts, lambda verdict: verdict.text if verdict.status is ExampleStatus.ENDED else f"ran {verdict.arguments}"
     )
@@ -319,9 +320,9 @@ def _get_example_data() -> Any:
 
 
 def _merge_scores(verdicts: list[ExampleVerdict], example: Any) -> None:
-    """Give every rank the highest score of any rank.
+    """For each label of ``target()``, give every rank the highest score of any rank.
 
-    Scores determine which examples Hypothesis' engine varies next, so they have to be equal on all ranks.
+    Scores determine which examples Hypothesis' engine varies next, so the scores have to be equal on all ranks.
     """
     for verdict in verdicts:
         for label, score in verdict.scores.items():

@@ -70,7 +70,7 @@ def build_longrepr(
 def add_sections(longrepr: ExceptionRepr, sections: Sections) -> ExceptionRepr:
     """Add sections to the failure representation itself.
 
-    Sections of a report are hidden by ``--show-capture=no``; sections of the failure representation are not.
+    ``--show-capture=no`` hides the sections of a report, but not the sections of the failure representation.
     """
     for title, text in sections:
         longrepr.addsection(title, text)
@@ -78,9 +78,9 @@ def add_sections(longrepr: ExceptionRepr, sections: Sections) -> ExceptionRepr:
 
 
 def locate_failure(item: pytest.Item, message: str = "") -> tuple[str, int]:
-    """Return the item's file and the line that ``message`` names in that file, as in ``(test_x.py, line 7)``.
+    """Return the item's file and the number of a line in that file.
 
-    If ``message`` names no such line, return the line of the test function.
+    The line is the one that ``message`` names, as in ``(test_x.py, line 7)``, or else the line of the test function.
     """
     for file, line in _LOCATION_PATTERN.findall(message):
         if Path(file).name == item.path.name:

@@ -43,7 +43,7 @@ def iter_output_sections(rank_result: RankResult, phases: Collection[str]) -> It
 
 
 def iter_report_sections(rank_result: RankResult, phase: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a rank's report of ``phase``; without such a report, those of the latest earlier report."""
+    """Yield the sections of a rank's report of ``phase`` or, without such a report, of the latest earlier one."""
     report = rank_result.latest_report(phase)
     yield from report.sections if report is not None else ()
 
@@ -61,7 +61,7 @@ def get_section_order(title: str) -> tuple[int, int]:
 
 
 def merge_user_properties(rank_results: Sequence[RankResult], phase: str) -> list[tuple[str, object]]:
-    """Merge the user properties of all ranks: equal values are listed once, different values as ``key[rank 1]``."""
+    """Merge the user properties of all ranks: list equal values once, and different values under ``key[rank 1]``."""
     by_rank: dict[int, dict[str, list[object]]] = {}
     for rank_result in rank_results:
         report = rank_result.latest_report(phase)

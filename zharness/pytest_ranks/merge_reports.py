@@ -49,7 +49,7 @@ _MERGED_FIELDS = {
 class JointResult:
     """The results of one test on all its ranks.
 
-    ``failures`` are the problems that make the test fail, the cause first.
+    ``failures`` are the problems that make the test fail. The first is the cause.
     """
 
     item: pytest.Item
@@ -68,14 +68,14 @@ class JointResult:
 
     @cached_property
     def is_caused_by_skip(self) -> bool:
-        """Return whether the cause of the failure is that some ranks skipped.
+        """Return whether the test failed because only some of its ranks skipped.
 
-        Ranks that were stopped then waited for a rank that had not failed.
+        In this case, the ranks that were stopped had waited for a rank that skipped, not for one that failed.
         """
         return bool(self.failures) and self.failures[0].kind is ProblemKind.SKIPPED
 
     def get_reports(self, phase: str) -> list[pytest.TestReport]:
-        """Return the reports of ``phase`` of all ranks that sent one, in rank order."""
+        """Return all reports of ``phase`` that ranks have sent, in rank order."""
         return [
             rank_result.timed_reports[phase].report
             for rank_result in self.rank_results
@@ -127,7 +127,7 @@ def judge_setup(result: JointResult) -> PhaseVerdict:
 def judge_phase(result: JointResult, phase: str) -> PhaseVerdict:
     """Return the verdict on one phase: failed, skipped, xfailed or passed.
 
-    The phase is failed if a failure is reported in it, and skipped if all ranks skipped.
+    The phase is failed if any failure is reported in that phase, and skipped if all ranks skipped.
     """
     if phase in result.failures_by_phase:
         return judge_failed_phase(result, phase)
@@ -151,7 +151,7 @@ def is_expected_failure(problem: RankProblem, phase: str) -> bool:
 
 
 def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
-    """Return the verdict on a failed phase: its first failure with traceback, all other failures as sections."""
+    """Return the verdict on a failed phase: the first failure with its traceback, each other failure as a section."""
     failures = result.failures_by_phase[phase]
     cause, groups = failures[0], group_problems(failures)
     if cause.kind is ProblemKind.PASSED_UNEXPECTEDLY and len(groups[0]) == len(result.rank_results):
@@ -222,7 +222,7 @@ def make_skip_longrepr(result: JointResult, phase: str) -> tuple[str, int, str]:
 
 
 def format_by_ranks(texts: dict[int, str]) -> str:
-    """Return the text if it is the same on all ranks; otherwise each text with its ranks, as in ``x (ranks 0, 2)``."""
+    """Join the texts, each with its ranks, as in ``x (ranks 0, 2)``. A text of all ranks is returned as it is."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks_by_text.setdefault(text, []).append(rank)
@@ -237,7 +237,7 @@ def make_ranks_section(result: JointResult) -> list[tuple[str, str]]:
 
 
 def describe_ranks(result: JointResult, rank_results: Sequence[RankResult]) -> list[str]:
-    """Describe how each rank ended, with one sentence for ranks that ended in the same way; the cause comes first."""
+    """Describe how each rank ended, in one sentence for all ranks that ended in the same way; the cause is first."""
     cause_rank = result.failures[0].rank if result.failures else -1
     groups: dict[tuple[object, ...], list[RankResult]] = {}
     for rank_result in sorted(rank_results, key=lambda rank_result: rank_result.rank != cause_rank):
@@ -318,7 +318,7 @@ def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, s
 
 
 def get_test_stack(rank_result: RankResult) -> str:
-    """Return a rank's stack without the frames of the harness, or the whole stack if it has no other frames."""
+    """Return a rank's stack without the harness's frames, or the whole stack if all frames are the harness's."""
     return strip_harness_frames(rank_result.outcome.stack) or rank_result.outcome.stack.strip()
 
 
@@ -356,7 +356,7 @@ def measure_phase(
 ) -> tuple[float, float, float]:
     """Return the earliest start, latest stop and longest duration of a phase over all ranks, in seconds.
 
-    For a failed phase that no rank reported, return the time of the whole test minus that of the earlier phases.
+    If no rank reported a failed phase, its duration is that of the whole test minus those of the earlier phases.
     """
     reports = result.get_reports(phase)
     if reports:

@@ -12,7 +12,7 @@ PHASES = ("setup", "call", "teardown")
 class PhaseReport:
     """The report of one ``phase`` of a test as plain data.
 
-    The hook ``pytest_report_to_serializable`` makes it on the rank.
+    ``report`` is what pytest's hook ``pytest_report_to_serializable`` returned on the rank.
     """
 
     phase: str

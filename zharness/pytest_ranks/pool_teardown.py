@@ -8,7 +8,7 @@ from zharness.world import GroupOutcome
 
 
 def make_pool_teardown_reports(item: pytest.Item, outcome: GroupOutcome) -> list[pytest.TestReport]:
-    """Return a failed teardown report of ``item`` if a teardown raised, a rank failed or left anything behind.
+    """Return a failed teardown report of ``item`` if a teardown raised, a rank failed, or a rank left something behind.
 
     ``outcome`` describes how each rank of the pool ended or tore down its fixtures. Returns an empty list if no rank
     had a problem.

@@ -51,7 +51,7 @@ def set_up_rank_coverage(channel: ServerChannel) -> None:
 
 
 def disable_partial_warnings(coverage: Any) -> None:
-    """Disable coverage's warnings that a process measured no code or only part of it."""
+    """Disable coverage's warnings about a process that measured no code, or only part of the code."""
     disabled = coverage.get_option("run:disable_warnings")
     coverage.set_option("run:disable_warnings", [*disabled, *PARTIAL_DATA_WARNINGS])
 

@@ -1,4 +1,4 @@
-"""Find the problems that kept a test from passing, from the ranks' reports and ends, and order them by blame."""
+"""Derive from the ranks' reports and ends the problems that kept a test from passing, and order them by blame."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AFTER_RETURN = ", after its function had returned"
 
 
 class ProblemKind(Enum):
-    """The kinds of problems because of which a rank does not pass; failure messages contain the enum's values."""
+    """The kinds of problems that prevent a rank from passing. Failure messages contain the values of the members."""
 
     FAILED = "failed"
     PASSED_UNEXPECTEDLY = "passed unexpectedly"  # under a strict xfail mark
@@ -81,7 +81,7 @@ class RankProblem:
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """Return a key; problems of several ranks with equal keys are reported once for all of these ranks."""
+        """Return a key by which problems are grouped: one report covers the problems of all ranks with equal keys."""
         crash = getattr(self.report and self.report.longrepr, "reprcrash", None)
         location = (crash.path, crash.lineno) if crash is not None else None
         return (self.kind, self.phase, location, mask_addresses(self.message), self.pending_collective)
@@ -110,7 +110,7 @@ class RankResult:
 
     @property
     def missing_phases(self) -> tuple[str, ...]:
-        """Return the phases of which the rank should have sent a report but sent none, in order."""
+        """Return the phases that the rank had to report but did not report, in the order in which they run."""
         return tuple(phase for phase in self.expected_phases if phase not in self.timed_reports)
 
     def latest_report(self, phase: str) -> pytest.TestReport | None:
@@ -125,7 +125,7 @@ def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[Rank
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Deserialize the reports of one rank; of several reports of a phase, as with subtests, keep the last."""
+    """Return the result of one rank. If a phase has several reports, as with subtests, keep only the last report."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)
@@ -140,13 +140,13 @@ def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
 
 
 def load_phase_report(note: RankNote) -> PhaseReport | None:
-    """Unpickle a note that a rank sent; return None if it is not a phase report."""
+    """Unpickle a note that a rank sent; return None if the note is not a phase report."""
     payload: Any = pickle.loads(note.payload)  # noqa: S301 - written by a rank that this process started
     return payload if isinstance(payload, PhaseReport) else None
 
 
 def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]:
-    """Return every problem of every rank; an empty list of ranks is a problem too, because nothing was tested."""
+    """Return every problem of every rank. If there are no ranks, return a problem too, because nothing was tested."""
     if not rank_results:
         return (RankProblem(0, "setup", 0, ProblemKind.MISSING_REPORT, BlameLevel.REPORTED, "was never started"),)
     skipped_phases = {phase for phase in PHASES if all(is_skipped(result, phase) for result in rank_results)}
@@ -163,7 +163,7 @@ def find_problems(rank_results: Sequence[RankResult]) -> tuple[RankProblem, ...]
 
 
 def is_skipped(rank_result: RankResult, phase: str) -> bool:
-    """Return whether the rank skipped in ``phase``; an expected failure is no skip, though pytest reports it as one."""
+    """Return whether the rank skipped in ``phase``. Expected failures are no skips, though pytest reports skips."""
     timed_report = rank_result.timed_reports.get(phase)
     return timed_report is not None and timed_report.report.skipped and not hasattr(timed_report.report, "wasxfail")
 
@@ -193,7 +193,7 @@ def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> R
 
 
 def get_report_message(report: pytest.TestReport) -> str:
-    """Return the exception message of a failed report, or the reason of a skipped one."""
+    """Return the exception message of a failed report, or the reason of a skipped report."""
     longrepr = report.longrepr
     if isinstance(longrepr, tuple):
         return str(longrepr[2]).removeprefix("Skipped: ")
@@ -246,7 +246,10 @@ def find_end_problems(rank_result: RankResult, reported_problems: Sequence[RankP
 
 
 def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> RankProblem:
-    """Return the problem of a rank that hung or was stopped; ``is_blameless``: the rank had reported no failure."""
+    """Return the problem of a rank that hung or was stopped.
+
+    ``is_blameless`` is True if the rank had reported no failure.
+    """
     outcome, (phase, where) = rank_result.outcome, locate_end(rank_result)
     waiting = f", waiting in {outcome.site}" if outcome.site else ""
     if outcome.end is RankEnd.STOPPED:

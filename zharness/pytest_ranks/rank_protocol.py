@@ -52,7 +52,7 @@ class RecordedWarning:
 
 @dataclass(frozen=True)
 class RankSideEffects:
-    """The effects of one test on one rank that are not in the phase reports.
+    """The effects of one test on one rank that the phase reports do not contain.
 
     ``leftovers`` describes threads and processes that the test did not end. ``changed_state`` names process-wide
     settings that the test changed.
@@ -80,7 +80,7 @@ class ProcessState:
         return cls(take_fingerprint(), find_leftovers())
 
     def describe_changes_since(self, states: Sequence[ProcessState]) -> str:
-        """Return the names of settings that now differ from their values in all of ``states``, separated by commas."""
+        """Return, separated by commas, the names of the settings whose value here is in none of ``states``."""
         changes = [set(state.fingerprint.list_changes(self.fingerprint)) for state in states]
         return ", ".join(sorted(set.intersection(*changes)))
 
@@ -97,7 +97,7 @@ class ReportChannel(Protocol):
     """The interface through which a rank sends reports before the test ends: ServerChannel or StoreChannel."""
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
-        """Send ``payload`` with the time of its event.
+        """Send ``payload``, which reports an event, and ``at_ns``, the time of the event.
 
         If ``status`` is FAILED, the receiver stops the other ranks.
         """
@@ -180,7 +180,7 @@ class PhaseReporter:
         )
 
     def make_phase_report(self, report: pytest.TestReport) -> PhaseReport:
-        """Serialize a report; user properties are replaced by their ``repr`` if they cannot be pickled."""
+        """Serialize a report. A user property that cannot be pickled is replaced by its ``repr``."""
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         try:
             pickle.dumps(data)
@@ -215,7 +215,7 @@ def is_importable(category: type[Warning]) -> bool:
 
 
 class RankTestRunner:
-    """A callable that runs one test of the collected session in the calling rank; ranks inherit it through the fork."""
+    """A callable that runs one collected test on the rank that calls it. Ranks inherit the object through the fork."""
 
     def __init__(
         self,
@@ -226,7 +226,8 @@ class RankTestRunner:
     ) -> None:
         """Prepare to run tests of ``session``; ``main_process_plugins`` are unregistered in each forked rank.
 
-        A process that torchrun started is already set up as a rank, so its caller passes the existing ``reporter``.
+        A process that torchrun started is already set up as a rank, so in such a process the caller passes the existing
+        ``reporter``.
         """
         self._session = session
         self._terminal = terminal
@@ -236,7 +237,7 @@ class RankTestRunner:
         self._reporter = reporter  # None until this rank runs its first test
 
     def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
-        """Run the item at ``index``; keep the fixtures that the item at ``next_index`` needs as well.
+        """Run the item at ``index``, and keep the fixtures that the item at ``next_index`` needs too.
 
         If ``index`` is None, only tear down the fixtures that the item at ``next_index`` does not need. If ``fixture``
         is the name of a remote fixture, only set up that fixture.
@@ -279,10 +280,10 @@ class RankTestRunner:
         )
 
     def _take_previous_state(self) -> ProcessState:
-        """Return the process's state at the end of the last test, or the current state if none is stored.
+        """Return the process's state at the end of the last test, or the current state if no state is stored.
 
-        No other code runs between tests, so the two are equal. The stored state is removed, because it is no longer
-        valid if the next test does not end normally.
+        No other code runs between tests, so the two states are equal. The stored state is removed, because it is no
+        longer valid if the next test does not end normally.
         """
         state, self._previous_state = self._previous_state, None
         return ProcessState.capture() if state is None else state
@@ -359,7 +360,7 @@ def disable_capture(config: pytest.Config) -> None:
 
 
 def use_private_tmp_path_base(config: pytest.Config, base: Path) -> None:
-    """Make ``base`` the base of this rank's ``tmp_path``, so that ranks do not create equal directories."""
+    """Make ``base`` the base of this rank's ``tmp_path``, so that no two ranks create the same directory."""
     factory = getattr(config, "_tmp_path_factory", None)
     if factory is not None:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Parse the markers and command-line options that determine on which ranks a test runs, and how."""
+"""Parse the markers and command-line options that determine on which ranks a test runs, and in which mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankRequirements:
 
 
 def get_closest_mark(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """Return the closest marker (of the function, the class, its base classes or the module), or None if there is none.
+    """Return the closest marker (of the function, the class, its base classes or the module), or None without a marker.
 
     pytest's own get_closest_marker returns the marker of the most distant base class instead of the class's own.
     """
@@ -118,9 +118,9 @@ def parse_world_size(item: pytest.Item) -> int | None:
 
 
 def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
-    """Return isolation and process group from the ``isolation`` marker, or else from ``--isolation``.
+    """Return the isolation and the process group that the marker ``isolation`` or else ``--isolation`` requests.
 
-    The marker is ``isolation("pooled", group="new")``, for example. Raises UsageError if it is invalid.
+    An example of the marker is ``isolation("pooled", group="new")``. Raises UsageError if the marker is invalid.
     """
     marker = get_closest_mark(item, "isolation")
     names = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
@@ -150,7 +150,7 @@ def parse_rank_timeout(item: pytest.Item) -> float:
 
 
 def parse_collectives(item: pytest.Item) -> CollectiveMode:
-    """Return whether collectives are checked, from the marker ``collectives("trusted")`` or else ``--collectives``.
+    """Return the mode in the marker ``collectives``, as in ``collectives("trusted")``, or else in ``--collectives``.
 
     Raises UsageError if the marker is invalid.
     """
@@ -166,7 +166,7 @@ def parse_collectives(item: pytest.Item) -> CollectiveMode:
 
 
 def parse_warm_engine(item: pytest.Item) -> str:
-    """Return the engine that the marker ``warm("deepspeed")`` names, or "". Raises UsageError if it is invalid."""
+    """Return the engine in the marker ``warm("deepspeed")``, or "". Raises UsageError if the marker is invalid."""
     marker = get_closest_mark(item, "warm")
     if marker is None:
         return ""

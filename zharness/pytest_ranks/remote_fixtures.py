@@ -2,10 +2,11 @@
 
 [Note: a fixture on other ranks]
 Ranks cannot start ranks, so a remote fixture does not run inside its test. Before the controller sends a test to its
-ranks, it finds the remote fixtures that the test requests. For each of them it sets up the same test, with its
-parameters and marks, on as many ranks as the fixture needs. There, only the remote fixture, the fixtures that it needs
-and autouse fixtures are set up, and the test's body is not run. On the test's own ranks the remote fixture does
-nothing. To pass data to the test, the remote fixture writes files into a directory that both groups of ranks share.
+ranks, it finds the remote fixtures that the test requests. For each remote fixture, the controller sets up the same
+test, with its parameters and marks, on as many ranks as the fixture needs. There, only the remote fixture, the fixtures
+that it needs and autouse fixtures are set up, and the test's body is not run. On the test's own ranks the remote
+fixture does nothing. To pass data to the test, the remote fixture writes files into a directory that both groups of
+ranks share.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class RemoteFixture:
     timeout: float | None = None
 
     def adapt_requirements(self, requirements: RankRequirements) -> RankRequirements:
-        """Return the test's requirements, changed to those of the fixture: new ranks, forked by the same server."""
+        """Return the requirements of the fixture: those of the test, but with new ranks from the same rank server."""
         timeout = requirements.timeout if self.timeout is None else self.timeout
         return replace(
             requirements, world_size=self.world_size, isolation=Isolation.FRESH, group=self.group, timeout=timeout
@@ -56,7 +57,7 @@ _remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the functio
 def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture) -> Any:
     """Return a pytest fixture with the value None that calls ``function`` on ranks of its own.
 
-    The names of the parameters of ``function`` are names of fixtures, which are passed to it.
+    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``.
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
@@ -92,7 +93,7 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
 
 
 def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
-    """Return the remote fixtures that a test requests, each after the remote fixtures that it needs itself."""
+    """Return the remote fixtures that a test requests, each after the remote fixtures that it needs."""
     if not _remote_fixtures:
         return []
     remotes: dict[str, RemoteFixture | None] = {}
@@ -102,7 +103,7 @@ def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
 
 
 def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None]) -> None:
-    """Add the fixture ``name`` and those that it needs to ``remotes``, with None for fixtures that are not remote."""
+    """Add the fixture ``name`` and all fixtures that it needs to ``remotes``; a fixture that is not remote has None."""
     # There is no public way from a test to the definitions of its fixtures.
     info = getattr(item, "_fixtureinfo", None)
     definitions = info.name2fixturedefs.get(name, ()) if info is not None else ()
@@ -154,9 +155,9 @@ def make_skipped_call_report(item: pytest.Item, setup: pytest.TestReport) -> pyt
 def make_remote_setup_reports(
     item: pytest.Item, remote: RemoteFixture, outcome: GroupOutcome
 ) -> list[pytest.TestReport]:
-    """Return the setup report of a test after one remote fixture.
+    """Return the report of a test's setup for one remote fixture.
 
-    If the fixture failed, add a passed teardown report.
+    If the fixture failed, also return a passed teardown report.
     """
     reports = merge_reports(item, outcome)
     failed = next((report for report in reports if not report.passed), None)

@@ -55,7 +55,7 @@ class DeferredTerminalOutput:
 
 
 def unregister_file_writers(config: pytest.Config) -> None:
-    """Unregister plugins that write files about the session, which rank 0 writes already."""
+    """Unregister plugins that write files about the session, because rank 0 already writes these files."""
     plugins = config.pluginmanager
     for plugin in plugins.get_plugins():
         module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__

@@ -75,7 +75,7 @@ def use_real_stdin(config: pytest.Config) -> Iterator[None]:
 
 
 def explain_unreadable_stdin() -> str:
-    """Explain why a debugger cannot read commands from standard input; return the empty string if it can."""
+    """Explain why a debugger cannot read commands from standard input; return the empty string if it can read them."""
     if sys.__stdin__ is None:  # descriptor 0 may have been reused for another file
         return "standard input is closed"
     status = os.fstat(0)
@@ -103,7 +103,7 @@ def get_terminal_state(descriptor: int) -> tuple[int, tuple[Any, ...]]:
 
 
 def set_foreground_pgid(descriptor: int, pgid: int) -> None:
-    """Make ``pgid`` the foreground process group of a terminal, which may read from it."""
+    """Make ``pgid`` the foreground process group of a terminal. Only the foreground group may read from a terminal."""
     # The kernel stops a background process that does this, unless the process blocks SIGTTOU.
     original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
@@ -188,7 +188,7 @@ def replace_std_streams() -> Iterator[None]:
 
 
 class UnbufferedStdin(io.RawIOBase):
-    """Standard input without read-ahead, since later lines of a script belong to the next debugger, on another rank."""
+    """Standard input without read-ahead, because later lines may belong to the next debugger, on another rank."""
 
     def readable(self) -> bool:
         """Return True: standard input can be read."""
@@ -211,8 +211,9 @@ class UnbufferedStdin(io.RawIOBase):
 
 @contextmanager
 def enter_foreground(terminal: Terminal) -> Iterator[None]:
-    """Put this rank into the terminal's foreground within the block, since only a foreground process group can read
-    from it.
+    """Put this rank into the terminal's foreground within the block.
+
+    Only the foreground process group can read from a terminal.
     """
     if not terminal.foreground_pgid:
         yield

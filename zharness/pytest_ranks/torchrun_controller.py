@@ -54,11 +54,11 @@ class TorchrunTestController(RankTestController):
         super().__init__(session)
 
     def _make_server(self, warm_engine: str, test_runner: RankTestRunner) -> RankServer:
-        """Return the leader, which runs all tests: no ranks can be forked, so no engine is imported in advance."""
+        """Return the leader, which runs all tests. It forks no ranks, so ``warm_engine`` is not imported in advance."""
         return self._leader
 
     def verify_collection(self) -> None:
-        """Raise UsageError unless every rank collected every test; the message names a rank and the tests it lacks."""
+        """Raise UsageError if any rank did not collect every test. The message names the rank and the missing tests."""
         file = self._base_dir / "attached"
         file.touch()
         query = CollectionQuery(tuple(item.nodeid for item in self.session.items), str(file))
@@ -91,7 +91,7 @@ class TorchrunTestController(RankTestController):
         return True
 
     def _run_rank_test(self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements) -> None:
-        """Run one test on the launched ranks; skip it if it needs a file system that the machines do not share."""
+        """Run one test on the launched ranks; skip the test if it needs files that the machines do not share."""
         if self._lacks_shared_filesystem and "shared_tmp_path" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.skip("shared_tmp_path: the machines of this launch share no file system"))
             runtestprotocol(item, nextitem=None)
@@ -109,7 +109,7 @@ class TorchrunTestController(RankTestController):
         test_dir: Path,
         fixture: str = "",
     ) -> GroupOutcome:
-        """Run the test on the ranks; mark ranks that failed only because another rank was lost as stopped."""
+        """Run the test on the ranks. If a rank failed only because another rank was lost, change its end to STOPPED."""
         outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture)
         return mark_cut_off_ranks(outcome) if self._leader.is_group_broken else outcome
 
@@ -180,7 +180,7 @@ def mark_cut_off_ranks(outcome: GroupOutcome) -> GroupOutcome:
 def mark_if_cut_off(rank: RankOutcome) -> RankOutcome:
     """Mark a rank as stopped and drop its failure if the failure only reports a lost rank.
 
-    Keep the output of the phase.
+    The function keeps the output of the phase.
     """
     for note in rank.notes:
         phase_report = load_phase_report(note)

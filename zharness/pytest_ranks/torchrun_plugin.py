@@ -1,10 +1,10 @@
-"""Pytest plugin for ``torchrun ... -m pytest``: rank 0 decides which tests run and reports, the others follow it.
+"""Pytest plugin for ``torchrun ... -m pytest``: rank 0 chooses the tests and reports; the other ranks follow rank 0.
 
 [Note: pytest under torchrun]
 torchrun runs the same pytest command in every process. If tests on ranks or cells are collected, the plugin engages:
 pytest on rank 0 reports, and its controller runs each test on the processes of the launch (``world/leader.py``). pytest
 on the other ranks is silent and runs the tests that rank 0 sends. A test with a smaller world size than the launch runs
-on the first ranks, one with a larger world size is deselected, and one without a world size runs on rank 0 only. All
+on the first ranks. A test with a larger world size is deselected. A test without a world size runs on rank 0 only. All
 tests share the processes, but fixtures of every scope are set up again for each test, because the world size may differ
 between tests. If neither tests on ranks nor cells are collected, every process runs pytest as usual.
 """
@@ -144,7 +144,7 @@ class TorchrunPlugin:
             raise pytest.UsageError(str(error)) from None
 
     def _answer_query(self, session: pytest.Session, query: CollectionQuery) -> CollectionReply:
-        """Sort this rank's tests into the order of rank 0, which sends their indices; reply which tests are missing."""
+        """Reply which tests of rank 0 are missing here, and sort this rank's tests in the order of rank 0."""
         session.items[:] = [self._items_by_nodeid[name] for name in query.nodeids if name in self._items_by_nodeid]
         missing = tuple(name for name in query.nodeids if name not in self._items_by_nodeid)
         return CollectionReply(missing, tuple(self._collection_errors), Path(query.file).exists())

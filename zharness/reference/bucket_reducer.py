@@ -11,17 +11,17 @@ from zharness.reference.torch_func.torch_fallback import EndOfBackward
 
 
 class BucketReducer:
-    """Reduce buckets in rounds while gradients are made.
+    """Reduces buckets of gradients in rounds while backward computes the gradients.
 
-    A round reduces the buckets from first to last: each as soon as all its gradients are there and all buckets before
-    it are reduced, the others at the end of autograd's graph task. ``reduce(bucket, has_more)`` is a collective in
-    which the ranks exchange which gradients of the bucket they have, and whether they have any in later buckets; it
-    returns whether any rank has either. So a bucket that is complete early on one rank and only at the end on another
-    is reduced in the same collective, and the round ends on all ranks together, when no rank has gradients left.
+    A round reduces the buckets in order: each bucket as soon as all its gradients are computed and all earlier buckets
+    are reduced, and the remaining buckets at the end of autograd's graph task. ``reduce(bucket, has_more)`` is a
+    collective. In it the ranks exchange which gradients of the bucket they have, and whether they have gradients in
+    later buckets; it returns True if any rank has either. So two ranks reduce a bucket in the same collective even if
+    only one rank completes the bucket early, and all ranks end the round together, when no rank has gradients left.
 
-    A gradient that is made after its bucket was reduced stays in ``parameter.grad`` until the outer graph task ends, or
-    the next round, or the accumulation boundary. All ranks have to run the same backwards; the parameters that those
-    use may differ.
+    A gradient that is computed after its bucket was reduced stays in ``parameter.grad`` until the end of the outer
+    graph task, the next round or the accumulation boundary. All ranks have to run the same number of backwards, but
+    these may use different parameters.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce: Callable[[Bucket, bool], bool]) -> None:
@@ -51,7 +51,7 @@ class BucketReducer:
         self._end_of_backward.reset()
 
     def _reduce_next_bucket(self) -> bool:
-        """Reduce the next bucket (a collective); return whether any rank has gradients in it or in later buckets."""
+        """Reduce the next bucket (a collective); return whether any rank has gradients in this or a later bucket."""
         bucket = self._buckets[self._next_bucket]
         self._pending_params.difference_update(param.parameter for param in bucket.members)
         self._missing_counts[self._next_bucket] = len(bucket.members)

@@ -1,4 +1,4 @@
-"""Group parameters into buckets, each sent in one collective, because many small collectives are slow."""
+"""Group parameters into buckets that are each sent in one collective, because many small collectives are slow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEFAULT_BUCKET_SIZE = 2**20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of the same dtypes, sent as N rows; row r has rank r's padded shard of each member in turn."""
+    """Parameters of the same dtypes that are sent as N rows; row r has rank r's padded shards of all members."""
 
     members: tuple[ModelParam, ...]
 
     @property
     def shard_lengths(self) -> list[int]:
-        """The list that has, for each member of the bucket, the number of elements of one padded shard."""
+        """The number of elements of one padded shard of each member."""
         return [param.layout.shard_length for param in self.members]
 
     @property
@@ -49,7 +49,7 @@ class Bucket:
     def all_reduce(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
         """All-reduce one full tensor for each member; return the sums in one flat tensor. This is a collective.
 
-        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, across members.
+        No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, whichever members it has.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
         flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
@@ -69,7 +69,7 @@ class Bucket:
         return [part[: param.layout.owned_numel(rank)] for part, param in zip(parts, self.members, strict=True)]
 
     def pack_shards(self, shards: Iterable[Tensor]) -> Tensor:
-        """Return a rank's row, made of its shard of each member."""
+        """Return a rank's row: the rank's shards of all members, padded and joined."""
         return torch.cat([pad_flat(s, length) for s, length in zip(shards, self.shard_lengths, strict=True)])
 
     def unpack_rows(self, rows: Tensor, full_tensors: Sequence[Tensor]) -> None:

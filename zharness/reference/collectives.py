@@ -30,7 +30,7 @@ RunCollective = Callable[[CollectiveKind, ModelParam, Tensor], Tensor]
 
 
 class RankAgreement(Protocol):
-    """Detects ranks whose collectives differ, and lets them differ inside ``allow_uneven_ranks``."""
+    """Detects that ranks run different collectives, and permits this inside ``allow_uneven_ranks``."""
 
     # Called with this rank's share of a mean gradient to which only other ranks contributed.
     remote_grad_callbacks: list[Callable[[ModelParam, Tensor], None]]
@@ -49,7 +49,7 @@ class RankAgreement(Protocol):
         """Let ranks request different collectives inside the block. The end of the block is a collective."""
 
     def run_requested(self, kind: CollectiveKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """Run the collectives that any rank requests now, inside ``allow_uneven_ranks``, and return this rank's."""
+        """Run one round of the collectives that ranks request, and return the result of this rank's request."""
 
     def require_even(self, operation: str) -> None:
         """Raise UsageError inside ``allow_uneven_ranks``, where ``operation`` is not available."""
@@ -64,7 +64,7 @@ class ShardCollectives:
         self._divisor = divisor
 
     def all_gather_bucket(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """All-gather every rank's ``row`` of the bucket: shape (N, length of a row). This is a collective."""
+        """All-gather every rank's ``row`` of the bucket to shape (N, length of a row). This is a collective."""
         self.agreement.record(CollectiveKind.ALL_GATHER_PARAM, bucket.members, row.dtype)
         return all_gather_rows(row, self._comm)
 
@@ -73,9 +73,9 @@ class ShardCollectives:
         return self._run(CollectiveKind.ALL_GATHER_PARAM, param, param.parameter.detach().to(dtype))
 
     def all_gather_grad(self, param: ModelParam, shard: Tensor) -> Tensor:
-        """All-gather the full tensor from every rank's ``shard``, and divide the full tensor. This is a collective.
+        """All-gather every rank's ``shard``, and divide the result as ``reduce_grad`` does. This is a collective.
 
-        This is the adjoint of ``reduce_grad``, used when a backward is differentiated again.
+        This is the adjoint of ``reduce_grad``, for a backward that is differentiated again.
         """
         full = self._run(CollectiveKind.ALL_GATHER_GRAD, param, shard)
         return full / (self._remaining_divisor(param) * param.predivide_factor)
@@ -85,7 +85,7 @@ class ShardCollectives:
         return self._run(CollectiveKind.REDUCE_GRAD, param, param.cast_for_reduce(full))
 
     def reduce_grads(self, params: Sequence[ModelParam], full_grads: Sequence[Tensor]) -> list[Tensor]:
-        """Run ``reduce_grad`` for parameters of the same dtypes, in one collective unless ranks are uneven."""
+        """Run ``reduce_grad`` for parameters of the same dtypes, in one collective outside ``allow_uneven_ranks``."""
         if not self.agreement.is_even or not params:
             return [self.reduce_grad(param, full) for param, full in zip(params, full_grads, strict=True)]
         bucket, dtypes = Bucket(tuple(params)), params[0].dtypes
@@ -101,21 +101,22 @@ class ShardCollectives:
         return self.agreement.allow_uneven_ranks(self._run_now)
 
     def _remaining_divisor(self, param: ModelParam) -> float:
-        """Return the divisor that makes the reduced sum the mean. It is 1 for a parameter with a master weight.
+        """Return the divisor that turns the reduced sum into the mean, or 1 for a parameter with a master weight.
 
-        Autograd rounds a gradient to its parameter's dtype, so ``Gradients`` divides that sum in the master's dtype.
+        Autograd rounds a gradient to its parameter's dtype, so ``Gradients`` divides the sum for a master weight later,
+        in the master weight's dtype.
         """
         return 1 if param.has_master else self._divisor / param.predivide_factor
 
     def _run(self, kind: CollectiveKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """Run a collective now, or together with those that other ranks request if ranks are uneven."""
+        """Run a collective at once, or inside ``allow_uneven_ranks`` in a round with the requests of other ranks."""
         if not self.agreement.is_even:
             return self.agreement.run_requested(kind, param, local_tensor)
         self.agreement.record(kind, [param], local_tensor.dtype)
         return self._run_now(kind, param, local_tensor)
 
     def _run_now(self, kind: CollectiveKind, param: ModelParam, local_tensor: Tensor) -> Tensor:
-        """All-gather the shards, or reduce-scatter the full gradients to the shard of the mean."""
+        """Run one collective: all-gather shards, or reduce-scatter full gradients to this rank's shard of the mean."""
         if kind is not CollectiveKind.REDUCE_GRAD:
             return all_gather_full_tensor(local_tensor, param.layout, self._comm)
         shard = Bucket((param,)).reduce_scatter([local_tensor], self._comm).to(param.dtypes.param_dtype)

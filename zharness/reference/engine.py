@@ -87,7 +87,7 @@ class Engine:
             return self.module(*precision.cast_inputs(args), **precision.cast_inputs(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Call ``scale(loss).backward()``; the gradients become means over ranks and micro-batches when reduced."""
+        """Call ``scale(loss).backward()``; reductions turn the gradients into means over ranks and micro-batches."""
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -103,11 +103,11 @@ class Engine:
         return self._loss_scale.scale(loss)
 
     def needs_scaler(self) -> bool:
-        """Return whether a loss must be passed to ``scale``; if so, a backward without it raises UsageError."""
+        """Return whether a loss must be passed to ``scale``; if so, any other backward raises UsageError."""
         return self._loss_scale.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
-        """Use ``scale`` as the loss scale, which only the caller changes; None restores the configured one."""
+        """Use ``scale`` as the loss scale, which only the caller changes; None restores the configured scale."""
         self._loss_scale.override(scale)
 
     @property
@@ -206,7 +206,7 @@ class Engine:
     def gathered(
         self, parameters: Iterable[str | nn.Parameter] | None = None, source: int = 0
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        """Unshard weights for editing inside the block, in the dictionary that it yields or as module attributes.
+        """Unshard weights for edits inside the block, in the yielded dictionary or through module attributes.
 
         ``parameters`` are names or the model's Parameters; None means all. At the end rank ``source``'s edits are
         broadcast, also to master weights; if any rank raises, no rank keeps an edit. The block begins and ends with a
@@ -278,8 +278,8 @@ class Engine:
 
         The default tag is ``global_step{steps}``. The checkpoint has the parameters, the optimizer with its groups, the
         schedule, the loss scale, the step counts, and each rank's buffers, modules' extra state and ``client_state``.
-        All ranks must share the file system. Raises CheckpointError on every rank, also if the schedule has no
-        state_dict. An interrupted save leaves the previous checkpoint complete.
+        All ranks must share the file system. Raises CheckpointError on every rank if the save fails, or if the schedule
+        has no state_dict. An interrupted save leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -300,10 +300,10 @@ class Engine:
     ) -> tuple[Path, dict[str, Any]]:
         """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``.
 
-        This is a collective. Any stage at any world size loads the checkpoints of any other; a rank that the checkpoint
-        does not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only
-        parameters, buffers and extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing
-        loaded, for a checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
+        This is a collective. A checkpoint can be loaded at any stage and world size; a rank that the checkpoint does
+        not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters,
+        buffers and extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a
+        checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
         saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
@@ -320,9 +320,9 @@ class Engine:
         """Load a checkpoint that ``ds_to_universal`` converted; return ``path`` and its ``client_state``.
 
         This is a collective. ``mpu`` has methods that return the tensor-parallel rank and size of this model. Loads
-        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and the schedule if
-        both sides have the same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that
-        is missing, incomplete or damaged, contains code, or belongs to another model.
+        weights, buffers, extra state, Adam's moments, step counts and settings, the loss scale, and a schedule of the
+        same kind. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing,
+        incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -346,7 +346,7 @@ class Engine:
         return [*self._gradients.reduced_tensors(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return the range (start, stop) of elements that each rank owns of each parameter; empty at stage 0."""
+        """Return, by parameter name, the range (start, stop) of elements that each rank owns; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
         ranks = range(self.comm.world_size)

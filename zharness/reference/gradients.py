@@ -34,7 +34,7 @@ class Gradients:
       this object at the boundary, or at once if the optimizer's dtype is wider.
 
     A parameter that only some ranks used counts as zero on the others; a parameter that no rank used has no gradient.
-    For replicated parameters the ranks exchange which parameters they used before each reduction. At stage 3 every
+    Before each reduction of replicated parameters, the ranks exchange which parameters they used. At stage 3 every
     backward has to compute the same gradients on every rank, in the same order, or run inside ``uneven``.
     """
 
@@ -60,7 +60,7 @@ class Gradients:
         """Register the hooks that reduce gradients during backward.
 
         Stage 2 needs a hook on every trained parameter. Stage 3 needs one on each parameter with a master weight, whose
-        micro-batches would otherwise add up in a dtype narrower than the optimizer's.
+        gradients would otherwise accumulate in a dtype narrower than the optimizer's.
         """
         if self._placements.gradients is ShardPlacement.REPLICATED:
             return
@@ -82,7 +82,7 @@ class Gradients:
 
     @contextmanager
     def allow_uneven_ranks(self) -> Iterator[None]:
-        """Let ranks run different backwards inside the block, where stage 2 reduces only at the boundary."""
+        """Let ranks run different backwards inside the block, where stage 2 reduces no gradient before the boundary."""
         if self._bucket_reducer is not None:
             self._remove_hooks()
         try:
@@ -112,7 +112,7 @@ class Gradients:
         return list(self._reduced_grads.values())
 
     def full_grads(self) -> dict[str, Tensor]:
-        """Reduce, and copy the full gradients to the CPU in their parameters' shapes. This is a collective."""
+        """Reduce all gradients, and return full copies on the CPU in the parameters' shapes. This is a collective."""
         reduced = self.reduce_pending()
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {name: grad.to("cpu", copy=True) for name, grad in reduced.items()}
@@ -138,9 +138,9 @@ class Gradients:
             self._hooks.pop().remove()
 
     def _agree_on_used(self, candidates: Sequence[ModelParam], has_more: bool = False) -> tuple[set[str], bool]:
-        """Exchange which ``candidates`` have a gradient (a collective of one byte each, if parameters are replicated).
+        """Exchange which ``candidates`` have a gradient: a collective of one byte each if parameters are replicated.
 
-        Returns the names of those with a gradient on any rank, and whether ``has_more`` is true on any rank.
+        Returns the names of the candidates with a gradient on any rank, and whether ``has_more`` is true on any rank.
         """
         flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
@@ -152,7 +152,7 @@ class Gradients:
     def _reduce_bucket_if_used(self, bucket: Bucket, has_more: bool) -> bool:
         """Reduce the members of ``bucket`` that have a gradient on any rank. This is a collective.
 
-        Returns whether there are such members, or ``has_more`` is true on any rank.
+        Returns True if there are such members, or if ``has_more`` is true on any rank.
         """
         used, any_has_more = self._agree_on_used(bucket.members, has_more)
         self._reduce_and_add(bucket.select(used))

@@ -56,11 +56,11 @@ def initialize(
 
     ``config`` is DeepSpeed's JSON, as a dict or a file's path; ``deepspeed_json/sections.py`` lists its keys.
     ``optimizer`` is a torch optimizer over the model's parameters that has not stepped, or a function that builds an
-    optimizer from a mapping from each parameter's name to the tensor that the optimizer has to update; a class outside
-    torch.optim needs ``zero_allow_untested_optimizer``. Without ``optimizer``, ``config["optimizer"]`` is built over
-    ``model_parameters``, or over all parameters. ``lr_scheduler`` is a scheduler over that optimizer or a function that
-    builds one; without it, ``config["scheduler"]`` is built. The scheduler is stepped after each optimizer step that
-    was not skipped. ``training_data`` is returned as a loader of micro-batches, which uses ``collate_fn``.
+    optimizer. The function gets a mapping from each parameter's name to the tensor that the optimizer has to update. A
+    class outside torch.optim needs ``zero_allow_untested_optimizer``. Without ``optimizer``, ``config["optimizer"]`` is
+    built over ``model_parameters``, or over all parameters. ``lr_scheduler`` is a scheduler over that optimizer or a
+    function that builds a scheduler; without it, ``config["scheduler"]`` is built. The scheduler steps after each
+    optimizer step that was not skipped. ``training_data`` is returned as a loader of micro-batches with ``collate_fn``.
 
     Raises ConfigError on every rank, and leaves the model unchanged, if the engine does not support a key, a dtype or
     the optimizer, if ``config`` or ``model`` differs between ranks, or if ``model`` belongs to another engine.

@@ -47,7 +47,7 @@ STAGES: Mapping[int, StagePlacements] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How the n elements of a parameter are sharded over N ranks: rank r owns flat elements r*k to (r+1)*k.
+    """The shards of a parameter with n elements on N ranks: rank r owns flat elements r*k to (r+1)*k - 1.
 
     Here k = ceil(n/N), so the last shards are shorter, or empty, if N does not divide n. Collectives need equal
     lengths, so shards are padded to k elements before they are sent; the padding is never passed to an optimizer.

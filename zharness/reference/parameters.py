@@ -28,7 +28,7 @@ def refuse_owned_modules(module: nn.Module) -> None:
         if submodule in OWNED_MODULES:
             raise ConfigError(
                 f"module {name!r} of the model belongs to another engine already: close() that engine first; at stage "
-                "3, where its parameters stay shards, pass copy.deepcopy(engine.module) made before close()"
+                "3 its parameters stay shards, so pass a copy.deepcopy(engine.module) that was made before close()"
             )
 
 
@@ -70,7 +70,7 @@ class Parameters:
     def _materialise_params(self, module: nn.Module) -> Iterator[ModelParam]:
         """Yield each full parameter once, after initializing modules that are on the meta device. This is a collective.
 
-        The caller shards each parameter before the next module is initialized, so only one module is ever complete.
+        The caller shards each parameter before the next module is initialized, so only one module is full at a time.
         """
         remaining: dict[Tensor, ModelParam] = {param.parameter: param for param in self._model_params.values()}
         device = infer_device(module, self._comm)
@@ -101,7 +101,7 @@ class Parameters:
         return values.reshape(-1)[start:stop]
 
     def _make_leaf(self, param: ModelParam) -> Tensor:
-        """Return this rank's elements of ``param`` as a view; at stage 3 the parameter is a padded shard already."""
+        """Return this rank's elements of ``param`` as a view, which at stage 3 leaves out the shard's padding."""
         if self._placements.parameters is ShardPlacement.SHARDED:
             return param.parameter.detach()[: param.layout.owned_numel(self._comm.rank)]
         return self._local_elements(param)
@@ -129,7 +129,7 @@ class Parameters:
             self._record_version(self._model_params[name])
 
     def _record_version(self, param: ModelParam) -> None:
-        """Record that the engine itself has changed the parameter, so that this is not taken for a user's edit."""
+        """Record that the engine has changed the parameter, so that no check reports the change as a user's edit."""
         if self._unsharder is not None:
             self._unsharder.record_version(param.parameter)
         elif param.name in self._known_versions:
@@ -165,7 +165,7 @@ class Parameters:
     def unshard_for_edit(
         self, selection: Iterable[str | nn.Parameter] | None, source: int
     ) -> Iterator[dict[str, Tensor]]:
-        """Unshard parameters for ``Engine.gathered`` and write the edits back; both ends are collectives."""
+        """Unshard parameters for edits inside the block, and write the edits back. Both ends are collectives."""
         selected = [self._find_param(entry) for entry in (self._model_params if selection is None else selection)]
         parameters = [param.parameter for param in selected]
         values = (
@@ -197,7 +197,7 @@ class Parameters:
     def _broadcast_edit(self, param: ModelParam, value: Tensor, source: int) -> None:
         """Set the full parameter of every rank to rank ``source``'s ``value``. This is a collective.
 
-        A master weight keeps the elements that were not edited, since they are more precise than the parameter's.
+        In a master weight, elements that were not edited keep their values, which are more precise.
         """
         broadcast_tensors([value], self._comm, source)
         if self._placements.parameters is ShardPlacement.REPLICATED:
@@ -209,7 +209,7 @@ class Parameters:
         self.publish([param.name])
 
     def _find_param(self, selected: str | nn.Parameter) -> ModelParam:
-        """Return the model's parameter that ``selected`` is or names. Raises UsageError for an unknown parameter."""
+        """Return the parameter whose name or Parameter is ``selected``. Raises UsageError if the model has none."""
         for param in self._model_params.values():
             if param.name == selected or param.parameter is selected:
                 return param
@@ -229,7 +229,7 @@ class Parameters:
         return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
-        """Copy full tensors to the CPU from ``tensors``; this is a collective if ``placement`` is sharded."""
+        """Return full copies of ``tensors`` on the CPU. This is a collective if ``placement`` is sharded."""
         if placement is ShardPlacement.REPLICATED:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return all_gather_full_tensors(
@@ -249,7 +249,7 @@ class Parameters:
 
 
 def _shard_in_place(param: ModelParam, rank: int) -> None:
-    """Replace the parameter's data by this rank's shard, padded to the length that all ranks' shards have."""
+    """Replace the parameter's data by this rank's shard, padded to the common length of all ranks' shards."""
     layout = param.layout
     start, stop = layout.shard_bounds(rank)
     shard = param.parameter.detach().new_zeros(layout.shard_length)

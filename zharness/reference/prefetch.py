@@ -1,13 +1,13 @@
-"""Prefetch at stage 3: all-gather a parameter together with the ones that will be read next.
+"""Prefetch at stage 3: all-gather a parameter together with the parameters that will be read next.
 
-A module reads its parameters one by one, and one collective for each of them would cost more time than the model
-itself. Each read copies its parameter from the current ``PrefetchedBucket``. That bucket is freed at the next
-collective and at the end of a forward or backward.
+A module reads its parameters one by one, and one collective for each would take more time than the model's computation.
+Each read copies its parameter from the current ``PrefetchedBucket``. That bucket is freed at the next collective and at
+the end of a forward or backward.
 
 The buckets are learned from the order of the reads: when the parameter that began an earlier sequence of reads is read
-again, that whole sequence is gathered. A parameter that has not begun a sequence is gathered with the bucket that
-``assign_buckets`` assigned it to, which has its neighbours in the model. If at most half of that bucket is used, its
-parameters are gathered alone from then on. The ranks read in the same order, so they gather the same buckets.
+again, that whole sequence is gathered at once. A parameter that has not begun a sequence is gathered with the bucket
+that ``assign_buckets`` assigned it to, which has its neighbours in the model. If at most half of that bucket is used,
+its parameters are gathered alone from then on. The ranks read in the same order, so they gather the same buckets.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Prefetcher:
         self._current_sequence.add(param)
 
     def _learn_sequence(self) -> None:
-        """End the current sequence, and gather it as one bucket the next time that its first parameter is read."""
+        """End the current sequence, and record it as the bucket to gather at the next read of its first parameter."""
         sequence, self._current_sequence = self._current_sequence, None
         if sequence is not None:
             self._learned_buckets[sequence.first_read] = Bucket(tuple(sequence.members.values()))

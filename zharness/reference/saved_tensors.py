@@ -1,4 +1,4 @@
-"""Reshard after a module's forward: replace what its graph saved of unsharded parameters by pack and unpack hooks."""
+"""Reshard after a module's forward: put hooks in place of the unsharded parameters that its graph saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAST_NODE_NAME = "ToCopyBackward0"
 
 
 def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], first_sequence_number: int) -> None:
-    """Replace the unsharded parameters that the graph of ``output`` saved by hooks that unshard them again.
+    """Replace saved unsharded parameters in the graph of ``output`` by hooks that unshard the parameters again.
 
     Only nodes from ``first_sequence_number`` on are examined, since the running forward made them. A saved tensor that
     is not recognised keeps the full parameter in memory until backward; the result is still correct.
@@ -37,9 +37,9 @@ def replace_saved_tensors(output: Any, unsharded_params: list[UnshardedParam], f
 
 
 def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
-    """Return the unsharded parameter of which ``tensor`` is torch.autocast's cast or a view of that cast.
+    """Return the unsharded parameter that torch.autocast has cast, if ``tensor`` is the cast or a view of the cast.
 
-    Returns None if only a part of a parameter was cast, since the graph does not record which part.
+    Returns None for other tensors, and for the cast of a part of a parameter, since the graph does not record the part.
     """
     node = tensor.grad_fn
     while node is not None and node.name() in VIEW_NODE_NAMES:
@@ -54,7 +54,7 @@ def _find_cast_source(tensor: Tensor) -> UnshardedParam | None:
 
 
 def _graph_nodes(output: Any, first_sequence_number: int) -> Iterator[Node]:
-    """Yield, each once, the autograd nodes behind ``output`` that the running forward made."""
+    """Yield each autograd node behind ``output`` once, if the running forward made the node."""
     stack = [
         tensor.grad_fn
         for tensor in map(private.unwrap_functorch, _output_tensors(output))

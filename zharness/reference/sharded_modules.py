@@ -35,7 +35,7 @@ class ModuleForward:
     """One running forward of one module, with the parameters that were unsharded for it.
 
     ``first_sequence_number`` is the number of the first autograd node that the forward may make. ``tensors_by_read``
-    maps parameter name, dtype and whether grad mode was on to the full tensor.
+    maps the parameter name, dtype and grad mode of a read to the full tensor.
     """
 
     first_sequence_number: int
@@ -57,10 +57,10 @@ class ParamUnsharder:
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
-        """Return the full tensor if ``value`` is a sharded parameter (collective), otherwise ``value``.
+        """Return the full tensor of a sharded parameter (a collective), and any other ``value`` unchanged.
 
-        Raises UsageError if the parameter was edited in place, because the edit would be lost. Inside ``gathered`` it
-        also raises UsageError in a forward with gradients, because the gradient would not reach the parameter.
+        Raises UsageError if the parameter was edited in place, because the edit would be lost. Inside ``gathered``, a
+        forward with gradients raises UsageError too, because the gradient would not reach the parameter.
         """
         param = self._sharded_params.get(value) if isinstance(value, nn.Parameter) else None
         if param is None:
@@ -87,7 +87,7 @@ class ParamUnsharder:
         return running.tensors_by_read[key]
 
     def unshard_for_edit(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Unshard ``parameters`` (a collective), and return these tensors from attribute reads until ``end_edit``."""
+        """Unshard ``parameters`` (a collective), and return the tensors, as attribute reads do until ``end_edit``."""
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
@@ -109,19 +109,19 @@ class ParamUnsharder:
         self._context.prefetcher.clear()
 
     def record_version(self, parameter: nn.Parameter) -> None:
-        """Record that the engine itself has changed the shard, so that the change is not taken for a user's edit."""
+        """Record that the engine has changed the shard, so that no check reports the change as a user's edit."""
         self._known_versions[parameter] = parameter._version
 
     def refuse_lost_edits(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Raise UsageError if any of ``parameters`` (all of the model if empty) was changed, but not by the engine.
+        """Raise UsageError if any of ``parameters`` (default: all) was changed by code outside the engine.
 
-        An unsharded tensor shares its shard's version counter, so an in-place edit of the tensor raises the counter,
-        but does not change the shard. An edit through ``.data`` bypasses the counter, as it bypasses autograd, and is
-        not detected.
+        An unsharded tensor shares its shard's version counter, so an in-place edit of the tensor increments the
+        counter, but does not change the shard. An edit through ``.data`` bypasses the counter, as it bypasses autograd,
+        and is not detected.
         """
         for parameter in parameters or self._sharded_params:
             if parameter in self._editable_params:
-                raise UsageError("step() was called inside gathered(); leave that block before it")
+                raise UsageError("step() was called inside gathered(); leave that block before step()")
             if parameter._version != self._known_versions[parameter]:
                 raise UsageError(
                     f"parameter {self._sharded_params[parameter].name!r} was edited in place, but its weights are "
@@ -150,8 +150,8 @@ class ParamUnsharder:
     def _params_reduced_with(self, unsharded_param: UnshardedParam) -> list[UnshardedParam]:
         """Return the parameters, including ``unsharded_param``, whose gradients are reduced together with its gradient.
 
-        They are the trained parameters of its bucket that belong to the outermost running module (which is a small part
-        of the model in a recomputation) and have no placeholder yet.
+        They are the trained parameters of the same bucket that belong to the outermost running module (which is a small
+        part of the model in a recomputation) and have no placeholder yet.
         """
         param = unsharded_param.model_param
         if not param.parameter.requires_grad:
@@ -181,13 +181,13 @@ class ParamUnsharder:
         return output
 
     def pre_forward(self, module: nn.Module) -> ModuleForward:
-        """Begin a forward of ``module``, and return the record to which parameters that are read from now on belong."""
+        """Begin a forward of ``module``, and return the record that collects the parameters that the forward reads."""
         running = ModuleForward(private.next_sequence_number(), module)
         self._running_forwards.append(running)
         return running
 
     def _leave_forward(self, running: ModuleForward) -> None:
-        """End a forward, also one that raised: drop its tensors, and the prefetched bucket after the outermost one."""
+        """End a forward, even if it raised: drop its tensors and, if no outer forward runs, the prefetched bucket."""
         self._running_forwards.pop()
         running.tensors_by_read.clear()
         if not self._running_forwards:
@@ -198,8 +198,8 @@ class ParamUnsharder:
     def post_forward(self, running: ModuleForward, output: Any) -> None:
         """Reshard the parameters that were unsharded for a finished forward.
 
-        A parameter that still exists is part of the output, or was saved on a branch of the graph that does not lead to
-        the output. Such a parameter is added to the caller's forward, whose output may depend on that branch.
+        An unsharded parameter that still exists is part of the output, or was saved on a branch of the graph that does
+        not lead to the output. This parameter is added to the caller's forward, whose output may depend on that branch.
         """
         self.reshard(running, output)
         if self._running_forwards:
@@ -207,13 +207,13 @@ class ParamUnsharder:
             self._running_forwards[-1].unsharded_params.extend(alive)
 
     def reshard(self, running: ModuleForward, output: Any) -> None:
-        """Replace the unsharded parameters that the graph of ``output`` saved, so that the graph does not keep them."""
+        """Replace unsharded parameters that the graph of ``output`` saved, so that the graph does not retain them."""
         if running.unsharded_params:
             replace_saved_tensors(output, running.unsharded_params, running.first_sequence_number)
 
 
 def _choose_unshard_dtype(model_param: ModelParam, running_module: nn.Module | None) -> torch.dtype:
-    """Return the dtype in which to unshard a parameter: the autocast dtype if autocast will cast it, else its own.
+    """Return the dtype in which to unshard a parameter: the autocast dtype if autocast applies, else its own dtype.
 
     The autocast dtype halves the bytes that are sent and that autograd saves. It is used only for reads in the forward
     of the module that owns the parameter, because other modules may inspect the parameter's dtype, as PEFT's adapters

@@ -1,13 +1,13 @@
 """Unshard a parameter as a differentiable operation: the forward is an all-gather, the backward a reduce-scatter.
 
-An unsharded tensor that autograd saves for backward would stay alive until then, and with it the whole model. So after
-a module's forward, ``saved_tensors.replace_saved_tensors`` replaces each saved reference to it by a pack hook, which
-keeps only its shape, and an unpack hook, which all-gathers again in backward (``UnshardedParam.pack_hook`` and
+If autograd saved unsharded tensors for backward, the whole model would stay in memory until then. So after a module's
+forward, ``saved_tensors.replace_saved_tensors`` replaces each saved reference to an unsharded tensor by a pack hook,
+which keeps only the shape, and an unpack hook, which all-gathers again in backward (``UnshardedParam.pack_hook`` and
 ``unpack_hook``, through torch's ``SavedTensor.register_hooks``).
 
-No code frees a storage explicitly: it is freed when its last reference is dropped. That holds for a second backward on
-a retained graph, ``create_graph``, recomputation and torch.func transforms alike. A saved tensor that cannot be
-replaced stays alive, and is counted by the memory tracker, until its graph is freed.
+No code frees a storage explicitly: a storage is freed when its last reference is dropped, also for a second backward on
+a retained graph, ``create_graph``, recomputation and torch.func transforms. A saved tensor that cannot be replaced
+stays alive, and is counted by the memory tracker, until its graph is freed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ShardingContext:
 
 @dataclass(frozen=True)
 class SavedView:
-    """The size, stride and offset of a saved tensor in the unsharded parameter, kept in its place until backward."""
+    """The size, stride and offset of a saved tensor, which autograd keeps instead of the tensor until backward."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -58,7 +58,7 @@ class SavedView:
 
 @dataclass(frozen=True)
 class BackwardGather:
-    """A parameter that was unsharded for one backward (autograd graph task), and how many more nodes will unpack it."""
+    """A parameter unsharded for one backward (autograd graph task), and the number of nodes that have yet to use it."""
 
     graph_task_id: int
     unsharded: Tensor
@@ -185,9 +185,9 @@ class ReduceGrad(torch.autograd.Function):
     """Maps a shard to a gradient placeholder of the full shape; backward reduce-scatters the gradient to the shard.
 
     Autograd adds up the gradients of all uses of the placeholder before it runs this backward. So however often a
-    forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before it is
-    reduced once, and is rounded as in plain PyTorch. This backward divides by the number of ranks and micro-batches, so
-    the loss need not be scaled for the mean.
+    forward reads a parameter (tied weights, a module called twice), its gradient is complete on this rank before the
+    only reduction, and is rounded as in plain PyTorch. This backward divides by the number of ranks and micro-batches,
+    so the loss need not be scaled for the mean.
     """
 
     @staticmethod
@@ -215,7 +215,7 @@ class ReduceGrad(torch.autograd.Function):
 
 
 class ReduceGradBucket(torch.autograd.Function):
-    """Reduces like ``ReduceGrad``, but for several parameters, once all of their gradients are complete on this rank.
+    """Reduces the gradients of several parameters like ``ReduceGrad``, once all gradients are complete on this rank.
 
     An unused parameter gets no gradient. A backward that is differentiated again (``create_graph``) or batched by vmap
     reduces the gradients one by one, since only ``GradCollectiveFunction`` supports that.

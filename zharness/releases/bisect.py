@@ -56,9 +56,9 @@ def bisect(
     """Find where ``releases`` (oldest first) change from the outcome ``oldest`` to the opposite outcome.
 
     ``run_trial(release)`` runs one release and returns its outcome and the reason; ``on_step`` is called after every
-    run. The first and the last release are run first. Raises UsageError unless the first has the outcome ``oldest`` and
-    the last has the opposite one. A release that cannot be judged is skipped as in git bisect: its nearest neighbour is
-    run instead.
+    run. The first and the last release are run first. Raises UsageError unless the first release has the outcome
+    ``oldest`` and the last release has the opposite outcome. A release that cannot be judged is skipped as in git
+    bisect: its nearest neighbour is run instead.
     """
     newest = Outcome.BAD if oldest is Outcome.GOOD else Outcome.GOOD
     for release, expected in ((releases[0], oldest), (releases[-1], newest)):

@@ -41,7 +41,7 @@ def list_entries() -> list[CacheEntry]:
 
 
 def parse_unfinished_entry(path: Path) -> CacheEntry | None:
-    """Return the entry of an interrupted install, or None if the folder ``path`` is anything else."""
+    """Return the entry of the interrupted install that left the folder ``path``, or None for any other folder."""
     if path.name.startswith(".") and overlay.BUILDING_INFIX in path.name:
         return CacheEntry(path, path.name, "unfinished install", folder_size(path))
     return None
@@ -68,7 +68,7 @@ def parse_checkout_entry(path: Path) -> CacheEntry | None:
 
 
 def clean_cache(subjects: Sequence[str]) -> Iterator[tuple[CacheEntry, str]]:
-    """Remove the entries that ``subjects`` name (if it is empty, all entries); yield each entry and the result.
+    """Remove the entries that ``subjects`` name, or all entries if none is named; yield each entry and the result.
 
     ``NAME`` without a release means all releases of NAME. Raises UsageError for a subject that is not in the cache.
     """
@@ -96,7 +96,7 @@ def is_entry_named(entry: CacheEntry, text: str) -> bool:
 
 
 def get_entry_package(entry: CacheEntry) -> str:
-    """Return the name of the package of which ``entry`` contains a release or links."""
+    """Return the name of the package to which ``entry`` belongs."""
     return (
         entry.subject.lstrip(".").partition("-")[0]
         if entry.subject.startswith(".")
@@ -126,11 +126,11 @@ def remove_entry(entry: CacheEntry) -> str:
 
 
 def folder_size(path: Path) -> int:
-    """Return the total size in bytes of all files below ``path``, without following links."""
+    """Return the total size in bytes of all files below ``path``. Symbolic links are not followed."""
     return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _folders(kind: str) -> list[Path]:
-    """Return the folders in the part ``kind`` of the cache, sorted by name."""
+    """Return the folders in the cache's subfolder ``kind``, sorted by name."""
     folder = overlay.cache_folder() / kind
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []

@@ -24,7 +24,7 @@ def render_entries(subjects: Sequence[str]) -> str:
 
 
 def render_cleaned(removals: Sequence[tuple[CacheEntry, str]]) -> str:
-    """Return one line for each removed entry, and a last line with the space that was freed, in MB."""
+    """Return one line for each removed entry, and a last line with the amount of freed space in MB."""
     freed = sum(entry.size for entry, result in removals if result == cache_entries.REMOVED)
     return "\n".join([*map(render_removal, removals), f"freed {format_megabytes(freed)} of {overlay.cache_folder()}"])
 

@@ -27,9 +27,9 @@ from zharness.run.record import Verdict
 def spell_releases(engine: str, releases: Sequence[str], newest: bool) -> list[str]:
     """Return the releases as ``--engine`` spells them, such as ``deepspeed==0.18.8`` or ``deepspeed@PATH``.
 
-    In ``releases``, a text that starts with ``@`` is the path of a checkout. If ``releases`` is empty, return the
-    engine's name, which means the installed release. With ``newest``, the newest release on the package index is added;
-    raises UsageError if the index cannot be read.
+    In ``releases``, a text that starts with ``@`` is the path of a checkout. If ``releases`` is empty, the result is
+    the engine's name, which means the installed release. If ``newest`` is True, the result includes the newest release
+    on the package index. Raises UsageError if the index cannot be read.
     """
     spelled = [f"{engine}{release}" if release.startswith("@") else f"{engine}=={release}" for release in releases]
     if newest:
@@ -73,7 +73,7 @@ def select_earlier_records(
 
 
 def version_sort_key(release: str) -> Version:
-    """Return the key by which releases are sorted; a text that is not a version comes first."""
+    """Return the key by which releases are sorted. A text that is not a version is sorted before all versions."""
     try:
         return Version(release)
     except InvalidVersion:
@@ -142,7 +142,7 @@ def restrict_to_cells(request: Request, changes: Sequence[Change]) -> Request:
 
 
 def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRecords]) -> list[Change]:
-    """Return those of ``suspects``, the failures of the first run, whose cells failed in the second run as well."""
+    """Return the changes in ``suspects``, all failures of the first run, whose cells failed in the second run too."""
     if not second_columns:
         return []
     failed = {
@@ -171,7 +171,7 @@ def is_expected_failure(change: Change, expected_failures: Sequence[ExpectedFail
 def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int:
     """Find the release between ``good`` and ``bad`` in which the outcome changes, print each run, and return 0.
 
-    Raises UsageError if one of the two is not on the package index, or if their outcomes are not good and bad.
+    Raises UsageError if either release is not on the package index or does not have the outcome that was named.
     """
     between = list_releases_between(engine, good, bad)
     oldest = Outcome.GOOD if between[0] == good else Outcome.BAD
@@ -183,7 +183,7 @@ def run_bisect(engine: str, good: str, bad: str, run_trial: ReleaseTrial) -> int
 def list_releases_between(engine: str, good: str, bad: str) -> list[str]:
     """Return the releases from the older to the newer of ``good`` and ``bad``, both included.
 
-    Raises UsageError if one of the two is not on the package index.
+    Raises UsageError if ``good`` or ``bad`` is not on the package index, or if both are the same release.
     """
     distribution = engines.info(engine).distribution
     known = index.list_releases(distribution)

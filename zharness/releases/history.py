@@ -93,14 +93,15 @@ def find_changes(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) ->
 
 
 def describe_overlap(before: Mapping[Cell, Record], after: Mapping[Cell, Record]) -> str:
-    """Return a text with the number of cells that are in both runs and the numbers that are only in one.
+    """Return a text with the numbers of cells that are in both runs, only in ``before`` and only in ``after``.
 
     Raises UsageError if no cell is in both runs.
     """
     both = len(before.keys() & after.keys())
     if not both:
         raise UsageError(
-            f"nothing was compared: the {len(before)} cells before and the {len(after)} now have none in common; "
+            f"nothing was compared: the {len(before)} cells of the earlier run and the {len(after)} of this run "
+            "have none in common; "
             "pass the same laws, stages, world sizes, dtypes and models as in the earlier run"
         )
     return f"{both} cells compared, {len(before) - both} only before, {len(after) - both} only now"
@@ -117,6 +118,6 @@ def group_by_release(records: Iterable[Record], engine: str) -> dict[str, dict[C
             found.setdefault(record.engine_version, {})[strip_release(record.cell)] = record
     if not found:
         raise UsageError(
-            f"the record has no cell of {engine}; write one with: zharness releases {engine} ... --jsonl FILE"
+            f"the earlier run has no cell of {engine}; record one with: zharness releases {engine} ... --jsonl FILE"
         )
     return found

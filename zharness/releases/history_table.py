@@ -16,7 +16,7 @@ MAX_CAUSE_LENGTH = 300  # characters printed of a cause; the JSON line contains 
 def render_overview(columns: Sequence[ReleaseRecords]) -> str:
     """Return the table of verdicts (cells x releases), the releases that were not run, and each flip.
 
-    A flip is a change of a cell's law between holding and broken from one release to the next.
+    A flip is a change of a cell between two consecutive releases: its law holds on one and is broken on the other.
     """
     judged = [column for column in columns if not column.failure_reason]
     flips = list(find_flips(judged))

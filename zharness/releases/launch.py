@@ -1,4 +1,4 @@
-"""Run a command until it ends or its deadline has passed, and then end all processes that it started."""
+"""Run a command until it ends or its deadline has passed, and then end all processes that the command started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARK_VARIABLE = "ZHARNESS_LAUNCH"  # environment variable by which a command's 
 class CommandGroup:
     """The running commands of several threads, which can be ended together from any thread.
 
-    Only the main thread receives Ctrl-C, so it has to end the commands of the other threads.
+    Only the main thread receives Ctrl-C, so the main thread has to end the commands of the other threads.
     """
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ def run_torchrun(
 
 
 def terminate_tree(child: subprocess.Popen[bytes], mark: str) -> None:
-    """End ``child`` and all processes that it started, even if ``child`` itself has ended already.
+    """End ``child`` and all processes that ``child`` started, even if ``child`` has ended already.
 
-    Ranks run in sessions of their own, so killpg does not reach them, and if torchrun has ended, they are no longer its
-    children. They are identified by ``mark`` in their environment.
+    Ranks run in sessions of their own, so killpg does not reach them. After the end of torchrun, they are not its
+    children either. So the processes are identified by ``mark`` in their environment.
     """
     try:
         child.terminate()  # torchrun then ends its ranks

@@ -68,7 +68,7 @@ def cache_folder() -> Path:
 
 
 def ensure_overlay(distribution: str, release: str) -> Path:
-    """Return the overlay of ``release`` of ``distribution``, after installing it if there is no complete overlay yet.
+    """Return the folder of the overlay with ``release`` of ``distribution``; build the overlay if it is missing.
 
     Raises UsageError if the release does not exist, or cannot be downloaded, installed or imported.
     """
@@ -160,7 +160,7 @@ def torch_version() -> str:
 
 
 def check_name(distribution: str) -> None:
-    """Raise UsageError unless ``distribution`` is a valid package name, since it becomes part of paths and commands."""
+    """Raise UsageError unless ``distribution`` is a valid package name, because paths and commands contain the name."""
     if not _NAME.fullmatch(distribution):
         raise UsageError(f"got distribution {distribution!r}; expected a package name such as deepspeed")
 
@@ -210,7 +210,7 @@ def build_lock(folder: Path) -> Iterator[None]:
             lock.acquire()
     except filelock.Timeout as error:
         raise UsageError(
-            f"another process has been building {folder.name} for too long; end it, or set ZHARNESS_CACHE elsewhere"
+            f"another process has been building {folder.name} for too long; end that process, or set ZHARNESS_CACHE"
         ) from error
     try:
         yield
@@ -256,7 +256,7 @@ def _install(folder: Path, wanted: Stamp) -> None:
 def _check_import(folder: Path, wanted: Stamp) -> None:
     """Import the release from ``folder`` in a child process.
 
-    Raises UsageError if the import fails or the imported version is not the requested one.
+    Raises UsageError if the import fails or the imported version is not the requested version.
     """
     module = wanted.distribution.replace("-", "_")
     found = import_and_get_version(
@@ -284,11 +284,12 @@ def import_and_get_version(folder: Path, module: str, env: Mapping[str, str], su
     if done.returncode != 0:
         python = f"{sys.version_info.major}.{sys.version_info.minor}"
         with_torch = "" if module == TORCH else f"with torch {torch_version()} "
-        raise UsageError(f"{subject} does not import {with_torch}on Python {python}: {lines[-1]}; {remedy}")
+        raise UsageError(f"{subject} cannot be imported {with_torch}on Python {python}: {lines[-1]}; {remedy}")
     match = re.search(r"version: (\S*)\s+file: (.*)", done.stdout)
     if match is None or not Path(match[2]).is_relative_to(folder):
         raise UsageError(
-            f"got {lines[-1]!r} instead of {subject} from {folder}; remove the folder that shadows it from PYTHONPATH"
+            f"expected {subject} in {folder}, but the import gave {lines[-1]!r}; "
+            "remove any other folder with this package from PYTHONPATH"
         )
     return match[1]
 
@@ -298,8 +299,8 @@ def run_isolated(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in a temporary folder, with stdout and stderr merged, and end all processes that it started.
 
-    Raises UsageError if the command has not ended after ``seconds``; ``subject`` and ``remedy`` are used in the
-    message.
+    Raises UsageError if the command has not ended after ``seconds``; the message contains ``subject`` and
+    ``remedy``.
     """
     # ``python -c`` puts the current folder first on the path, where a checkout would hide the overlay.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
@@ -338,7 +339,7 @@ def _explain_pip_failure(output: str, wanted: Stamp) -> str:
         line.strip() for line in output.splitlines() if "error" in line.lower() or "No module named" in line
     ]
     last = errors[-1] if errors else (output.strip().splitlines() or ["pip gave no reason"])[-1]
-    return f"{subject} does not install: {last}; see the whole output with: {retry}"
+    return f"{subject} cannot be installed: {last}; see the whole output with: {retry}"
 
 
 def _other_releases_hint(wanted: Stamp) -> str:

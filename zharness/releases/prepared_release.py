@@ -27,12 +27,12 @@ class PreparedRelease:
 
 
 def prepare_release(engine: str, distribution: str) -> PreparedRelease:
-    """Return the release that ``engine`` names, ready to run, after installing an overlay if needed.
+    """Return the release that ``engine`` names, ready to run; install an overlay if it is needed.
 
     ``engine`` is NAME, NAME==RELEASE or NAME@CHECKOUT, and ``distribution`` is the package of NAME. Raises
     MissingEngine if no release is named and none is installed, and UsageError if the release cannot be installed. The
-    result is of no use in a process that has already imported another release; a process that forks ranks has imported
-    torch.
+    result has no effect in a process that has already imported another release of the package. A process that forks
+    ranks has imported torch, so another release of torch cannot be used there.
     """
     source_checkout = registry.find_checkout(engine)
     if source_checkout is not None:
@@ -41,7 +41,7 @@ def prepare_release(engine: str, distribution: str) -> PreparedRelease:
     name, release = registry.split_release(engine)
     installed = get_installed_version(distribution)
     if release is None and installed is None:
-        raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release of it")
+        raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release")
     if installed is not None and (release is None or is_same_release(release, installed)):
         return PreparedRelease(installed)
     assert release is not None, "either a release was named or one is installed"

@@ -1,7 +1,7 @@
-"""Prepare the environment of ranks for an engine and a release of it: what both layers below say, combined.
+"""Prepare the environment of the ranks that run one release of an engine.
 
-``releases/prepared_release.py`` finds or installs the release and imports no torch. ``engines/warm_up.py`` says what a
-rank server imports for the engine; it imports torch, and so does this module.
+This module combines two others. ``releases/prepared_release.py`` finds or installs the release, and does not import
+torch. ``engines/warm_up.py`` names the modules that a rank server imports for the engine, and imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zharness.world.server import RankEnvironment
 def prepare_rank_environment(engine: str) -> RankEnvironment:
     """Return the environment of the rank server for ``engine``, which is NAME, NAME==RELEASE or NAME@CHECKOUT.
 
-    If the release is not installed, an overlay of it is installed. Raises UsageError if the engine or the release
+    If the release is not installed, the function builds an overlay. Raises UsageError if the engine or the release
     cannot be installed, or if this process has already imported another release of the package.
     """
     info = engines.info(engine)
@@ -29,7 +29,7 @@ def prepare_rank_environment(engine: str) -> RankEnvironment:
     if info.distribution in registry.ALREADY_IMPORTED and not is_installed:
         raise UsageError(
             f"{engine} is not the installed release {installed}, which this process has imported for its ranks; "
-            f"install that release in a separate environment: pip install {info.distribution}=={release}"
+            f"install {engine} in a separate environment: pip install {info.distribution}=={release}"
         )
     prepared = prepare_release(engine, info.distribution)
     return build_warm_up_environment(engine, prepared.search_path, prepared.environment)

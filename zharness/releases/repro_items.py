@@ -51,7 +51,7 @@ class ReproItem(pytest.Item):
         self._engine = engine
 
     def runtest(self) -> None:
-        """Run the script and fail unless its verdict is the expected one; skip if a requirement is missing."""
+        """Run the script, and fail unless the verdict is as expected; skip the item if a requirement is missing."""
         result = run_repro(
             self._repro, self._engine, prepare_release(self._engine, get_distribution(self._repro.engine))
         )

@@ -29,10 +29,9 @@ def list_repro_rows() -> list[dict[str, str]]:
 
 
 def render_repro_results(results: Sequence[ReproResult]) -> str:
-    """Return a table with one row per run, followed by the evidence of runs.
+    """Return a table with one row for each run, followed by the evidence of the runs.
 
-    If there are at most ``MAX_PRINTED_RUNS`` runs, the evidence of all of them follows, else only that of unexpected
-    runs.
+    If there are more than ``MAX_PRINTED_RUNS`` runs, only the evidence of runs with an unexpected verdict follows.
     """
     body = [
         [
@@ -55,7 +54,7 @@ def describe_expected(result: ReproResult) -> str:
 
 
 def describe_run(result: ReproResult) -> str:
-    """Return the evidence of one run; if its verdict is ``failed otherwise``, add the end of its output."""
+    """Return the evidence of one run, with the end of its output if the verdict is FAILED_OTHERWISE."""
     lines = [f"{result.repro.id} on {result.repro.engine} {result.release}: {result.evidence}"]
     if result.verdict is ReproVerdict.FAILED_OTHERWISE:
         lines += [f"  | {line}" for line in result.output.splitlines()[-MAX_OUTPUT_LINES:]]
@@ -72,7 +71,7 @@ def render_summary(results: Sequence[ReproResult], seconds: float) -> str:
 
 
 def render_markdown(all_results: Sequence[ReproResult]) -> str:
-    """Return a Markdown table that lists, for each bug, the releases that show it and those that do not."""
+    """Return a Markdown table that lists, for each bug, the releases that show the bug and the releases that do not."""
     by_bug: dict[Repro, list[ReproResult]] = {}
     for result in all_results:
         by_bug.setdefault(result.repro, []).append(result)
@@ -111,7 +110,8 @@ def render_link(repro: Repro) -> str:
 def exit_code(results: Sequence[ReproResult]) -> int:
     """Return the exit code of a run of reproductions.
 
-    The exit code is 3 if a run failed otherwise or was not possible, 1 if a verdict is not the predicted one, else 0.
+    The exit code is 3 if any verdict is FAILED_OTHERWISE or NOT_RUN. Otherwise it is 1 if any verdict contradicts the
+    prediction of the script's header, and 0 if none does.
     """
     if any(result.verdict in (ReproVerdict.FAILED_OTHERWISE, ReproVerdict.NOT_RUN) for result in results):
         return 3

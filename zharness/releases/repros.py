@@ -46,7 +46,7 @@ TIMEOUT_SECONDS = 300.0  # long enough that only a hang reaches it, even on a bu
 
 
 class ReproVerdict(Enum):
-    """The verdict of one run of a reproduction: whether the run shows the bug, and otherwise why not."""
+    """The verdict of one run of a reproduction: whether the run shows the bug, or why this is unknown."""
 
     REPRODUCED = "reproduced"
     NOT_REPRODUCED = "not reproduced"
@@ -82,8 +82,8 @@ class Repro:
     def default_releases(self) -> tuple[str, ...]:
         """Return the default releases to run, as ``--on`` spells them: one that has the fix and one that has the bug.
 
-        If the installed release has the fix, it is used as the first one. A release of torch that is not installed is
-        returned only if it is in the cache, since its download takes several GB.
+        If the installed release has the fix, the installed release is the first one. A release of torch that is not
+        installed is returned only if it is in the cache, since its download takes several GB.
         """
         package = get_distribution(self.engine)
         installed = get_installed_version(package)
@@ -128,7 +128,7 @@ class ReproResult:
     def is_expected(self) -> bool:
         """Return whether the verdict does not contradict the header's prediction.
 
-        The result is False for a run that failed otherwise or was not possible, and True if a requirement is missing.
+        The result is False for the verdicts FAILED_OTHERWISE and NOT_RUN, and True for UNSUPPORTED.
         """
         if self.verdict is ReproVerdict.UNSUPPORTED:
             return True
@@ -172,7 +172,7 @@ def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
     for repro in found:
         other = by_id.setdefault(repro.id, repro)
         if other is not repro:
-            raise UsageError(f"{other.path.name} and {repro.path.name} both have the id {repro.id}; ids are unique")
+            raise UsageError(f"{other.path.name} and {repro.path.name} both have the id {repro.id}; change one")
     return tuple(found)
 
 
@@ -196,7 +196,7 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
 def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Repro:
     """Return the only reproduction of ``engine`` that ``identifier`` names.
 
-    Raises UsageError if ``identifier`` names no reproduction of ``engine``, or several.
+    Raises UsageError unless ``identifier`` names exactly one reproduction of ``engine``.
     """
     found = [repro for repro in find_repros(identifier, folder) if repro.engine == engine]
     if len(found) != 1:
@@ -209,7 +209,7 @@ def find_repro(engine: str, identifier: str, folder: Path = REPRO_FOLDER) -> Rep
 
 
 def is_repro_id(text: str) -> bool:
-    """Return whether ``text`` has the form of a reproduction's id, which no name of a law or group has."""
+    """Return whether ``text`` has the form of a reproduction's id. No name of a law or group has this form."""
     return _ID.fullmatch(text) is not None
 
 
@@ -296,7 +296,7 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
 
 
 def get_distribution(engine: str) -> str:
-    """Return the package whose release determines which bugs ``engine`` has.
+    """Return the name of the package that contains ``engine``; its release determines which bugs ``engine`` has.
 
     Raises UsageError for an unknown engine.
     """
@@ -309,7 +309,7 @@ def judge_output(
     """Return the verdict of a run that ended with the exit code ``code``, and the line of the output that decided it.
 
     ``code`` is None if the run was ended at the deadline. The verdict depends on the marker and the signature as well
-    as on the exit code, because a script that cannot be imported ends with 1 too.
+    as on the exit code, because a script that cannot be imported also ends with 1.
     """
     shown = re.search(f"{re.escape(MARKER)}(?P<error>[^\n]*{re.escape(repro.signature)}[^\n]*)", output)
     if code is None:

@@ -32,6 +32,7 @@ REQUIRED_KEYS = ("upstream", "reason", "verdict", "signatures")
 LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("stages", "world_sizes"), int),
     **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
+    "unless_engine_variants": str,
 }
 STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented")
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
@@ -42,10 +43,11 @@ _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
-    An empty tuple matches every value. ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has
-    to end with ``verdict``, and one of ``signatures`` has to occur in its cause. If ``details`` is not empty, one of
-    its texts also has to occur in the tracebacks and output of the ranks; use it if the cause says little, as a
-    KeyError does. A cell that fails in another way is not excused.
+    An empty tuple matches every value; cells with an option among ``unless_engine_variants`` are not covered.
+    ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
+    ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
+    tracebacks and output of the ranks; use it if the cause says little, as a KeyError does. A cell that fails in
+    another way is not excused.
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
@@ -65,6 +67,7 @@ class ExpectedFailure:
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
     engine_variants: tuple[str, ...] = ()
+    unless_engine_variants: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
     documented: str = ""
     remedy: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +86,8 @@ class ExpectedFailure:
             split_release(cell.engine)[0] == self.engine
             and matches_pattern(cell.law, self.check)
             and all(not allowed or value in allowed for allowed, value in narrowed)
-            and (not self.engine_variants or self._covers_variant(cell.engine_variant))
+            and (not self.engine_variants or _names_variant(self.engine_variants, cell.engine_variant))
+            and not _names_variant(self.unless_engine_variants, cell.engine_variant)
             and self.applies_to_version(version)
         )
 
@@ -95,10 +99,6 @@ class ExpectedFailure:
         """
         is_named = cell.engine_variant in (self.engine_variants or ("",))
         return is_named or is_config_file(cell.engine_variant)
-
-    def _covers_variant(self, engine_variant: str) -> bool:
-        """Return whether ``engine_variants`` has the whole engine variant of a cell, or one of its parts."""
-        return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(self.engine_variants)
 
     def matches_failure(self, cause: str, details: str) -> bool:
         """Return whether a cell with this cause and these details failed in the expected way."""
@@ -116,15 +116,23 @@ class ExpectedFailure:
             return False
 
 
+def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
+    """Return whether ``names`` has the whole engine variant of a cell, or one of its parts."""
+    return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(names)
+
+
 @cache
 def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
-    """Load the expected failures of one engine that the package ships; those of the engine's own file come first."""
+    """Load the expected failures of one engine that the package ships.
+
+    Those of the engine's options come first (``ENGINE_options.toml``), and then those of the engine's own file.
+    """
     name = split_release(engine)[0]
     folder = importlib.resources.files("zharness") / "expected_failures"
     stems = (file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     return tuple(
         entry
-        for stem in sorted(stems, key=lambda stem: (stem != name, stem))
+        for stem in sorted(stems, key=lambda stem: (stem != f"{name}_options", stem != name, stem))
         for entry in parse_expected_failures(
             (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/expected_failures/{stem}.toml", stem
         )

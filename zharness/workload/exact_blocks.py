@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from zharness.workload.exact_mlp import WIDTH, random_ternary
 
 HIDDEN = 5
+EXPERTS = 3
 MAX_FACTOR_ELEMENTS = 3  # parameters with at most 3 elements multiply the output of other layers
+
+# The kinds of unusual parameters.
+ODD_PARAMETERS: Mapping[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.empty(WIDTH, HIDDEN).t(),
+    "one": lambda: torch.ones(1),
+    "scalar": lambda: torch.tensor(1.0),
+    "empty": lambda: torch.ones(0, 3),
+    "narrow": lambda: torch.ones(3, dtype=torch.bfloat16),
+    "wide": lambda: torch.ones(3, dtype=torch.float64),
+}
 
 Block = Callable[[Tensor], Tensor]
 
@@ -113,12 +124,12 @@ class OddParametersModel(BranchingModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transposed = nn.Parameter(torch.empty(WIDTH, HIDDEN).t())
-        self.one = nn.Parameter(torch.ones(1))
-        self.scalar = nn.Parameter(torch.tensor(1.0))
-        self.empty = nn.Parameter(torch.ones(0, 3))
-        self.narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.transposed = nn.Parameter(ODD_PARAMETERS["transposed"]())
+        self.one = nn.Parameter(ODD_PARAMETERS["one"]())
+        self.scalar = nn.Parameter(ODD_PARAMETERS["scalar"]())
+        self.empty = nn.Parameter(ODD_PARAMETERS["empty"]())
+        self.narrow = nn.Parameter(ODD_PARAMETERS["narrow"]())
+        self.wide = nn.Parameter(ODD_PARAMETERS["wide"]())
         make_ternary(self)
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -179,6 +190,51 @@ class AlignedLayersModel(SimilarLayersModel):
 
     def __init__(self) -> None:
         super().__init__(self.INPUTS, self.OUTPUTS, tiny=self.OUTPUTS)
+
+
+class OneOddParameterModel(nn.Module):
+    """A model of two linear layers and one parameter of an unusual shape, memory layout or dtype.
+
+    The model maps (batch, 16) to (batch, 16).
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.odd = nn.Parameter(ODD_PARAMETERS[kind]())
+        self.last = nn.Linear(HIDDEN, WIDTH)
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        output: Tensor = self.last(hidden)
+        if self.odd.shape == (HIDDEN, WIDTH):
+            return output + hidden @ self.odd
+        return output + self.odd.to(x.dtype).sum()
+
+
+class ExpertsModel(nn.Module):
+    """A model that adds the outputs of those of its experts that the caller names, in the order of the names.
+
+    The model maps (..., 16) to (..., 16), with any leading dimensions. The forward's argument ``route`` has the indices
+    of the experts to use. No gradient depends on more than one layer's weights, so that several optimizer steps with a
+    learning rate of 1 remain exact. ``offset`` has one element, fewer than there are ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.offset = nn.Parameter(torch.ones(1))
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
+        self.last = nn.Linear(HIDDEN, WIDTH, bias=False)
+        make_ternary(self)
+
+    def forward(self, x: Tensor, route: Sequence[int] = tuple(range(EXPERTS))) -> Tensor:
+        hidden = torch.relu(self.first(x) + self.offset)
+        output: Tensor = self.last(hidden)
+        for index in route:
+            output = output + self.experts[index](hidden)
+        return output
 
 
 class LookupModel(nn.Module):

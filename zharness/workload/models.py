@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -237,6 +238,25 @@ MODELS: dict[str, ModelSpec] = {
             name="odd",
             summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
             build=exact_blocks.OddParametersModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        *(
+            ModelSpec(
+                name=f"odd_{kind}",
+                summary=f"an exact model of two linear layers and one unusual parameter, of the kind {kind!r}",
+                build=partial(exact_blocks.OneOddParameterModel, kind),
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+            )
+            for kind in exact_blocks.ODD_PARAMETERS
+        ),
+        ModelSpec(
+            name="experts",
+            summary="an exact model of a list of layers, of which each forward uses the named ones in the named order",
+            build=exact_blocks.ExpertsModel,
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,

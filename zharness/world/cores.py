@@ -8,11 +8,14 @@ from contextlib import suppress
 
 
 def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
-    """Return the core to which lane number ``lane`` is pinned, as a set; the empty set with fewer lanes than cores.
+    """Return a set with the one core to which lane number ``lane`` has to be pinned.
 
-    A lane is one of several cells that run at the same time. The ranks of a small model spend most of their time waking
-    each other up. Waking a process on another core needs an interrupt (0.1 ms if that core sleeps); on the same core it
-    needs a context switch. So a lane is as fast on one core as on two, and two lanes on two cores take half the time.
+    Returns the empty set if there are fewer lanes than cores, or if the system cannot pin processes to cores. A lane is
+    one of several cells that run at the same time.
+
+    The ranks of a small model spend most of their time waking each other up. Waking a process on another core needs an
+    interrupt (0.1 ms if that core sleeps); waking a process on the same core needs a context switch. So a lane is as
+    fast on one core as on two, and two cores that each run one lane finish the same cells in half the time.
     """
     if not hasattr(os, "sched_getaffinity"):
         return frozenset()
@@ -23,7 +26,7 @@ def assign_cores(lane: int, lane_count: int) -> frozenset[int]:
 def pin_to_cores(cores: Collection[int], pid: int = 0) -> None:
     """Pin process ``pid`` and the children that it forks from now on to ``cores``. A ``pid`` of 0 is this process.
 
-    If ``cores`` is empty, the function does nothing, so the process stays pinned to the cores of an earlier call.
+    If ``cores`` is empty, the function does nothing, and the cores of an earlier call remain in effect.
     """
     if cores:
         with suppress(OSError):  # a container may forbid it, or may have lost one of the cores
@@ -35,9 +38,9 @@ def use_batch_scheduling() -> None:
 
     With this policy, a thread that wakes up does not preempt the running thread. With the default policy, a woken gloo
     thread preempts the sender, which still holds the lock of the connection, and polls for that lock until its time
-    slice ends (94 of 100 calls of epoll_wait). A collective of two ranks then takes 0.9 ms on one core and 1.5 ms on
-    two; with SCHED_BATCH it takes 0.4 ms. If the process has a policy other than the default, the function does not
-    change it. See sched(7).
+    slice ends (94 of 100 calls of epoll_wait were such polls). A collective of two ranks then takes 0.9 ms on one core
+    and 1.5 ms on two; with SCHED_BATCH it takes 0.4 ms. If the process has a policy other than the default, the
+    function does not change it. See sched(7).
     """
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):  # a container may forbid it

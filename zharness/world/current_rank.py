@@ -12,13 +12,14 @@ from zharness.errors import WorldError
 
 
 class RankChannel(Protocol):
-    """A rank's connection to the other ranks that needs no collective; it uses the rank server or a key-value store."""
+    """A rank's connection to the other ranks through the rank server or a key-value store, without collectives."""
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
         """Send ``value`` to the other ranks, and return the values of all ranks in rank order.
 
-        ``operation`` is the name of the function that the test called, ``call_site`` its file and line. Raises
-        WorldError if a peer ended before it sent its value, ExchangeMismatchError if a peer called another function.
+        ``operation`` is the name of the function that the test called, and ``call_site`` is the file and line of the
+        call. Raises WorldError if a peer ended before it sent its value, and ExchangeMismatchError if a peer called
+        another function.
         """
         ...
 
@@ -45,7 +46,7 @@ def set_current_rank(current: CurrentRank) -> None:
 
 
 def clear_current_rank() -> None:
-    """Undo ``set_current_rank``, so that this process no longer counts as a rank."""
+    """Unregister this process's rank. After this call, ``is_rank`` returns False."""
     _current_ranks.clear()
 
 
@@ -55,21 +56,21 @@ def is_rank() -> bool:
 
 
 def current_rank() -> CurrentRank:
-    """Return this process's rank. Raises WorldError in a process that is not a rank."""
+    """Return the CurrentRank of this process. Raises WorldError in a process that is not a rank."""
     if not _current_ranks:
         raise WorldError("this process is not a rank; mark the test with @pytest.mark.world_size(N)")
     return _current_ranks[0]
 
 
 class ExchangeMismatchError(WorldError):
-    """Raised when ranks called different functions that exchange values: ``exchange`` and ``assert_together``."""
+    """Raised if one rank calls ``exchange`` while another rank calls ``assert_together``."""
 
 
 def exchange(value: Any) -> list[Any]:
     """Return the ``value`` of every rank, in rank order. Every rank has to call this function.
 
     The values are pickled and sent without collectives, so the function works even while collectives are broken.
-    Raises WorldError if a peer ended before it sent its value, ExchangeMismatchError if a peer called
+    Raises WorldError if a peer ended before it sent its value, and ExchangeMismatchError if a peer called
     ``assert_together`` instead.
     """
     return exchange_as("exchange", value)

@@ -1,4 +1,4 @@
-"""Compute the time limit of one task, which failures shorten, builds extend and debuggers suspend."""
+"""Compute the deadline of one task: a failure shortens it, a build extends it, and a debugger suspends it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Deadline:
         return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
 
     def is_over(self) -> bool:
-        """Return whether the deadline has passed; False if only a scheduled check is due."""
+        """Return whether the deadline has passed. A scheduled check that is due does not count."""
         return time.monotonic() >= self._ends_at
 
     def shorten(self, seconds: float) -> None:
@@ -44,13 +44,13 @@ class Deadline:
         self._ends_at = min(self._ends_at, now + seconds)
 
     def restore(self) -> bool:
-        """Undo ``shorten``: set the deadline to the original time-out again. Returns False if that was done before."""
+        """Undo ``shorten``: move the deadline back to the original time-out. Returns True on the first call only."""
         first, self._was_restored = not self._was_restored, True
         self._ends_at = max(self._started_at + self._seconds, time.monotonic())
         return first
 
     def grant_last_grace(self) -> bool:
-        """Move a shortened deadline to half a grace period from now, and return True.
+        """Move a shortened deadline to half of ``GRACE_SECONDS`` from now, and return True.
 
         Returns False, and changes nothing, if the deadline was not shortened or if ``LAST_GRACE_SECONDS`` have passed
         since it was shortened.
@@ -62,7 +62,7 @@ class Deadline:
         return True
 
     def schedule_check(self, seconds: float) -> None:
-        """Schedule a check of the ranks in ``seconds`` from now, when ``remaining_seconds`` will return 0."""
+        """Schedule a check of the ranks: after ``seconds``, ``remaining_seconds`` returns 0."""
         self._next_check = time.monotonic() + seconds
 
     def extend(self, is_building: bool) -> bool:
@@ -82,9 +82,9 @@ class Deadline:
         return False
 
     def hold(self, rank: int, reason: str) -> None:
-        """Suspend the deadline while ``rank`` is in a debugger; with an empty ``reason``, resume the deadline.
+        """Suspend the deadline because ``rank`` is in a debugger, or resume the deadline if ``reason`` is empty.
 
-        After the debugger, the ranks have the whole time-out again, or a grace period if a rank has failed.
+        A resumed deadline is a whole time-out from now, or ``GRACE_SECONDS`` from now if a rank has failed.
         """
         if reason:
             self._held_ranks.add(rank)

@@ -19,7 +19,7 @@ class Launch:
 
     ``address`` and ``port`` are those of the launch's key-value store. ``restart_count`` is the number of times that
     torchrun has restarted all ranks. ``uses_agent_store`` is True if torchrun's agent runs the server of the store, and
-    False if rank 0 has to run it.
+    False if rank 0 has to run that server.
     """
 
     rank: int
@@ -80,6 +80,6 @@ def detect_launch(environment: MutableMapping[str, str] | None = None) -> Launch
 
 
 def default_world_size() -> int:
-    """Return the world size of the torchrun launch, or, without a launch, 2: the smallest size that shards anything."""
+    """Return the world size of the torchrun launch, or 2 if torchrun did not start this process."""
     launch = detect_launch()
     return 2 if launch is None else launch.world_size

@@ -1,11 +1,11 @@
-"""Implement the ranks of a torchrun launch: rank 0 is the leader and posts tasks, which the other ranks run too.
+"""Implement the ranks of a torchrun launch: rank 0, the leader, posts tasks, and all ranks run them.
 
 [Note: attached to torchrun]
 Every process runs the same command line. Rank 0 becomes the ``Leader`` (``leader.py``), a rank server whose ranks
 exist already and include rank 0 itself. Only the leader plans, judges and writes the report, so the processes cannot
 disagree. Every other rank becomes a ``Follower``, which runs tasks until the leader sends an exit status. The witnesses
 (``witness.py``), one process for each rank, report how every rank ended its task. A rank that torchrun started cannot
-be replaced. Therefore, when a rank hangs or dies, rank 0 writes a report that names this rank and contains what has run
+be replaced. Therefore, when a rank hangs or dies, rank 0 writes a report that names this rank and contains the results
 so far, and the launch is over.
 """
 
@@ -109,7 +109,7 @@ class LaunchedRank:
         torch.set_num_threads(1)
 
     def run_assignment(self, assignment: Assignment) -> StoreChannel:
-        """Run a task on this rank, and return the rank's channel of the task.
+        """Run a task on this rank, and return the rank's channel for this task.
 
         The outcome is sent to the witness, which posts it in the store.
         """
@@ -131,7 +131,7 @@ class LaunchedRank:
     def _attempt_assignment(self, assignment: Assignment) -> RankOutcome:
         """Form the process group, run the task and return this rank's outcome.
 
-        An exception becomes part of the outcome; only KeyboardInterrupt is raised.
+        KeyboardInterrupt is raised. Any other exception is stored in the outcome instead.
         """
         task = assignment.task
         function = (
@@ -149,7 +149,7 @@ class LaunchedRank:
             return outcome_from_exception(self.launch.rank, error)
 
     def _form_group(self, assignment: Assignment) -> None:
-        """Form the default process group that a task requires, or keep or destroy the previous task's group.
+        """Give this rank the default process group that a task requires: a new one, the previous task's, or none.
 
         The user's environment variables select the network interface.
         """
@@ -242,7 +242,7 @@ class LaunchedRank:
                 os.close(saved)
 
     def _read_output(self) -> Iterator[CapturedOutput]:
-        """Yield the last part of the task's standard output and of its standard error, unless it is empty."""
+        """Yield the last part of the task's standard output and of its standard error; skip an empty stream."""
         for name, file in self._output_files.items():
             file.seek(0)
             text = file.read()
@@ -254,9 +254,10 @@ class Follower(LaunchedRank):
     """A rank of a torchrun launch other than rank 0; it runs the tasks that the leader (rank 0) posts."""
 
     def answer_leader(self, answer: Callable[[Any], object]) -> None:
-        """Wait for the leader's question, post ``answer(question)``, and then post this rank's clock.
+        """Wait for the leader's question, post ``answer(question)``, and then post the time of this rank's clock.
 
-        Call this method before the first task. It returns early if the leader posts a task without a question.
+        Call this method before the first task. If the leader posts a task before it has asked a question, the method
+        returns without posting an answer.
         """
         if not self.store.wait_for_keys([QUESTION_KEY], lambda _: self.store.has_keys("work/1")):
             return
@@ -307,7 +308,10 @@ def broken_group_key(serial: int) -> str:
 
 
 def open_sockets() -> set[tuple[int, str]]:
-    """Return the open sockets of this process as (descriptor, ``socket:[inode]``); the empty set if not on Linux."""
+    """Return the open sockets of this process as pairs (descriptor, ``socket:[inode]``).
+
+    On systems other than Linux, the set is empty.
+    """
     sockets = set()
     for link in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):

@@ -1,6 +1,6 @@
 """Implement rank 0 of a torchrun launch: it posts tasks, collects the outcomes of all ranks, and ends the launch.
 
-If a rank dies or hangs, rank 0 writes the report of what has run so far and ends the launch early.
+If a rank dies or hangs, rank 0 writes a report of the results so far and ends the launch early.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ FinalReportWriter = Callable[["GroupOutcome | None", str], int]
 
 
 class Leader(LaunchedRank, RankServer):
-    """The leader of a torchrun launch: rank 0, a rank server whose ranks are all ranks of the launch, itself included.
+    """The leader of a torchrun launch: the rank server in rank 0, whose ranks are all ranks of the launch.
 
-    If the launch ends early, ``write_final_report(outcome, reason)`` is called, in any thread. It has to write the
-    report of what has run and to return the exit status. ``outcome`` is the outcome of the task that was running, or
-    None if no task was running. ``reason`` says why the launch ended.
+    If the launch ends early, ``write_final_report(outcome, reason)`` is called, in any thread. The function has to
+    write the report of the results so far and to return the exit status. ``outcome`` is the outcome of the task that
+    was running, or None if no task was running. ``reason`` says why the launch ended.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Leader(LaunchedRank, RankServer):
     def _collect_from_followers(self, key: str, failure: str) -> dict[int, Any]:
         """Return the values that the followers posted under ``key``, by rank.
 
-        Raises UsageError, with ``failure`` in the message, if a follower has posted none within ``ATTACH_TIMEOUT``.
+        Raises UsageError, with ``failure`` in the message, if a follower posts no value within ``ATTACH_TIMEOUT``.
         """
         keys = {rank: f"{key}/{rank}" for rank in range(1, self.launch.world_size)}
         if not self.store.wait_for_keys(list(keys.values()), partial(operator.lt, ATTACH_TIMEOUT)):
@@ -198,9 +198,10 @@ class Leader(LaunchedRank, RankServer):
             self._guard_thread.join()  # torch may crash if the thread still runs while the process exits
 
     def _collect_outcomes(self, assignment: Assignment, channel: StoreChannel) -> GroupOutcome:
-        """Wait until every rank has posted its outcome, and return all outcomes; if a rank was lost, end the launch.
+        """Wait until every rank has posted its outcome, and return all outcomes.
 
-        A rank is lost if it died, hangs or was stopped. ``channel`` is this rank's channel of the task.
+        If a rank died, hangs or was stopped, this method does not return: it ends the launch. ``channel`` is this
+        rank's channel for the task.
         """
         started_at = time.monotonic()
         keys = [rank_outcome_key(f"work/{assignment.serial}", rank) for rank in range(assignment.task.world_size)]
@@ -227,7 +228,7 @@ class Leader(LaunchedRank, RankServer):
     def _read_outcomes(self, store: LaunchStore, assignment: Assignment) -> tuple[RankOutcome, ...]:
         """Return the outcomes that the witnesses posted, with times converted to this machine's clock.
 
-        A rank for which no outcome was posted gets an outcome that is HUNG.
+        A rank without a posted outcome gets an outcome with the end HUNG.
         """
         ranks = []
         for rank in range(assignment.task.world_size):
@@ -263,7 +264,7 @@ class Leader(LaunchedRank, RankServer):
     def _end_launch(self, store: LaunchStore) -> NoReturn:
         """Write the final report and end the process.
 
-        If a second thread calls this method, it blocks until the process ends.
+        If a second thread calls this method, the call blocks until the process ends.
         """
         self._report_lock.acquire(
             timeout=-1 if threading.current_thread() is threading.main_thread() else WITNESS_REPORT_SECONDS
@@ -298,7 +299,7 @@ class Leader(LaunchedRank, RankServer):
 
 
 def reset_signal_handling() -> None:
-    """Restore the default signal handling in a forked child, so that rank 0 does not receive the child's signals."""
+    """Restore the default signal handling in a forked child, so that signals to the child do not wake up rank 0."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -314,7 +315,7 @@ PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "
 
 
 def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
-    """Return the outcome; if the rank raised only because a peer closed the connection, change its end to STOPPED."""
+    """Return ``outcome``, with the end STOPPED if the rank raised only because a peer closed the connection."""
     if outcome.end is not RankEnd.RAISED or not any(message in outcome.cause for message in PEER_LOST_MESSAGES):
         return outcome
     return replace(outcome, end=RankEnd.STOPPED, cause="", exception="", traceback="")
@@ -323,8 +324,8 @@ def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:
 def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
     """Decide whether the ranks that torchrun ended are the cause of the failure; return the corrected outcomes.
 
-    If another rank is known to have failed, it is the cause, and ranks whose process has ended for an unknown reason
-    become STOPPED. Otherwise the ranks that torchrun terminated are the cause and become SIGNALLED.
+    If another rank is known to have failed, that rank is the cause, and ranks whose process has ended for an unknown
+    reason become STOPPED. Otherwise the ranks that torchrun terminated are the cause and become SIGNALLED.
     """
     causes = [
         rank
@@ -344,7 +345,7 @@ def assign_blame(ranks: tuple[RankOutcome, ...]) -> tuple[RankOutcome, ...]:
 
 @contextmanager
 def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
-    """Context manager that serves a new store for a task that calls ``init_process_group`` itself, and yields its port.
+    """Context manager that yields the port of a new store for a task that calls ``init_process_group`` itself.
 
     The task cannot use the launch's own store, because that store still contains the keys of earlier process groups. If
     the task needs no store, or if the launch's address belongs to another machine, no store is served and 0 is yielded.
@@ -357,7 +358,7 @@ def open_task_store(launch: Launch, group: Group) -> Iterator[int]:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether ``address`` belongs to this machine, which is the case if a socket can be bound to it."""
+    """Return whether ``address`` belongs to this machine, by trying to bind a socket to the address."""
     try:
         family, kind, protocol, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""Find the threads and processes that a task did not end, and the process-wide state that it changed in its rank."""
+"""Find the threads and processes that a task left running in its rank, and the process-wide state that it changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STDLIB_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserv
 
 
 def find_leftovers() -> dict[str, str]:
-    """Return descriptions of this process's non-daemon threads, except the main thread, and of its living children.
+    """Return descriptions of this process's living children and of its non-daemon threads other than the main thread.
 
     A thread or process has the same key (``thread 1234``, ``process 1234``) in every call, so that the results of two
     calls can be compared.
@@ -32,7 +32,7 @@ def find_leftovers() -> dict[str, str]:
 def iter_leftover_threads() -> Iterator[tuple[str, str]]:
     """Yield a key and a description for every non-daemon thread except the main thread.
 
-    The description contains the name of the thread and the line that it is executing.
+    The description contains the name of the thread and the line that the thread is executing.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():
@@ -108,7 +108,7 @@ class ProcessFingerprint:
 
 
 def take_fingerprint() -> ProcessFingerprint:
-    """Return the current process-wide state of this process as a fingerprint."""
+    """Return a fingerprint of the current process-wide state of this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return ProcessFingerprint(
         environment=environment,

@@ -32,7 +32,7 @@ def free_memory() -> int:
 
 
 def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
-    """Return the bytes that this process's cgroup (version 1 or 2) still allows; None if it sets no limit.
+    """Return the memory in bytes that this process's cgroup (version 1 or 2) still allows, or None without a limit.
 
     Cached files count as free memory, because the kernel can reclaim them.
     """
@@ -88,6 +88,6 @@ def check_world_size(world_size: int) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit on open files to the hard limit, because a rank server opens four per rank."""
+    """Raise this process's soft limit on open files to the hard limit: a rank server opens four files per rank."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

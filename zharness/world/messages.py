@@ -45,7 +45,7 @@ class ExchangeRequest:
 
 @dataclass(frozen=True)
 class CollectiveAnnouncement:
-    """A rank's announcement of the collective that it is about to enter.
+    """A rank's announcement of the collective that the rank is about to enter.
 
     ``ordinal`` is the number of the collective on this rank, counted from 1. ``at_ns`` is the time of the announcement
     in nanoseconds of CLOCK_MONOTONIC. ``operation`` contains the collective's name, dtype and shape, and ``call_site``
@@ -61,7 +61,7 @@ class CollectiveAnnouncement:
 
 @dataclass(frozen=True)
 class DeadlineHold:
-    """A request to suspend the deadline while ``rank`` is in a debugger; with an empty ``reason``, to resume it."""
+    """A request to suspend the deadline because ``rank`` is in a debugger, or to resume it if ``reason`` is empty."""
 
     rank: int
     reason: str

@@ -1,4 +1,4 @@
-"""Kill the processes that a rank has started and not ended, and make a child process end when its parent ends."""
+"""Kill the processes that a rank started and left running, and make a child process end when its parent ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def die_with_parent(parent_pid: int, signal_number: signal.Signals = signal.SIGK
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants, so that it can wait for their end; Linux only."""
+    """Make this process the parent of its orphaned descendants, so that it can wait for their end. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -51,10 +51,10 @@ class RankOutcome:
     ``at_ns`` is the time of the end in nanoseconds of CLOCK_MONOTONIC, which processes of one machine can compare.
     ``cause`` is a sentence that explains ``end``. ``exception`` is the qualified class name of the exception that the
     task raised, and ``innermost_file`` is the file of the exception's innermost frame. ``stack`` is the stack of a rank
-    that hung or was stopped, and ``site`` is the collective in which that rank waited, if it did. ``phase`` is the test
+    that hung or was stopped, and ``site`` is the collective in which that rank waited, or empty. ``phase`` is the test
     phase in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
-    before the end. ``leftovers`` describes the threads and processes that the rank started and did not end.
-    ``imported_modules`` are the modules of torch that this task imported and that were not imported before.
+    before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
+    ``imported_modules`` are the modules of torch that the rank imported during this task.
     """
 
     rank: int
@@ -92,8 +92,8 @@ class RankOutcome:
     def precedence(self) -> int:
         """Return a sort key for finding the cause of a failure: the outcome with the lowest number is the cause.
 
-        This holds even if that outcome is not the earliest. A mismatch of collectives has the lowest number, because it
-        can make another rank abort.
+        This holds even if that outcome is not the earliest. A mismatch of collectives has the lowest number, because a
+        mismatch can make another rank abort.
         """
         return 0 if self.exception == MISMATCH_EXCEPTION else _CAUSE_PRECEDENCE[self.end]
 
@@ -153,7 +153,7 @@ class RanksFailed(ZHarnessError):
 
 
 def signal_name(signal_number: int) -> str:
-    """Return the name of a signal, such as ``SIGSEGV`` for 11; if it has no name, return text such as ``signal 99``."""
+    """Return the name of a signal, such as ``SIGSEGV`` for 11, or ``signal 99`` for signal 99, which has no name."""
     try:
         return signal.Signals(signal_number).name
     except ValueError:

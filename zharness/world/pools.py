@@ -22,7 +22,8 @@ from zharness.world.team import RankTeam
 class RankPools:
     """Runs tasks on rank teams. Each task runs on a new team or on a team that is kept in a pool.
 
-    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. ``echo`` also prints the ranks' output.
+    ``inherited_function`` replaces ``inherited_function_placeholder`` in tasks. If ``echo`` is True, the ranks' output
+    is also written to standard output.
     """
 
     def __init__(self, scratch_dir: Path, inherited_function: Callable[..., Any] | None, echo: bool) -> None:
@@ -36,7 +37,8 @@ class RankPools:
     def run(self, task: RankTask, client: Connection | None) -> GroupOutcome:
         """Run a task and return its outcome.
 
-        Raises CannotStart if the ranks cannot be forked, and passes on ClientGone and TaskCancelled.
+        Raises CannotStart if the ranks cannot be forked, ClientGone if the client has ended, and TaskCancelled if the
+        client cancelled the task.
         """
         task = replace(task, serial=next(self._serials))
         if task.isolation is Isolation.FRESH:
@@ -98,14 +100,14 @@ class RankPools:
         return None if team is None else self._close_and_judge(team, request.world_size, client)
 
     def _close_and_judge(self, team: RankTeam, world_size: int, client: Connection | None) -> GroupOutcome:
-        """End a team whose ranks are idle, and return how each rank ended, even if it died while it was idle."""
+        """End a team whose ranks are idle, and return how each rank ended. A rank may have died while it was idle."""
         try:
             return TaskWatcher(team, RankTask(_no_op, world_size=world_size), client).shut_down_idle_ranks()
         finally:
             self._close_team(team)
 
     def _close_team(self, team: RankTeam) -> None:
-        """End a team, and kill the processes that its ranks started, which are children of this process after that."""
+        """End a team, and kill the processes that its ranks left running, which then are children of this process."""
         team.close()
         kill_orphans({member.process.pid for other in self._teams.values() for member in other.members})
 
@@ -119,8 +121,8 @@ class RankPools:
 def freeze_garbage_collector() -> None:
     """Exclude all current objects from garbage collection, so that forked ranks continue to share their memory.
 
-    A forked rank shares a page of memory with this process until one of them writes to the page, and a garbage
-    collection writes to every object that it visits.
+    A forked rank and this process share a page of memory until either writes to the page, and a garbage collection
+    writes to every object that it visits.
     """
     gc.collect()
     gc.freeze()

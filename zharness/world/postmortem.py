@@ -41,8 +41,8 @@ def count_oom_kills() -> int:
 def judge_exit(member: TeamMember, outcome: RankOutcome | None, pipe_fault: str, oom_kills_before: int) -> RankOutcome:
     """Return the outcome of a rank whose process has ended.
 
-    ``outcome`` is the outcome that the rank reported, or None. It is returned unchanged, unless the rank reported that
-    its function returned and its process then ended with an error. ``pipe_fault`` describes how the rank broke its
+    ``outcome`` is the outcome that the rank reported, or None. A reported outcome is returned unchanged, unless it says
+    that the function returned and the process then ended with an error. ``pipe_fault`` describes how the rank broke its
     control pipe, or is empty. ``oom_kills_before`` is the result of ``count_oom_kills`` when the task began.
     """
     code = member.process.exitcode

@@ -12,7 +12,7 @@ PROCESS_GONE_CAUSE = "its process has ended, and only torchrun has its exit stat
 
 
 def read_process_end(pid: int) -> tuple[RankEnd, str] | None:
-    """Read from /proc how a process ended: by a signal or with an exit status. Linux only.
+    """Return how a process ended, by a signal or with an exit status, as /proc reports it. Linux only.
 
     Returns None if the parent has already reaped the process, after which /proc has no entry for it.
     """
@@ -40,7 +40,11 @@ _FATAL_SIGNALS = {
 
 
 def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
-    """Return SIGNALLED and the signal that faulthandler's dump names; else EXITED and ``PROCESS_GONE_CAUSE``."""
+    """Return how a process ended, and the cause, from faulthandler's dump.
+
+    The result is SIGNALLED and the signal that the dump names, or EXITED and ``PROCESS_GONE_CAUSE`` if the dump names
+    no signal.
+    """
     name = dump.rpartition(f"{FATAL_ERROR_PREFIX}: ")[2].partition("\n")[0].replace("-", " ")
     return (
         (RankEnd.SIGNALLED, _FATAL_SIGNALS[name].name)
@@ -50,7 +54,7 @@ def parse_fatal_dump(dump: str) -> tuple[RankEnd, str]:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Return whether a process is running; a zombie is not."""
+    """Return whether a process is running. A zombie does not count as running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Distinguish slow builds from hung ones by CPU time: compiling uses CPU time, waiting for a stale lock does not."""
+"""Distinguish slow builds from hung builds by CPU time: compiling uses CPU time, waiting for a lock does not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProgressMonitor:
 
 
 def processor_seconds(process_groups: Collection[int]) -> float | None:
-    """Return the CPU seconds of the groups' living processes and of their reaped children; None without /proc."""
+    """Return the CPU seconds of the groups' living processes and of their reaped children, or None without /proc."""
     if not Path("/proc/self/stat").exists():
         return None
     ticks = 0

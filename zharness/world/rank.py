@@ -109,7 +109,7 @@ class ServerChannel:
         self.send(RankNote(self._slot.rank, at_ns, status, pickle.dumps(payload)))
 
     def hold(self, reason: str) -> None:
-        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
+        """Suspend the deadline because this rank is in a debugger, or resume the deadline if ``reason`` is empty."""
         self.send(DeadlineHold(self._slot.rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
@@ -131,7 +131,7 @@ class ServerChannel:
             )
 
     def receive_task(self) -> RankTask | ShutdownMessage:
-        """Return the server's next task or its shutdown message; ignore answers to an exchange that was interrupted."""
+        """Return the next task or the shutdown message of the server; ignore answers to an interrupted exchange."""
         while isinstance(message := self.receive(), ExchangeAnswer):
             continue
         assert isinstance(message, (RankTask, ShutdownMessage)), (
@@ -147,7 +147,7 @@ class ServerChannel:
         )
 
     def reset_announcement_count(self) -> None:
-        """Reset the number of announced collectives, so that the next one has the number 1."""
+        """Reset the number of announced collectives, so that the next collective has the number 1."""
         self._announcement_count = 0
 
     def label(self, phase: str) -> None:
@@ -298,8 +298,8 @@ def set_launcher_variables(slot: RankSlot) -> None:
 def form_group(task: RankTask, slot: RankSlot) -> None:
     """Give this rank the default process group that ``task`` requires: a new one, the previous task's, or none.
 
-    The previous task's group is destroyed unless it is reused. Destroying it does not block, because every rank has
-    ended the previous task.
+    The previous task's group is destroyed unless it is reused. Destroying the group does not block, because every rank
+    has ended the previous task.
     """
     if task.isolation is Isolation.EXISTING_POOL:
         return  # the task tears down fixtures: it runs with the group that the rank has, even if ranks differ
@@ -326,7 +326,7 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
 def choose_debug_level(task: RankTask) -> DebugLevel:
     """Return torch's debug level for a task.
 
-    It is the value of TORCH_DISTRIBUTED_DEBUG if that variable is set, else DETAIL if the task's collectives are
+    The level is the value of TORCH_DISTRIBUTED_DEBUG if that variable is set, else DETAIL if the task's collectives are
     compared across the ranks, else OFF.
     """
     if "TORCH_DISTRIBUTED_DEBUG" in os.environ:
@@ -356,8 +356,8 @@ def seed_torch(seed: int) -> None:
 def rank_device(rank: int, world_size: int) -> torch.device:
     """Return the device of ``rank``, and make it torch's current device if it is a GPU.
 
-    With ``ZHARNESS_DEVICE=cuda`` each rank uses one GPU, otherwise the CPU. An environment variable selects the device,
-    because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
+    If ``ZHARNESS_DEVICE`` is ``cuda``, each rank uses one GPU; otherwise all ranks use the CPU. The device follows from
+    an environment variable, because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
     """
     if not is_gpu_requested():
         return torch.device("cpu")

@@ -18,8 +18,8 @@ from zharness.world.messages import (
 class MismatchedCollective:
     """A pair of ranks that called different collectives at the same point.
 
-    ``at_ns`` is the time of the earlier of the two announcements. It precedes every error that the mismatch causes in
-    another rank.
+    ``at_ns`` is the time of the earlier of the two announcements. This time precedes every error that the mismatch
+    causes in another rank.
     """
 
     ranks: tuple[int, int]
@@ -40,7 +40,7 @@ class RankCoordinator:
         """Add a rank's request, and return the answers to send, by rank.
 
         The answers are empty until the last rank's request arrives. If two ranks called different functions, the method
-        immediately returns an ExchangeMismatch for every waiting rank.
+        immediately returns an ExchangeMismatch for every waiting rank and ends the exchange.
         """
         self._requests[request.rank] = request  # replaces the request of an interrupted exchange
         other = next((earlier for earlier in self._requests.values() if earlier.operation != request.operation), None)
@@ -65,7 +65,7 @@ class RankCoordinator:
     def add_announcement(self, announcement: CollectiveAnnouncement) -> bool:
         """Add an announcement, and return whether another rank announced a different collective under the same number.
 
-        If one did, the attribute ``mismatch`` describes the pair of ranks. Later mismatches are ignored.
+        If the collectives differ, the attribute ``mismatch`` describes the two ranks. Later mismatches are ignored.
         """
         if self.mismatch:
             return False
@@ -86,7 +86,7 @@ class RankCoordinator:
 
 
 def describe_exchange_mismatch(first: tuple[int, str, str], second: tuple[int, str, str]) -> str:
-    """Return the message for two ranks whose exchanging calls differ; each call is (rank, function, call site)."""
+    """Return the message for two ranks whose calls differ; each call is given as (rank, function, call site)."""
     return f"calls that exchange values differ between ranks: {describe_calls(first, second)}"
 
 

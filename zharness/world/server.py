@@ -105,7 +105,7 @@ class RankServer:
     ) -> GroupOutcome:
         """Call ``function(*args)`` on ``world_size`` new ranks, and return how each rank ended.
 
-        Raises UsageError if this machine cannot start so many ranks, WorldError if the server has died.
+        Raises UsageError if this machine cannot start so many ranks, and WorldError if the server has died.
         """
         check_world_size(world_size)
         return self.submit(RankTask(function, args, world_size, timeout, group))
@@ -193,8 +193,8 @@ def run(
     """Call ``function(*args)`` on ``world_size`` new ranks, and return their return values in rank order.
 
     This call forks its own rank server, so ``function`` may be a closure. The return values have to be picklable.
-    Raises RanksFailed if the function does not return on some rank, UsageError if this machine cannot start so many
-    ranks.
+    Raises RanksFailed if the function does not return on some rank, and UsageError if this machine cannot start so
+    many ranks.
     """
     check_world_size(world_size)
     with RankServer(inherited_function=partial(function, *args)) as server:
@@ -252,7 +252,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
     """Kill the ranks, remove the server's files and exit. This function is called from a signal handler.
 
     The function calls ``os._exit`` instead of raising SystemExit, because an exception from a signal handler is lost in
-    callbacks that cannot raise, and a module that is being imported may catch it.
+    callbacks that cannot raise, and a module that is being imported may catch the exception.
     """
     for child in multiprocessing.active_children():
         if child.pid is not None:
@@ -264,7 +264,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
-    """Apply ``rank_environment`` to this process and run its warm-up; return an error message, or "" on success."""
+    """Apply ``rank_environment`` to this process and run its warm-up; return an error message, empty on success."""
     problem = describe_shadowed_module(rank_environment)
     if problem:
         return problem
@@ -284,7 +284,7 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
 
 
 def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
-    """Return an error message if this process has already imported another release of the engine to be tested; else "".
+    """Return an error message if this process has already imported another release of the engine, else empty text.
 
     The forked ranks would run the imported release instead of the release in ``search_path``.
     """
@@ -295,8 +295,9 @@ def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
         return ""
     version = getattr(imported, "__version__", "")
     return (
-        f"{rank_environment.module} {version} is already imported by this session, but the release in "
-        f"{rank_environment.search_path[0]} is to be tested; run zharness check, or keep imports out of module level"
+        f"{rank_environment.module} {version} is already imported by this session, but the ranks have to import "
+        f"the release in {rank_environment.search_path[0]}; run `zharness check`, or import "
+        f"{rank_environment.module} only inside functions"
     )
 
 

@@ -35,8 +35,8 @@ class StackFrame:
 def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
     """Return the frames of the thread that received the signal, innermost first.
 
-    This is the main thread, unless it blocks signals. Frames of the harness and of pytest are left out, and so are the
-    frames that called the rank's function.
+    This thread is the main thread, unless the main thread blocks signals. Frames of the harness and of pytest are left
+    out, and so are the frames that called the rank's function.
     """
     threads = _THREAD.split(text)
     current = text.find("Current thread ")
@@ -47,7 +47,7 @@ def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
 
 
 def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
-    """Return the collective in which a rank waits, with the file and line of the call; else the empty string."""
+    """Return the collective in which a rank waits, with the file and line of the call, or the empty string if none."""
     for at, frame in enumerate(frames):
         if not frame.file.endswith(_COLLECTIVES_FILE):
             continue
@@ -63,7 +63,7 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
 
 
 def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
-    """Describe the innermost frame, followed by the innermost frame outside of the standard library if they differ."""
+    """Describe the innermost frame and, if that is in the standard library, the innermost frame outside of it."""
     if not frames:
         return ""
     inner = frames[0]
@@ -120,7 +120,7 @@ def trim_stacks(text: str) -> str:
 
 
 def is_idle_thread(block: list[str]) -> bool:
-    """Return whether the lines are the stack of a thread of the harness that only waits."""
+    """Return whether the lines ``block`` are the stack of a harness thread that waits for work."""
     frames = [line for line in block if line.startswith('  File "')]
     is_thread = bool(block) and is_thread_header(block[0])
     return is_thread and all("/threading.py" in frame or "/zharness/world/store.py" in frame for frame in frames)

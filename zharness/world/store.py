@@ -47,7 +47,7 @@ class LaunchStore:
     """
 
     def __init__(self, launch: Launch, *, serve: bool = False) -> None:
-        """Connect to the store. With ``serve``, also run its server here, unless torchrun's agent runs it."""
+        """Connect to the store. ``serve`` has the same meaning as in ``connect_to_store``."""
         self.torch_store: Store = PrefixStore(f"zharness/{launch.restart_count}", connect_to_store(launch, serve=serve))
 
     def post(self, key: str, value: object) -> None:
@@ -59,7 +59,7 @@ class LaunchStore:
         self.torch_store.set(key, value)  # type: ignore[arg-type]  # the stub declares str only
 
     def post_if_absent(self, key: str, value: object) -> Any:
-        """Store ``value`` under ``key`` unless the key exists; return the value that is stored then.
+        """Store ``value`` under ``key`` unless the key exists, and return the value that the key then has.
 
         Unpickling the stored value is safe, because a rank of this launch wrote it.
         """
@@ -103,7 +103,7 @@ class LaunchStore:
 def connect_to_store(launch: Launch, *, serve: bool) -> TCPStore:
     """Return a new connection to the launch's store.
 
-    With ``serve``, also run the server of the store in this process, unless torchrun's agent runs it.
+    If ``serve`` is True, this process also runs the server of the store, unless torchrun's agent runs that server.
     """
     serve = serve and not launch.uses_agent_store
     return TCPStore(
@@ -147,7 +147,7 @@ class StoreChannel:
         self._witness_pipe.send(phase)
 
     def hold(self, reason: str) -> None:
-        """Suspend the deadline while this rank is in a debugger; with an empty ``reason``, resume the deadline."""
+        """Suspend the deadline because this rank is in a debugger, or resume the deadline if ``reason`` is empty."""
         self._witness_pipe.send(DeadlineHold(self._rank, reason))
 
     def exchange(self, value: bytes, operation: str, call_site: str) -> tuple[bytes, ...]:
@@ -173,7 +173,7 @@ class StoreChannel:
         return tuple(value for _, _, _, value in requests)
 
     def announce(self, operation: str, call_site: str) -> None:
-        """Post the collective that this rank enters next. Raises CollectiveMismatch if a peer posted another one."""
+        """Post the collective that this rank enters next. Raises CollectiveMismatch if a peer's collective differs."""
         self._announcement_count += 1
         key = f"{self._prefix}/collective/{self._announcement_count}"
         own_call = (self._rank, operation, call_site)
@@ -192,5 +192,5 @@ class StoreChannel:
 
 
 def rank_outcome_key(prefix: str, rank: int) -> str:
-    """Return the key under which the witness of ``rank`` posts the rank's outcome of the task whose prefix is given."""
+    """Return the key under which the witness of ``rank`` posts the rank's outcome; ``prefix`` identifies the task."""
     return f"{prefix}/ended/{rank}"

@@ -1,4 +1,4 @@
-"""Collect the output of ranks from their pipes, limit its size, split it by test phase and, if requested, echo it."""
+"""Collect the output of ranks from their pipes, limit the size of the output, and split the output by test phase."""
 
 from __future__ import annotations
 

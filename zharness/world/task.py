@@ -25,7 +25,7 @@ class Isolation(Enum):
 
 
 class CollectiveMode(Enum):
-    """The choice whether torch compares every collective across the ranks before the collective runs.
+    """The choice whether torch checks, before each collective, that all ranks call the same collective.
 
     CHECKED sets ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, with which torch reports a mismatch; gloo alone would hang or
     compute a wrong result. The comparison takes about 2 ms per collective on 2 ranks, and more on more ranks. TRUSTED
@@ -61,7 +61,7 @@ class RankTask:
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """A request to a rank server to end the ranks of the running task; the server answers by sending it back."""
+    """A request to a rank server to end the ranks of the running task. The server sends the request back as answer."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class TaskWatcher:
     def wait_for_outcome(self) -> GroupOutcome:
         """Wait until every rank has an outcome, and return all outcomes.
 
-        Raises ClientGone if the client has ended, TaskCancelled if it cancelled the task.
+        Raises ClientGone if the client has ended, and TaskCancelled if the client cancelled the task.
         """
         if self._client is not None:
             self._team.selector.register(self._client, selectors.EVENT_READ, SelectorEvent(None, "client"))
@@ -90,7 +90,7 @@ class TaskWatcher:
                 self._team.unregister(self._client)
 
     def shut_down_idle_ranks(self) -> GroupOutcome:
-        """Shut down the ranks, which have no task, and return how each of them ended."""
+        """Shut down ranks that run no task, and return how each rank ended."""
         now = time.monotonic_ns()
         self._outcomes = {member.rank: RankOutcome(member.rank, RankEnd.RETURNED, now) for member in self._team.members}
         self._shut_down_ranks()
@@ -147,7 +147,7 @@ class TaskWatcher:
         return True
 
     def _handle_message(self, member: TeamMember, message: object) -> None:
-        """Handle one message of a rank, depending on the type of the message."""
+        """Process one message of a rank, such as an outcome, a note, an exchange request or an announcement."""
         if isinstance(message, RankOutcome):
             self._record_outcome(message)
         elif isinstance(message, RankNote):
@@ -167,8 +167,8 @@ class TaskWatcher:
     def _handle_exchange_request(self, member: TeamMember, request: ExchangeRequest) -> None:
         """Handle a rank's request to exchange a value with its peers.
 
-        If the request is the last one of the exchange, every rank is sent its answer. If a peer has already ended, the
-        rank is sent an ExchangeFailure.
+        If this request completes the exchange, the method sends every rank its answer. If a peer has already ended, the
+        method sends this rank an ExchangeFailure.
         """
         if self._outcomes:
             ended = min(self._outcomes)
@@ -236,7 +236,7 @@ class TaskWatcher:
             self._deadline.schedule_check(2 * GRACE_SECONDS)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the running ranks, but give failed ranks outside of collectives the full time-out for teardown."""
+        """Kill the running ranks, but let failed ranks outside of collectives tear down until the time-out."""
         tearing_down = [
             member
             for member in running
@@ -249,7 +249,7 @@ class TaskWatcher:
             self._kill_ranks(running, stacks)
 
     def _has_failure(self) -> bool:
-        """Return whether a rank failed or left the task; if so, ranks that are killed count as stopped, not as hung."""
+        """Return whether a rank failed or skipped; ranks that are killed after that count as stopped, not as hung."""
         has_bad_note = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
         has_bad_outcome = any(not outcome.is_successful for outcome in self._outcomes.values())
         return has_bad_note or has_bad_outcome or bool(self._pipe_faults) or bool(self._coordinator.mismatch)
@@ -305,8 +305,8 @@ class TaskWatcher:
     ) -> RankOutcome:
         """Return the outcome of a rank that is about to be killed.
 
-        ``outcome`` is the outcome that the rank reported if its function has returned and its process does not exit;
-        else it is None. ``has_failure`` says whether another rank failed.
+        ``outcome`` is the outcome that the rank has reported, after which its process did not exit, or None if the rank
+        has not reported an outcome. ``has_failure`` says whether another rank failed.
         """
         end = RankEnd.STOPPED if has_failure else RankEnd.HUNG
         site = find_waiting_collective(parse_main_thread(stack))
@@ -357,5 +357,5 @@ def has_message(connection: Connection) -> bool:
 
 
 def strip_fatal_dump(output: CapturedOutput) -> CapturedOutput:
-    """Return ``output``; if it contains the stack dump of a fatal error, remove the harness's frames from the dump."""
+    """Return ``output`` without the harness's frames in the stack dump of a fatal error, if it contains such a dump."""
     return replace(output, text=strip_harness_frames(output.text)) if FATAL_ERROR_PREFIX in output.text else output

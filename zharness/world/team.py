@@ -25,7 +25,7 @@ from zharness.world.task import RankTask
 
 
 class CannotStart(Exception):
-    """Raised when ranks cannot be forked, for lack of memory, processes, file descriptors or a directory."""
+    """Raised when ranks cannot be forked: memory, processes or descriptors ran out, or a directory is missing."""
 
 
 class TeamMember:
@@ -90,7 +90,7 @@ class RankTeam:
     def __init__(
         self, task: RankTask, inherited_function: Callable[..., Any] | None, parent_dir: Path, echo: bool
     ) -> None:
-        """Fork the ranks and make each of them run ``task`` first. Raises CannotStart if they cannot be forked."""
+        """Fork the ranks and make each of them run ``task`` first. Raises CannotStart if a fork fails."""
         try:
             self.scratch_dir = Path(tempfile.mkdtemp(dir=parent_dir))
         except OSError as error:
@@ -164,7 +164,7 @@ class RankTeam:
             member.send(task)
 
     def send_shutdown(self) -> None:
-        """Send every rank of the team the message to end."""
+        """Send the shutdown message to every rank of the team."""
         for member in self.members:
             member.send(ShutdownMessage())
 
@@ -194,7 +194,7 @@ class RankTeam:
 
 
 def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Open two pipes and return their ends. If the second one cannot be opened, close the first one."""
+    """Open two pipes and return their ends. If the second pipe cannot be opened, close the first pipe."""
     first = os.pipe()
     try:
         return first, os.pipe()

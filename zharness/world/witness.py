@@ -2,12 +2,12 @@
 
 [Note: witnesses]
 torchrun's agents start and watch the ranks of a launch, but do not report to rank 0 how a rank ended. So each rank
-forks a witness before it does anything else. The rank tells its witness, through a pipe, which tasks it begins, its
-notes and its outcomes; the witness posts the outcomes in the launch's store, where rank 0 reads them. When the rank
-dies, the witness wakes up immediately and reads the rank's signal or exit status from /proc. When a task exceeds its
-time-out, the witness makes the rank dump its stacks by sending SIGUSR1, which works even while Python hangs. The
-witness is neither a child of the rank nor in the rank's process group, so that no test and no torchrun agent waits for
-the witness or kills it. The witness ends at most a few seconds after the rank.
+forks a witness before it does anything else. Through a pipe, the rank reports to its witness the beginning of each
+task, its notes and its outcomes; the witness posts the outcomes in the launch's store, where rank 0 reads them. When
+the rank dies, the witness wakes up immediately and reads the rank's signal or exit status from /proc. When a task
+exceeds its time-out, the witness makes the rank dump its stacks by sending SIGUSR1, which works even while Python
+hangs. The witness is neither a child of the rank nor in the rank's process group, so that no test and no torchrun agent
+waits for the witness or kills it. The witness ends at most a few seconds after the rank.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Witness:
         self._current_task = None
 
     def _check_deadline(self, task: TaskStarted) -> None:
-        """Extend the time-out while any rank is building or in a debugger; after the time-out, end this rank."""
+        """Extend the time-out while any rank is building or in a debugger, and end this rank after the time-out."""
         stack = self._collect_stack()
         limit = self._started_at + task.timeout + BUILD_LIMIT_SECONDS
         if self._is_held or (is_building(parse_main_thread(stack)) and time.monotonic() < limit):
@@ -262,7 +262,7 @@ class Witness:
         return self._make_outcome(end, cause, stack=stack, site=site)
 
     def _make_outcome(self, end: RankEnd, cause: str, *, stack: str = "", site: str = "") -> RankOutcome:
-        """Return an outcome of the rank that includes the current time, the rank's test phase and its output."""
+        """Return an outcome of the rank with the current time, the rank's test phase and the rank's output."""
         return RankOutcome(
             self._rank,
             end,
@@ -277,7 +277,7 @@ class Witness:
     def _read_output(self) -> list[CapturedOutput]:
         """Return the last part of the rank's output for each stream.
 
-        The method does not move the file position, because the rank writes at the same position.
+        The method does not move the file position, because the rank writes at that position.
         """
         outputs = []
         for name, descriptor in self._watched_rank.stream_descriptors.items():
@@ -313,8 +313,8 @@ class Witness:
     def _handle_process_end(self) -> None:
         """Handle the end of the rank's process.
 
-        Read the rank's last messages, post how the process ended, and declare the launch to be over. Do nothing if the
-        rank was told to end or rank 0 has written its report.
+        The method reads the rank's last messages. Unless the rank received the shutdown message or rank 0 has already
+        written its report, the method then posts how the process ended and declares the launch to be over.
         """
         self._wait_for_end(STACK_DUMP_SECONDS)  # a process closes its files a moment before it has ended
         # At once: torchrun reaps the process within a tenth of a second, and /proc has no exit status after that.
@@ -345,7 +345,7 @@ class Witness:
         os.write(self._stderr_descriptor, f"\nzharness: {message}\n{strip_harness_frames(stack)}\n".encode())
 
     def _read_fatal_dump(self) -> str:
-        """Return the stack that faulthandler wrote when the rank had a fatal error; the empty string if it had none."""
+        """Return the stack that faulthandler wrote at a fatal error of the rank, or the empty string without one."""
         text = self._read_stack_file()
         start = text.rfind(FATAL_ERROR_PREFIX)
         return trim_stacks(text[start:]) if start >= 0 else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zharness.laws.training import (
     accumulation,
     any_order,
+    caller_modes,
     clipping,
     forward_alone,
     free_running,
@@ -14,6 +15,7 @@ from zharness.laws.training import (
     loss_scale,
     modes,
     observer_effect,
+    optimizer_options,
     reduction,
     several_backwards,
     sgd_step,
@@ -23,6 +25,7 @@ from zharness.laws.training import (
 LAWS = (
     *grads.LAWS,
     *trajectory.LAWS,
+    *optimizer_options.LAWS,
     *free_running.LAWS,
     *kernels.LAWS,
     *accumulation.LAWS,
@@ -30,6 +33,7 @@ LAWS = (
     *sgd_step.LAWS,
     *observer_effect.LAWS,
     *modes.LAWS,
+    *caller_modes.LAWS,
     *invariance.LAWS,
     *reduction.LAWS,
     *several_backwards.LAWS,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -62,8 +63,16 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
-    """Make one step without options, and one step for each combination of engine variants."""
-    for row, options in enumerate([{}, *build_pairwise_rows(ctx.capabilities.neutral_options)]):
+    """Make one step without further options, and one step for each combination of engine variants.
+
+    Variants that contradict the options of the cell are left out.
+    """
+    variants = {
+        name: options
+        for name, options in ctx.capabilities.neutral_options.items()
+        if are_options_compatible(ctx.config.options, options)
+    }
+    for row, options in enumerate([{}, *build_pairwise_rows(variants)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))

@@ -58,7 +58,7 @@ class MetadataUnpickler(pickle.Unpickler):
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
             raise CheckpointError(
-                f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs; it is not loaded"
+                f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs; the load is refused"
             )
         return super().find_class(module, name)
 
@@ -77,7 +77,8 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check the file ``.metadata``.
 
-        Raises CheckpointError if the file contains code, has an entry that is not a tensor, or refers to other files.
+        Raises CheckpointError if the file contains code, has an entry that is not a tensor, or refers to a file that is
+        not allowed.
         """
         raw = (Path(self.path) / ".metadata").read_bytes()
         metadata = MetadataUnpickler(io.BytesIO(raw)).load()
@@ -97,7 +98,7 @@ class TensorReader(FileSystemReader):
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write this rank's tensors to this rank's files in ``folder``. This is a collective.
 
-    Raises CheckpointError on every rank if the write fails on any.
+    Raises CheckpointError on every rank if the write fails on any rank.
     """
     try:
         save(dict(tensors), storage_writer=FileSystemWriter(folder))
@@ -108,7 +109,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, allowed_files: frozenset[str]) -> None:
     """Fill ``tensors`` in place with the saved tensors of the same names in ``folder``. This is a collective.
 
-    Only the files in ``allowed_files`` are read. Raises CheckpointError on every rank if the read fails on any.
+    Only the files in ``allowed_files`` are read. Raises CheckpointError on every rank if the read fails on any rank.
     """
     try:
         load(dict(tensors), storage_reader=TensorReader(folder, allowed_files))

@@ -1,4 +1,4 @@
-"""Raise one rank's error in a checkpoint on all ranks, so that no rank hangs in the next collective."""
+"""Raise an error of one rank on all ranks during a save or load, so that no rank hangs in the next collective."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zharness.errors import CheckpointError, ZHarnessError
 
 @contextmanager
 def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
-    """Raise CheckpointError on every rank, with the messages of all ranks, if the block fails on any.
+    """Raise CheckpointError on every rank, with the messages of all failed ranks, if the block fails on any rank.
 
     This is a collective. The block itself must not run a collective, because a rank that has failed would not take part
-    in it.
+    in that collective.
     """
     try:
         yield

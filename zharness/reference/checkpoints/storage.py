@@ -1,9 +1,9 @@
 """Write and read checkpoints on disk, in torch.distributed.checkpoint's format.
 
-A save or load either succeeds completely or leaves everything unchanged. A checkpoint is the folder ``folder/tag/``. It
-contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is common to all
-ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of every file.
-The file ``folder/latest`` contains the newest tag. All ranks have to share the file system.
+A save or load either succeeds completely or leaves everything unchanged. A checkpoint is the folder ``folder/tag/``.
+This folder contains each rank's tensors and ``.metadata`` as torch writes them, ``facts.pt`` with the state that is
+common to all ranks, ``rank_<r>.pt`` with the state of each rank, and ``manifest.json`` with the length and checksum of
+every file. The file ``folder/latest`` contains the newest tag. All ranks have to share the file system.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save_checkpoint(
 
     This is a collective. Returns the path of the checkpoint. Every file is first written and synced in a draft folder,
     and ``latest`` is replaced last, so after an interruption the previous checkpoint is complete and is the one that is
-    loaded. Raises CheckpointError on every rank if the save fails on any.
+    loaded. Raises CheckpointError on every rank if the save fails on any rank.
     """
     from zharness.reference.checkpoints import dcp as tensors
 
@@ -80,8 +80,8 @@ def save_checkpoint(
 class SavedCheckpoint:
     """A checkpoint that was verified to be complete and undamaged.
 
-    ``common_state`` is the state that all ranks share. ``rank_state`` is the state that was saved by this rank, or rank
-    0's if the checkpoint has fewer ranks.
+    ``common_state`` is the state that all ranks share. ``rank_state`` is the state that was saved by this rank, or by
+    rank 0 if the checkpoint has no state of this rank.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class SavedCheckpoint:
     def read_tensors(self, local_tensors: Mapping[str, Tensor]) -> None:
         """Fill ``local_tensors`` in place with the saved tensors of the same names. This is a collective.
 
-        Raises CheckpointError on every rank if the read fails on any.
+        Raises CheckpointError on every rank if the read fails on any rank.
         """
         from zharness.reference.checkpoints import dcp as tensors
 
@@ -146,7 +146,7 @@ def _encode_state(state: StateValues) -> bytes:
 def _write_manifest(draft: Path, comm: Comm) -> None:
     """Write the length and checksum of every file in ``draft`` to its manifest. This is a collective.
 
-    Each rank reads some of the files.
+    Each rank computes the checksums of some of the files.
     """
     with raise_on_all_ranks(comm):
         names = sorted(path.name for path in draft.iterdir())
@@ -219,8 +219,8 @@ def _read_latest_tag(folder: Path) -> str:
 def _find_checkpoint_folder(folder: Path, tag: str) -> Path:
     """Return the folder of the checkpoint ``tag``.
 
-    If a save was interrupted between its two renames, returns the older checkpoint under its temporary name. Raises
-    CheckpointError if neither folder exists.
+    If a save was interrupted between its two renames, returns the folder of the older checkpoint, which then has a
+    temporary name. Raises CheckpointError if neither folder exists.
     """
     _check_tag(tag)
     for path in (folder / tag, folder / (PREVIOUS_PREFIX + tag)):

@@ -1,9 +1,9 @@
 """Collect an engine's training state by parameter name for a checkpoint, and load the state from a checkpoint.
 
-Each tensor is flattened. If the optimizer state is sharded, a rank keeps its range of the elements, otherwise all of
-them. The tensors are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or world
-size needs. An optimizer state that is one number for a whole parameter, such as its step count, is saved not as a
-tensor but in CheckpointContents.
+Each tensor is flattened. If the optimizer state is sharded, a rank saves its range of the elements, otherwise all
+elements. The tensors are saved as DTensors, so torch.distributed.checkpoint can load the range that another stage or
+world size needs. An optimizer state that is one number for a whole parameter, such as the step count, is saved in
+CheckpointContents, not as a tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXTRA_STATE_KEY = "_extra_state"  # torch's key for a module's get_extra_state()
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The description of a checkpoint, which shows whether it fits an engine before any tensor is read.
+    """The description of a checkpoint, which shows whether the checkpoint fits an engine before any tensor is read.
 
     ``moments`` has the dtypes of each parameter's elementwise optimizer states, and ``counts`` has the other optimizer
     states. ``groups`` has the optimizer's parameter groups, with parameter names under the key ``params``. ``stateful``
@@ -61,12 +61,12 @@ def weight_key(name: str) -> str:
 
 
 def moment_key(name: str, key: str) -> str:
-    """Return the checkpoint key of ``key``, one elementwise optimizer state of the parameter ``name``."""
+    """Return the checkpoint key of the elementwise optimizer state ``key`` of the parameter ``name``."""
     return f"optimizer/{name}/{key}"
 
 
 def buffer_key(name: str, rank: int) -> str:
-    """Return the checkpoint key of the buffer ``name`` of ``rank``, since running statistics differ between ranks."""
+    """Return the checkpoint key of the buffer ``name`` on ``rank``; ranks save their own running statistics."""
     return f"buffers/{rank}/{name}"
 
 
@@ -143,9 +143,9 @@ class TrainingState:
     def check_compatible(
         self, contents: CheckpointContents, extra_state: Mapping[str, Any], module_only: bool = False
     ) -> None:
-        """Raise CheckpointError with the first difference unless the checkpoint fits this model and optimizer.
+        """Raise CheckpointError for the first difference between the checkpoint and this model and optimizer.
 
-        ``module_only`` compares only parameters, buffers and extra state.
+        If ``module_only`` is True, only parameters, buffers and extra state are compared.
         """
         shapes = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
         _check_same_shapes("parameter", contents.parameters, shapes)
@@ -195,10 +195,10 @@ class TrainingState:
         return {key: tensor for key, tensor in (tensors | buffers).items() if tensor.numel()}
 
     def make_empty_tensors(self, contents: CheckpointContents, module_only: bool = False) -> dict[str, Tensor]:
-        """Allocate tensors by checkpoint key, into which the checkpoint that ``contents`` describes can be read.
+        """Return empty tensors by checkpoint key, into which the checkpoint that ``contents`` describes can be read.
 
-        A rank that the checkpoint does not have gets the keys of rank 0's buffers. ``module_only`` leaves out optimizer
-        states.
+        A rank that the checkpoint does not have gets the keys of rank 0's buffers. If ``module_only`` is True,
+        optimizer states are left out.
         """
         tensors: dict[str, Tensor] = {}
         for name, leaf in self._parameters.leaves.items():
@@ -239,7 +239,7 @@ class TrainingState:
         return DTensor.from_local(local, mesh, [placement], run_check=False, shape=flat, stride=(1,))
 
     def _get_device_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the device mesh of all ranks, which is made for the first checkpoint, since making one is slow."""
+        """Return the device mesh of all ranks. The mesh is made for the first checkpoint, because making it is slow."""
         if device_type not in self._device_meshes:
             group = self._comm.group or dist.group.WORLD
             assert group is not None
@@ -252,7 +252,8 @@ class TrainingState:
     ) -> None:
         """Load ``local_tensors`` and the states in ``contents`` into the engine. This is a collective.
 
-        ``check_compatible`` must have accepted ``contents``. ``module_only`` loads only parameters and buffers.
+        ``check_compatible`` must have accepted ``contents``. If ``module_only`` is True, only parameters and buffers
+        are loaded.
         """
         leaves = self._parameters.leaves
         for name, leaf in leaves.items():
@@ -308,7 +309,7 @@ class TrainingState:
 def _is_elementwise(key: str, value: Any, shape: torch.Size) -> bool:
     """Return whether an optimizer state has one element for each element of the parameter.
 
-    For a parameter with one element the shape cannot decide that, so the keys of scalar states are excluded by name.
+    The shape cannot show this for a parameter with one element, so scalar states are recognised by their keys.
     """
     return key not in SCALAR_STATE_KEYS and isinstance(value, Tensor) and value.shape == shape
 
@@ -327,9 +328,9 @@ def _reshape_like_leaf(leaf: Tensor, local_tensor: Tensor | None) -> Tensor:
 
 
 def _check_same_shapes(kind: str, saved_shapes: Mapping[str, Any], expected_shapes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first tensor whose shapes differ, or that only one of the two sides has.
+    """Raise CheckpointError for the first tensor that is missing on one side or has different shapes on both sides.
 
-    ``kind`` is "parameter" or "buffer", for the message.
+    The two sides are the checkpoint and the model. The message calls the tensor ``kind``: "parameter" or "buffer".
     """
     for name in (*expected_shapes, *saved_shapes):
         saved, expected = saved_shapes.get(name), expected_shapes.get(name)

@@ -1,4 +1,4 @@
-"""Read DeepSpeed's universal checkpoints, as its script ``ds_to_universal`` writes them, into this engine.
+"""Read universal checkpoints, which DeepSpeed's script ``ds_to_universal`` writes, into this engine.
 
 The folder ``folder/zero/<parameter>/`` contains ``fp32.pt``, ``exp_avg.pt`` and ``exp_avg_sq.pt`` of the full
 parameter. If the checkpoint was saved at stage 1 or 2, these tensors have the parameter's shape and tensor-parallel
@@ -74,9 +74,9 @@ class TensorParallelSlice:
         """Return this rank's slice of the full parameter, cut as in DeepSpeed's load_hp_checkpoint_state.
 
         ``shape`` is the shape of the slice. A parameter that already has this shape is replicated over the
-        tensor-parallel ranks. An embedding over the vocabulary is first padded with zeros to a multiple of the size. A
-        parameter that is made of several sub-parameters is sliced in each of them. Raises CheckpointError if the slice
-        has another shape.
+        tensor-parallel ranks. An embedding over the vocabulary is first padded with zeros to a multiple of the
+        tensor-parallel size. In a parameter that consists of several sub-parameters, each sub-parameter is sliced.
+        Raises CheckpointError if the slice does not have ``shape``.
         """
         if tuple(full.shape) == shape:
             return full
@@ -150,7 +150,7 @@ class _OptimizerGlobalState:
     def load(cls, file: Path) -> _OptimizerGlobalState:
         """Read the optimizer state from ``file``.
 
-        Raises CheckpointError if the file is missing, has no parameter groups, or has different step counts.
+        Raises CheckpointError if the file is missing, has no parameter groups, or contains unequal step counts.
         """
         if not file.is_file():
             raise CheckpointError(
@@ -169,7 +169,8 @@ class _OptimizerGlobalState:
     def merge_param_groups(self, engine_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return this engine's parameter groups with the checkpoint's settings.
 
-        Raises CheckpointError if the number of groups differs, or if the optimizer is not Adam without amsgrad.
+        Raises CheckpointError if the number of groups differs, or if the optimizer is not Adam or AdamW, or uses
+        amsgrad.
         """
         if len(engine_groups) != len(self.groups):
             raise CheckpointError(
@@ -205,8 +206,8 @@ def _resolve_universal_folder(path: Path) -> Path:
 def _load_model_files(folder: Path, parallel: TensorParallelSlice) -> list[Mapping[str, Any]]:
     """Load the model files of this tensor-parallel rank.
 
-    At stage 3 these are the files of all data-parallel ranks in order, at other stages one file. Raises CheckpointError
-    if a file or one of its keys is missing.
+    A checkpoint from stage 3 has one file for each data-parallel rank, loaded in the order of ranks. A checkpoint from
+    another stage has one file. Raises CheckpointError if a file is missing or lacks a required key.
     """
     pattern = re.compile(rf"(?:zero_pp_rank_(\d+)_)?mp_rank_{parallel.rank:02d}_model_states\.pt")
     rank_files = sorted((int(m[1] or 0), file) for file in folder.iterdir() if (m := pattern.fullmatch(file.name)))
@@ -245,7 +246,7 @@ def _read_buffers(engine_contents: CheckpointContents, model: Mapping[str, Any])
 
 
 def _read_extra_state(state: TrainingState, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra state of this engine's modules from a model file. Raises CheckpointError if one is missing."""
+    """Return the extra state of this engine's modules from a model file. Raises CheckpointError if any is missing."""
     missing = state.extra_state().keys() - model["module"].keys()
     if missing:
         raise CheckpointError(f"checkpoint of another model: it has no extra state {sorted(missing)}")
@@ -276,7 +277,10 @@ def _read_parameter(
 
 
 def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Read a tensor with its metadata. A checkpoint from stage 3 has a flat tensor without metadata."""
+    """Read a tensor and its metadata; a tensor that was saved at stage 3 is flat and has no metadata.
+
+    Raises CheckpointError if the file contains no tensor.
+    """
     saved = unpickling.load_safely(file, str(file))
     metadata = saved if isinstance(saved, dict) else {"param": saved}
     tensor = metadata.get("param")
@@ -287,7 +291,10 @@ def _read_tensor(file: Path, shape: tuple[int, ...]) -> tuple[Tensor, Mapping[st
 
 
 def _read_frozen_weight(name: str, shape: tuple[int, ...], models: list[Mapping[str, Any]]) -> Tensor:
-    """Return a frozen weight, joined from the padded shards in ``models``, the model files of all ranks at stage 3."""
+    """Return a frozen weight, joined from the padded shards in ``models``, the model files of all ranks at stage 3.
+
+    Raises CheckpointError if a shard is missing, or if the shards have too few elements.
+    """
     parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
     if any(part is None for part in parts):
         raise CheckpointError(f"checkpoint of another model: it does not have parameter {name!r}")
@@ -308,7 +315,8 @@ def _collect_step_counts(
 ) -> dict[str, dict[str, Any]]:
     """Return each parameter's step count from the checkpoint, or this engine's count if the checkpoint has none.
 
-    Raises CheckpointError if the counts of one group differ, or if neither side has a count for a parameter.
+    Raises CheckpointError if the counts of one group differ, or if neither the checkpoint nor this engine has a count
+    for a parameter.
     """
     counts: dict[str, dict[str, Any]] = {}
     for group in groups:
@@ -330,9 +338,9 @@ def _collect_step_counts(
 def _merge_stateful(
     engine_contents: CheckpointContents, loss_scale: float, schedule: Mapping[str, Any] | None
 ) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the states of this engine's loss scale and schedule, replaced by the saved ones.
+    """Return this engine's states of the loss scale and the schedule, updated from the checkpoint.
 
-    The saved schedule is used only if its keys match; otherwise a warning is issued and the schedule is not changed.
+    The schedule is updated only if the saved schedule has the same keys; otherwise a warning is issued.
     """
     merged = dict(engine_contents.stateful)
     for key, (kind, state) in engine_contents.stateful.items():
@@ -349,9 +357,9 @@ def _merge_stateful(
 
 
 def _call_first(mpu: Any, names: tuple[str, ...]) -> int:
-    """Call the first method of ``mpu`` that has one of ``names``.
+    """Call the first of the methods ``names`` that ``mpu`` has, and return the result.
 
-    Raises CheckpointError if ``mpu`` has none of them.
+    Raises CheckpointError if ``mpu`` has none of these methods.
     """
     for name in names:
         if hasattr(mpu, name):

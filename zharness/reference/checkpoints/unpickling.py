@@ -1,8 +1,8 @@
 """Load files from untrusted sources without running code that they contain.
 
 ``pickle.load`` calls the functions that a file names, so it runs whatever code the author of the file put there.
-``torch.load(weights_only=True)`` calls only what tensors and plain containers need. The module ``dcp`` restricts in the
-same way the file that torch.distributed.checkpoint reads with plain pickle.
+``torch.load(weights_only=True)`` calls only what tensors and plain containers need. torch.distributed.checkpoint reads
+one file with plain pickle; the module ``dcp`` restricts this read in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zharness.torch_private import safe_globals
 
 
 class LossScaler:
-    """A class with attributes only, loaded in place of deepspeed.runtime.fp16.loss_scaler.LossScaler."""
+    """A class without methods that is loaded in place of deepspeed.runtime.fp16.loss_scaler.LossScaler."""
 
     __module__ = "deepspeed.runtime.fp16.loss_scaler"  # files and torch's list of safe globals name the class by it
     cur_scale: float
@@ -41,7 +41,8 @@ class ZeroStageEnum(IntEnum):
 def load_safely(file: Path | io.BytesIO, description: str) -> Any:
     """Load a file of tensors and plain containers to the CPU.
 
-    Raises CheckpointError for any other content and for a damaged file; its message begins with ``description``.
+    Raises CheckpointError for any other content and for a damaged file. The message of the error begins with
+    ``description``.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

@@ -60,7 +60,7 @@ class DeferredModule:
 def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
     """Return the modules with tensors on the meta device, children before parents.
 
-    Constructors draw their random numbers in the same order. Raises ConfigError, before anything is allocated, for a
+    This is the order in which constructors draw random numbers. Raises ConfigError, before anything is allocated, for a
     module without ``reset_parameters``.
     """
     return [
@@ -71,7 +71,7 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def infer_device(model: nn.Module, comm: Comm) -> torch.device:
-    """Return the device of the model's parameters, or if all are on meta, the device that the process group uses."""
+    """Return the device of the model's parameters, or that of the process group if all parameters are on meta."""
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     if real is not None:
         return real

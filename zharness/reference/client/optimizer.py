@@ -1,4 +1,4 @@
-"""Build an optimizer and schedule that update this rank's leaves instead of the model's parameters.
+"""Build an optimizer over this rank's leaves instead of the model's parameters, and the optimizer's schedule.
 
 A leaf is the tensor that the optimizer updates on this rank for one parameter.
 """
@@ -30,7 +30,7 @@ class LeafSubstitution:
     def replace_groups(self, param_groups: ParameterGroups) -> list[dict[str, Any]]:
         """Return parameter groups of torch.optim in which each parameter is replaced by its leaf.
 
-        ``param_groups`` has either parameters or groups of them.
+        ``param_groups`` contains either parameters or parameter groups.
         """
         entries = list(param_groups)
         groups = [dict(e) for e in entries] if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
@@ -64,11 +64,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return an optimizer that updates ``leaves``.
 
-    ``optimizer`` is an optimizer over the model's parameters, whose groups are changed to the leaves so that a schedule
-    over it still works; or a function that builds an optimizer from the leaves; or None for the configured one. An
-    optimizer that has already stepped is refused, since its state would belong to other tensors. ``parameters`` are
-    those that the configured optimizer updates, or None for all. Raises ConfigError for an optimizer that cannot be
-    used.
+    ``optimizer`` is an optimizer over the model's parameters, a function that builds an optimizer from the leaves, or
+    None for the configured optimizer. In an optimizer over the model's parameters, the groups get the leaves in place,
+    so that a schedule over it still works. Such an optimizer is refused if it has already stepped, since its state
+    would belong to other tensors. ``parameters`` are those that the configured optimizer updates, or None for all.
+    Raises ConfigError for an optimizer that cannot be used.
     """
     substitution = LeafSubstitution(model_params, leaves)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -106,14 +106,14 @@ def build_optimizer(
 
 
 def _is_fresh(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer state was never updated, like the state that Adagrad creates when it is built."""
+    """Return whether an optimizer state was never updated, like the state that Adagrad creates in its constructor."""
     return "step" in state and not state["step"]
 
 
 def _refuse_untested(optimizer_class: type, settings: Settings) -> None:
     """Raise ConfigError for an optimizer that cannot update shards.
 
-    Also raises ConfigError for a class outside torch.optim, unless at stage 0 or if the configuration allows such
+    Also raises ConfigError for a class outside torch.optim, unless the stage is 0 or the configuration allows such
     classes.
     """
     for base_class in optimizer_class.__mro__:
@@ -152,11 +152,11 @@ def build_schedule(schedule: Any, choice: ClassChoice | None, optimizer: torch.o
         )
     if not callable(getattr(built, "step", None)):
         raise ConfigError(
-            f"lr_scheduler is a {type(built).__name__}; expected a scheduler, or a callable that builds one"
+            f"lr_scheduler is a {type(built).__name__}; expected a scheduler, or a callable that builds a scheduler"
         )
     if getattr(built, "optimizer", optimizer) is not optimizer:
         raise ConfigError(
-            "lr_scheduler belongs to another optimizer than the engine's; pass a callable that builds one"
+            "lr_scheduler belongs to another optimizer than the engine's; pass a callable that builds a scheduler"
         )
     return built
 
@@ -176,7 +176,7 @@ def describe_param_groups(optimizer: torch.optim.Optimizer, leaves: Leaves) -> d
 
 
 def refuse_direct_steps(optimizer: torch.optim.Optimizer, leaves: Leaves) -> RemovableHandle:
-    """Make ``optimizer.step()`` raise UsageError if no leaf has a gradient, that is, if the user called it directly.
+    """Make ``optimizer.step()`` raise UsageError if no leaf has a gradient, that is, in a direct call by the user.
 
     Only the engine's ``step`` assigns gradients to leaves. Returns the handle that removes this check.
     """

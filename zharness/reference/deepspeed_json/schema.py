@@ -136,7 +136,7 @@ def choice_parser(*allowed: Any) -> ValueParser:
 
 
 def parse_dtype(path: str, value: Any) -> torch.dtype:
-    """Return the dtype for one of DeepSpeed's names of float32, bfloat16 and float16. Raises ConfigError otherwise."""
+    """Return the dtype (float32, bfloat16 or float16) that ``value`` names. Raises ConfigError for any other value."""
     for dtype, names in _DTYPES.items():
         if str(value).removeprefix("torch.").lower() in names:
             return dtype
@@ -151,7 +151,10 @@ def parse_names(path: str, value: Any) -> tuple[str, ...]:
 
 
 def parse_arguments(path: str, value: Any) -> dict[str, Any]:
-    """Return ``value`` if it is an object with keyword arguments; the torch class that gets them checks them."""
+    """Return keyword arguments as a dict, which the torch class that gets them checks later.
+
+    Raises ConfigError if ``value`` is not a JSON object.
+    """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{path} is {value!r}; expected a JSON object (a dict) of keyword arguments")
     return dict(value)

@@ -1,4 +1,4 @@
-"""List the sections of DeepSpeed's JSON that this engine supports, with names and defaults of DeepSpeed 0.19.8."""
+"""List the sections of DeepSpeed's JSON that this engine supports, with the names and defaults of DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.reference.layout import STAGES
 
 
 def parse_elements(path: str, value: object) -> int:
-    """Return a number of elements as an integer, since DeepSpeed's files often write it as 5e8."""
+    """Return a number of elements as an integer. DeepSpeed's files often write it as a float, such as 5e8."""
     return int(parse_number(path, value))
 
 

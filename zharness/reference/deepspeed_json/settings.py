@@ -1,4 +1,4 @@
-"""Parse DeepSpeed's JSON into ``Settings``, and refuse by name what this engine does not support."""
+"""Parse DeepSpeed's JSON into ``Settings``, and refuse each key and value that this engine does not support."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ClassChoice:
 
 @dataclass(frozen=True)
 class Settings:
-    """The configuration, with defaults filled in and checked for consistency.
+    """The parsed and checked configuration, in which absent keys have their defaults.
 
     ``max_grad_norm`` is the limit of gradient clipping, or None if gradients are not clipped. ``average_over_ranks``
     selects the mean of the gradients over ranks instead of their sum. Over micro-batches the engine always takes the
@@ -78,7 +78,7 @@ class Settings:
 
 
 def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return ``config`` if it is a mapping, otherwise the JSON object in the file of that name.
+    """Return ``config`` if it is a mapping, otherwise the JSON object in the file whose path is ``config``.
 
     Raises ConfigError if the file cannot be read.
     """
@@ -100,7 +100,7 @@ def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = "cpu") -> Settings:
     """Parse the settings for a model on ``device_type``.
 
-    Raises ConfigError that names the first unsupported key or value.
+    Raises ConfigError for the first unsupported key or value.
     """
     values = TOP_LEVEL("", config)
     zero = values["zero_optimization"]
@@ -134,7 +134,7 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
 
 
 def _parse_batch_sizes(values: Mapping[str, Any], world_size: int) -> tuple[int, int]:
-    """Return the micro-batch size and the accumulation steps from those of the three batch sizes that are given.
+    """Return the micro-batch size and the accumulation steps, computed from the sizes in the configuration.
 
     If only one size is given, the accumulation steps are 1. Raises ConfigError if the sizes do not fit together.
     """
@@ -240,9 +240,9 @@ def _import_module_class(path: str) -> type[nn.Module]:
 
 
 def _check_master_weights(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for master weights that DeepSpeed refuses, or that torch.optim cannot update.
+    """Raise ConfigError for settings of master weights that DeepSpeed refuses, or that torch.optim does not support.
 
-    torch.optim keeps its state in the dtype of the tensors that it updates.
+    torch.optim keeps the optimizer state of a tensor in the dtype of that tensor.
     """
     fp16, bf16, zero = values["fp16"], values["bf16"], values["zero_optimization"]
     fp16_masters, bf16_masters = fp16["fp16_master_weights_and_grads"], bf16["bf16_master_weights_and_grads"]
@@ -287,10 +287,11 @@ def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Pre
 
 
 def _parse_optimizer(section: Mapping[str, Any] | None) -> ClassChoice | None:
-    """Return torch's optimizer class for DeepSpeed's name of the optimizer. Raises ConfigError for an unknown name.
+    """Return the class and arguments of the torch optimizer that the section names, or None without a section.
 
-    As in DeepSpeed, "Adam" decays weights as AdamW does unless ``adam_w_mode`` is false. The key ``torch_adam``, which
-    selects torch's implementation in DeepSpeed, is ignored, since this engine has no other implementation.
+    Raises ConfigError for an unknown name. As in DeepSpeed, "Adam" decays weights as AdamW does unless ``adam_w_mode``
+    is false. The key ``torch_adam``, which selects torch's implementation in DeepSpeed, is ignored, since this engine
+    has no other implementation.
     """
     if section is None:
         return None
@@ -317,7 +318,10 @@ def refuse_non_elementwise(name: str) -> None:
 
 
 def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
-    """Return torch's scheduler class of the name in the section. Raises ConfigError for an unknown name."""
+    """Return the class and arguments of the torch scheduler that the section names, or None without a section.
+
+    Raises ConfigError for an unknown name.
+    """
     if section is None:
         return None
     name = section["type"]
@@ -327,5 +331,5 @@ def _parse_scheduler(section: Mapping[str, Any] | None) -> ClassChoice | None:
 
 
 def iter_ignored_keys() -> Iterator[str]:
-    """Yield the paths of all keys that are accepted although they are ignored, because they cannot change a result."""
+    """Yield the paths of all keys that are accepted but ignored, because they cannot change a result."""
     return TOP_LEVEL.iter_ignored_keys()

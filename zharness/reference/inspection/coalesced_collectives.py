@@ -23,8 +23,8 @@ K = TypeVar("K")
 def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm: Comm) -> dict[K, Tensor]:
     """Return full tensors on the CPU, all-gathered from every rank's shards. This is a collective.
 
-    ``shards`` maps each key to this rank's shard, padded or not, and its layout; it must have the same keys in the same
-    order on every rank.
+    ``shards`` maps each key to this rank's shard, padded or not, and its layout. The keys and their order must be the
+    same on every rank.
     """
     full: dict[K, Tensor] = {}
     # The padded lengths are the same on all ranks; the last ranks own fewer elements.

@@ -1,4 +1,4 @@
-"""Count the bytes of tensors on a rank, and of unsharded parameters at stage 3, with their peak."""
+"""Count the bytes of tensors on a rank, and the current and peak bytes of unsharded parameters at stage 3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def storage_bytes(values: Iterable[Any]) -> int:
 
 
 def storage_bytes_by_dtype(values: Iterable[Any]) -> dict[str, int]:
-    """Return the storage bytes of the tensors among ``values`` by name of the dtype: ``{"bfloat16": 1024}``."""
+    """Return the storage bytes of the tensors among ``values`` for each name of a dtype: ``{"bfloat16": 1024}``."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     names = sorted({str(tensor.dtype) for tensor in tensors})
     return {n.removeprefix("torch."): storage_bytes(t for t in tensors if str(t.dtype) == n) for n in names}
@@ -50,7 +50,7 @@ class UnshardedMemoryTracker:
         self._update_peak()
 
     def _update_peak(self) -> None:
-        """Raise the peak if needed; storages are only examined when their total could exceed the recorded peak."""
+        """Update the peak; the storages are examined only if their upper bound exceeds the recorded peak."""
         if self._prefetched_bytes + self._upper_bound_bytes > self.peak:
             self.peak = max(self.peak, self.live_bytes())
 

@@ -38,7 +38,7 @@ class LossScaleConfig:
 class LossScale:
     """The loss scale of one engine, with hooks on the parameters that refuse the backward of an unscaled loss.
 
-    A scale that was set by ``override`` has precedence over the configured one, and only the caller changes it.
+    A scale that was set by ``override`` has precedence over the configured scale, and is changed only by the caller.
     """
 
     def __init__(self, config: LossScaleConfig | None, parameters: Iterable[nn.Parameter]) -> None:
@@ -62,7 +62,7 @@ class LossScale:
         return self._config is not None or self._external_scale is not None
 
     def override(self, scale: float | None) -> None:
-        """Set the loss scale to ``scale``; None restores the configured one.
+        """Set the loss scale to ``scale``; None restores the configured scale.
 
         Raises UsageError unless ``scale`` is positive and finite.
         """
@@ -80,7 +80,7 @@ class LossScale:
         return scaled
 
     def _mark_scaled_backward(self, grad: Tensor) -> None:
-        """Record that the running backward, and those that it starts in checkpoints, belong to a scaled loss."""
+        """Record that the running backward, and those of reentrant checkpoints inside it, belong to a scaled loss."""
         task = private.current_graph_task_id()
         if task != -1 and task == self._scaled_graph_task_id:
             return
@@ -104,7 +104,7 @@ class LossScale:
         return handle
 
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
-        """Raise UsageError if the running backward belongs to an unscaled loss. Every parameter calls this hook."""
+        """Raise UsageError if the running backward belongs to an unscaled loss. This is a hook of every parameter."""
         if self._external_scale is None and self._scaled_graph_task_id is None:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "

@@ -40,7 +40,7 @@ class Precision:
     ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch.
     ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is the dtype to
     which fp16.auto_cast casts the inputs. Only trained parameters are converted; buffers and frozen parameters keep
-    their dtype, so a model that mixes them in one operation has to convert them beforehand.
+    their dtype, so the user has to convert those that the model combines with trained parameters in one operation.
 
     A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the section
     torch_autocast is enabled, which then applies in the forward. Inside the forward the innermost ``torch.autocast``
@@ -69,7 +69,10 @@ class Precision:
         return {p: self._assign_param_dtypes(p, p in low_precision) for p in module.parameters()}
 
     def _assign_param_dtypes(self, parameter: nn.Parameter, is_low_precision: bool) -> ParamDtypes:
-        """Return the dtypes of ``parameter``; if ``is_low_precision``, it is sent and reduced in the autocast dtype."""
+        """Return the dtypes of ``parameter``.
+
+        If ``is_low_precision`` is True, the parameter is sent and its gradient is reduced in the autocast dtype.
+        """
         original_dtype = parameter.dtype
         is_converted = parameter.requires_grad and original_dtype.is_floating_point
         param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else original_dtype
@@ -84,7 +87,7 @@ class Precision:
         """Return the float32 parameters that belong only to modules whose class is one of autocast's safe classes.
 
         A tied parameter that also belongs to another module is left out. As in DeepSpeed, subclasses of the safe
-        classes do not count, since they may compute something else.
+        classes are left out too, since they may compute something else.
         """
         if self.autocast is None:
             return set()

@@ -1,13 +1,14 @@
 """Implement ZeRO-3's linear layer as an ``autograd.Function`` that saves its inputs without transposing or casting.
 
-This engine does not need it: its unpack hooks work with torch's own ``F.linear``. DeepSpeed's stage 3 replaces
-``F.linear`` by such a Function; this one shows what makes it correct (deepspeedai/DeepSpeed#7913 and #7916):
+This engine does not need this layer: the engine's unpack hooks work with torch's own ``F.linear``. DeepSpeed's stage 3
+replaces ``F.linear`` by such a Function; this one shows what makes it correct (deepspeedai/DeepSpeed#7913 and #7916):
 
 * ``forward`` without ctx plus ``setup_context`` is the only form that torch.func can transform. With rules for vmap and
   for forward mode, grad, grad_and_value, jacrev, vmap, jvp, jacfwd and hessian work.
 * The state of ``torch.autocast`` is recorded in ``setup_context``, where ``torch.amp.custom_fwd`` has no effect, and
-  restored around ``backward``, whether it was enabled or disabled, also if backward is called inside another autocast.
-  (There plain PyTorch uses the outer autocast: a float32 forward then gets bfloat16 products in its backward.)
+  restored around ``backward``, whether it was enabled or disabled, even if backward is called under another
+  torch.autocast. (There plain PyTorch uses the outer autocast: a float32 forward then gets bfloat16 products in its
+  backward.)
 * If torch lacks ``setup_context``, ``linear`` uses the legacy form, ``forward(ctx, ...)``, without torch.func.
 """
 

@@ -6,11 +6,11 @@ Each function looks for the API when it is called, not at import.
 |---|---|
 | ``Function.setup_context`` (torch 2.0) | the same function as ``forward(ctx, ...)``, without torch.func |
 | ``queue_callback`` | ``EndOfBackward`` counts the gradients that the backward is going to make |
-| ``_current_graph_task_id`` (torch 2.1) | ``EndOfBackward`` knows one backward at a time; ``reset`` ends a failed one |
+| ``_current_graph_task_id`` (torch 2.1) | ``EndOfBackward`` handles one backward at a time; ``reset`` ends it |
 | ``SavedTensor.data`` (before torch 2.13) | nothing: unsharded parameters live as long as the graph that saved them |
 
-Every supported torch (2.4 and later) has the first three. Their fallbacks stay because DeepSpeed has them too and its
-bugs came from there: tests hide each API in turn and run the fallback.
+Every supported torch (2.4 and later) has the first three. Their fallbacks stay because DeepSpeed has such fallbacks
+too, and bugs in them: tests hide each API in turn and run the fallback.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class EndOfBackward:
 
     A graph task is one run of autograd's engine, such as a backward. The backward of a reentrant checkpoint, and a
     backward that a Function calls in its forward, are graph tasks of their own, which run inside or before the outer
-    one. So ``callback`` must be correct at the end of each of them: it processes the new gradients, and must not assume
-    that no other call follows.
+    one. So ``callback`` must be correct at the end of each graph task: it has to process the new gradients, and must
+    not assume that no other call follows.
 
     A graph task that ended with an exception never calls ``callback``. If torch has graph task ids, later graph tasks
     are not affected; otherwise ``reset`` discards the record of the failed one.
@@ -102,9 +102,9 @@ class EndOfBackward:
 
 @cache
 def make_legacy_function(function: type) -> type:
-    """Return ``function``, which has ``forward`` without ctx and ``setup_context``, in torch's older form.
+    """Return the autograd Function ``function`` in torch's older form, where ``forward`` takes ``ctx`` first.
 
-    In that form the method is ``forward(ctx, ...)``.
+    ``function`` itself has a ``forward`` without ctx and a ``setup_context``.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -12,7 +12,7 @@ from zharness.errors import UsageError
 
 
 class CollectiveOrder:
-    """A checksum of the kinds, parameters and dtypes of this rank's collectives since the last check, in order."""
+    """A checksum of the order, kinds, parameters and dtypes of this rank's collectives since the last check."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm

@@ -1,4 +1,4 @@
-"""Detect ranks whose collectives differ, and let them differ in negotiated rounds inside ``engine.uneven()``."""
+"""Detect that ranks run different collectives. Inside ``engine.uneven()``, run these in negotiated rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zharness.reference.uneven_ranks.negotiation import (
 
 
 class NegotiatedAgreement:
-    """The ``collectives.RankAgreement`` of an engine: a checksum outside ``engine.uneven()``, rounds inside.
+    """Implements ``RankAgreement``: compares checksums outside ``engine.uneven()``, and negotiates rounds inside.
 
     ``model_params`` has the same order on all ranks.
     """
@@ -44,7 +44,10 @@ class NegotiatedAgreement:
         self._order.record(int(kind), [self._param_indices[param.name] for param in params], dtype)
 
     def check_same_collectives(self) -> None:
-        """Raise UsageError on every rank if the ranks ran different collectives since the last check. Collective."""
+        """Raise UsageError on every rank if the ranks ran different collectives since the last check.
+
+        This is a collective.
+        """
         self._order.check_same_on_all_ranks(self._model_params[0].parameter.device)
 
     def allow_uneven_ranks(self, run: RunCollective) -> AbstractContextManager[None]:

@@ -65,8 +65,8 @@ class CollectiveRequest:
 class CollectiveNegotiation:
     """Runs the collectives of one engine in rounds inside ``allow_uneven_ranks``.
 
-    If only other ranks computed a parameter's gradient,
-    each of ``remote_grad_callbacks`` is called with this rank's share of the mean gradient.
+    If only other ranks computed a parameter's gradient, each of ``remote_grad_callbacks`` is called with this rank's
+    share of the mean gradient.
     """
 
     def __init__(self, model_params: Sequence[ModelParam], comm: Comm) -> None:
@@ -106,7 +106,7 @@ class CollectiveNegotiation:
         """Run every collective that any rank requests in this round, and return the results by request.
 
         This is a collective. The returned dictionary is empty if no rank requests a collective. Raises UsageError if
-        another rank has failed; all ranks see that failure in the same round, so no rank starts another one.
+        another rank has failed; all ranks see that failure in the same round, so no rank starts another round.
         """
         device = self._model_params[0].parameter.device
         row = torch.tensor([request.kind, request.param_index, request.dtype_index], device=device)
@@ -122,7 +122,7 @@ class CollectiveNegotiation:
         return {other: self._take_part(other, local_tensor if other == request else None) for other in announced}
 
     def _take_part(self, request: CollectiveRequest, local_tensor: Tensor | None) -> Tensor:
-        """Run one collective and return its result; ``local_tensor`` is None on a rank that did not request it."""
+        """Run one collective and return its result; ``local_tensor`` is None if this rank did not request it."""
         assert self._run is not None, "rounds run inside allow_uneven_ranks"
         param, kind = self._model_params[request.param_index], CollectiveKind(request.kind)
         if local_tensor is not None:

@@ -19,9 +19,9 @@ def require_same_on_all_ranks(
 ) -> T:
     """Run ``attempt``, and return its result if it succeeded on every rank with the same facts. This is a collective.
 
-    ``collect_facts`` returns facts about the result, which the ranks exchange from ``device``. If ``attempt`` raised
-    the same error on all ranks, raises that error; otherwise raises ConfigError on all ranks, which names the first
-    difference.
+    ``collect_facts`` returns the facts about the result that the ranks compare, in collectives on ``device``. If
+    ``attempt`` raised the same error on all ranks, raises that error. If the ranks differ, raises ConfigError on all
+    ranks with the first difference.
     """
     raised: Exception | None = None
     try:

@@ -16,7 +16,7 @@ def collect_rank_facts(settings: Settings, model: nn.Module, training_data: Data
     """Return descriptions, by name, of all facts that must be the same on all ranks before the model is changed.
 
     Raises ConfigError for a parameter that cannot be trained, and for a ``grad_accum_dtype`` that is not the dtype in
-    which micro-batches add up.
+    which gradients accumulate.
     """
     facts = {f"configuration: {field.name}": repr(getattr(settings, field.name)) for field in fields(settings)}
     dtypes = settings.precision.assign_dtypes(model)

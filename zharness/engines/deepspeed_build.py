@@ -1,0 +1,161 @@
+"""Build DeepSpeed engines with options of the adapter: other optimizers, leaf modules and universal checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import optimizers
+from zharness.engines.deepspeed_options import (
+    CPU_ADAM,
+    DEEPSPEED_OPTIONS,
+    JSON_OPTIMIZER,
+    LEAF_MODULES,
+    UNIVERSAL_CHECKPOINT,
+)
+from zharness.engines.options import merge_options
+from zharness.engines.protocol import EngineConfig, OptimizerSpec
+from zharness.errors import ConfigError, EngineContractError
+
+# Run everything between two steps in one ``coalesce_grad_reduction()`` block. If a step has several backwards,
+# DeepSpeed documents that only 'the final forward/backward should have the boundary state set to True'
+# (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. Inside the block it does
+# not matter: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
+COALESCE = "coalesce_grad_reduction"
+ADAPTER_OPTIONS = (COALESCE, CPU_ADAM, JSON_OPTIMIZER, LEAF_MODULES, UNIVERSAL_CHECKPOINT)
+
+_UNIVERSAL_TAG = "universal"
+_LATEST_UNIVERSAL = "latest_universal"  # the file in which load_checkpoint looks for the tag of a universal checkpoint
+# torch.optim's arguments that DeepSpeedCPUAdam also has, with torch's defaults where DeepSpeed's are different.
+_CPU_ADAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adam": {}, "adamw": {"weight_decay": 1e-2}}
+_CPU_ADAM_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
+
+
+def json_overrides(config: EngineConfig) -> dict[str, Any]:
+    """Return the JSON that ``config.options`` add: its own keys, and those that options of the adapter stand for."""
+    options = config.options
+    overrides = {key: value for key, value in options.items() if key not in ADAPTER_OPTIONS}
+    if options.get(JSON_OPTIMIZER):
+        overrides = merge_options(overrides, {"optimizer": json_optimizer(config.optimizer)})
+    if options.get(UNIVERSAL_CHECKPOINT):
+        overrides = merge_options(overrides, {"checkpoint": {"load_universal": True}})
+    zero = overrides.get("zero_optimization", {})
+    if zero.get("zero_hpz_partition_size", 1) > 1:
+        size, world_size = zero["zero_hpz_partition_size"], dist.get_world_size()
+        # DeepSpeed asserts that the size divides the world size; the world size itself always does.
+        fitting = size if world_size % size == 0 else world_size
+        overrides = merge_options(overrides, {"zero_optimization": {"zero_hpz_partition_size": fitting}})
+    return overrides
+
+
+def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
+    """Return the section ``optimizer`` with which DeepSpeed builds the torch.optim optimizer of ``spec``.
+
+    ``torch_adam`` selects torch's Adam; and without ``adam_w_mode``, DeepSpeed's type Adam is AdamW.
+    """
+    params = dict(spec.args)
+    if spec.name in ("adam", "adamw"):
+        params |= {"torch_adam": True, "adam_w_mode": spec.name == "adamw"}
+    return {"type": optimizers.optimizer_class(spec.name).__name__, "params": params}
+
+
+def require_buildable(stage: int, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the reason, for options that this machine cannot build at ``stage``."""
+    for name, entry in DEEPSPEED_OPTIONS.items():
+        if entry.option.absent and stage in entry.stages and _contains(options, entry.option.options):
+            raise ConfigError(f"got {name}, which cannot be built: {entry.option.absent}")
+
+
+def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config: Mapping[str, Any]) -> Any:
+    """Return ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``."""
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if config.options.get(LEAF_MODULES):
+        deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
+    if config.options.get(JSON_OPTIMIZER):
+        return deepspeed.initialize(
+            model=model,
+            model_parameters=optimizers.param_groups(trained, config.optimizer),
+            lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
+            config=ds_config,
+        )[0]
+    optimizer = build_optimizer(trained, config)
+    schedule = optimizers.schedule(optimizer, config.optimizer)
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config)[0]
+
+
+def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
+    """Build torch's optimizer, or DeepSpeedCPUAdam if the option is set and it has all arguments of the optimizer."""
+    spec = config.optimizer
+    arguments = set(spec.args).union(*(group.overrides for group in spec.groups))
+    if not config.options.get(CPU_ADAM) or spec.name not in _CPU_ADAM_DEFAULTS or arguments - _CPU_ADAM_ARGUMENTS:
+        return optimizers.build(params, spec)
+    cpu_adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return cpu_adam(
+        optimizers.param_groups(params, spec),
+        adamw_mode=spec.name == "adamw",
+        **{**_CPU_ADAM_DEFAULTS[spec.name], **spec.args},
+    )
+
+
+def leaf_classes(model: nn.Module) -> Sequence[type[nn.Module]]:
+    """Return the classes of the modules inside ``model`` that have children and a forward of their own.
+
+    The result is empty for a model without such modules.
+    """
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    inner = (
+        type(module)
+        for module in model.modules()
+        if module is not model and any(module.children()) and not isinstance(module, containers)
+    )
+    return tuple(dict.fromkeys(inner))
+
+
+def save_universal(engine: Any, path: Path) -> None:
+    """Save a checkpoint below ``path`` and convert it with ds_to_universal. This is a collective.
+
+    Raises EngineContractError on every rank if the conversion fails on rank 0.
+    """
+    engine.save_checkpoint(str(path), tag="saved")
+    errors: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            convert_to_universal(path / "saved", path / _UNIVERSAL_TAG)
+            (path / _LATEST_UNIVERSAL).write_text(_UNIVERSAL_TAG, encoding="utf-8")
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            errors = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(errors, src=0)
+    if errors[0] is not None:
+        raise EngineContractError(f"ds_to_universal of a checkpoint of this engine raised {errors[0]}")
+
+
+def convert_to_universal(source: Path, target: Path) -> None:
+    """Convert the checkpoint in ``source`` into a universal one in ``target``, in this process."""
+    converter: Any = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    converter.main(
+        Namespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,  # checkpoints of other code than Megatron lack the conversion's own section
+        )
+    )
+
+
+def _contains(options: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Return whether ``options`` set every key of ``wanted`` to the same value, in nested sections too."""
+    return all(
+        _contains(options[key], value)
+        if isinstance(value, Mapping) and isinstance(options.get(key), Mapping)
+        else options.get(key) == value
+        for key, value in wanted.items()
+    )

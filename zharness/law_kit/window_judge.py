@@ -1,0 +1,177 @@
+"""Compare the weights that an engine recorded in a window scenario with those of plain PyTorch.
+
+Each window starts from the weights that the engine had before it, so a wrong step is reported where it happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from zharness.errors import HarnessFault
+from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
+from zharness.law_kit.hints import add_hint, hint_unmoved
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
+from zharness.law_kit.recorded_gradients import densify
+from zharness.law_kit.scenario_baseline import make_plain_participant
+from zharness.law_kit.scenarios import NamedTensors, Participant
+from zharness.law_kit.window_scenarios import WindowScenario, scale_losses
+from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.parity.attribution import fit_scale
+from zharness.parity.baseline import LocalResult
+from zharness.parity.bounds import BoundedTensor
+from zharness.parity.compare import check_names
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """The results of one window on the plain model.
+
+    ``grads[micro][rank]`` are the gradients of each micro-batch, and ``values[micro][rank]`` the values that the script
+    returned.
+    """
+
+    grads: Sequence[Sequence[NamedTensors]]
+    values: Sequence[Sequence[NamedTensors]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor, in an order that depends on the script alone."""
+        for row in (*self.grads, *self.values):
+            for record in row:
+                yield from record.values()
+
+
+class PlainRanks:
+    """The plain models of all ranks, which run every window in one dtype."""
+
+    def __init__(self, ctx: JudgeContext, scenario: WindowScenario, dtype: torch.dtype) -> None:
+        self._scenario = scenario
+        self._dtype = dtype
+        self._participants = [
+            scale_losses(make_plain_participant(ctx.baseline, ctx.variant, rank, dtype, None), scenario, ctx.world_size)
+            for rank in range(ctx.world_size)
+        ]
+
+    def run_window(self, window: int, weights: Mapping[str, Tensor]) -> WindowResult:
+        """Train one window from ``weights`` on every rank, and return the gradients of each micro-batch."""
+        for participant in self._participants:
+            load_weights(participant, weights)
+        rows = [
+            [self._train(participant, window, micro) for participant in self._participants]
+            for micro in range(self._scenario.micro_batches)
+        ]
+        for action in filter(None, (self._scenario.before_step, self._scenario.after_step)):
+            for participant in self._participants:
+                action(participant, window)
+        return WindowResult(
+            [[grads for grads, _ in row] for row in rows], [[values for _, values in row] for row in rows]
+        )
+
+    def _train(self, participant: Participant, window: int, micro: int) -> tuple[NamedTensors, NamedTensors]:
+        """Train one micro-batch on one rank, and return its gradients and the values that the script returned."""
+        participant.module.zero_grad()
+        values = self._scenario.train(participant, window, micro) or {}
+        grads = {
+            name: densify(p.grad).clone() for name, p in participant.module.named_parameters() if p.grad is not None
+        }
+        return grads, {name: tensor.detach() for name, tensor in values.items()}
+
+
+@torch.no_grad()
+def load_weights(participant: Participant, weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights`` into the plain model of ``participant``."""
+    for name, parameter in participant.module.named_parameters():
+        parameter.copy_(weights[name])
+
+
+def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[JudgeContext], Iterator[Comparison]]:
+    """Return a judge that compares the weights after every window bitwise with those of plain PyTorch."""
+
+    def judge(ctx: JudgeContext) -> Iterator[Comparison]:
+        """Compare the values and weights of every window, and check that nothing stays gathered."""
+        yield from judge_windows(ctx, scenarios[ctx.variant])
+        for rank, counts in enumerate(ctx.rank_records("gathered")):
+            for name, count in counts.items():
+                yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(count), count)
+
+    return judge
+
+
+def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "") -> Iterator[Comparison]:
+    """Compare the values and weights of every window, which were recorded under labels that end in ``suffix``."""
+    narrow, wide = (PlainRanks(ctx, scenario, dtype) for dtype in (ctx.dtype, torch.float64))
+    is_exact = bool(ctx.rank_records("setting")[0]["exact"])
+    for window in range(scenario.windows):
+        before = ctx.rank_records(f"params{suffix}", window)[0]
+        result = narrow.run_window(window, before)
+        if is_exact:
+            require_exact(result, wide.run_window(window, before), window)
+        for micro, values in enumerate(result.values):
+            yield from ctx.compare_values(f"values{suffix}", values, window * scenario.micro_batches + micro)
+        grads = reduce_grads(ctx, scenario, result, is_exact)
+        factor = NO_CLIPPING
+        if scenario.clip is not None:
+            means = {name: grad.value.to(ctx.dtype) for name, grad in grads.items()}
+            factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip)
+        clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
+        yield from compare_weights(ctx, f"params{suffix}", window, clipped)
+
+
+def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
+    """Raise HarnessFault if the window rounds, so that its results in two dtypes differ."""
+    for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
+        differs = narrow_tensor.double() != wide_tensor.double()
+        if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
+            raise HarnessFault(f"the scenario is not exact: window {window} rounds, so no engine can be judged by it")
+
+
+def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResult, is_exact: bool) -> BoundedGrads:
+    """Return the gradient of each parameter that some rank used in the window, with the error of its reduction."""
+    micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in result.grads]
+    scale = scenario.micro_batches / scenario.divisor
+    grads = ctx.compute_expected_grads(micros, scale, {})
+    if not is_exact:
+        return grads
+    # The sums first: a quotient by a world size of three would round.
+    terms = ctx.world_size * scenario.divisor
+    means = {name: sum_terms(name, result) / terms for name in grads}
+    return {name: BoundedTensor(mean, torch.zeros_like(mean), ctx.dtype) for name, mean in means.items()}
+
+
+def sum_terms(name: str, result: WindowResult) -> Tensor:
+    """Return the float64 sum of the gradients of one parameter over ranks and micro-batches."""
+    return reduce(torch.add, [grads[name].double() for row in result.grads for grads in row if name in grads])
+
+
+def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:
+    """Check that the step subtracted ``grads`` from the weights, and moved no weight without a gradient."""
+    before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
+    for rank, record in enumerate(after):
+        check_names("full_params", before[0], record)
+        for name, weight in before[0].items():
+            yield compare_weight(ctx, name, window, rank, weight, record[name], grads.get(name))
+    for name in before[0]:
+        yield from compare_ranks(ctx.location(name, Part.GATHER, window), [record[name] for record in after])
+
+
+def compare_weight(
+    ctx: JudgeContext, name: str, window: int, rank: int, before: Tensor, after: Tensor, grad: BoundedTensor | None
+) -> Comparison:
+    """Compare one weight after a step with the weight before it minus ``grad``; None means that it must not move."""
+    place = ctx.location(name, Part.OPTIMIZER, window, rank)
+    if grad is None:
+        return add_hint(compare_bitwise(place, before, after), "the step moved a parameter that no rank used")
+    wanted = before.double() - grad.value
+    if not bool(grad.error.any()):
+        comparison = compare_bitwise(place, wanted, after)
+    else:
+        bounded = BoundedTensor.exact(before) - grad
+        comparison = compare_within_bound(place, bounded.value, after, bounded.error, signal=grad.value)
+    factor = fit_scale(before.double() - after.double(), [grad.value]) if comparison.mismatch is not None else None
+    if factor is not None:
+        return add_hint(comparison, f"the step used {factor:.7g} x the right gradient")
+    return hint_unmoved(comparison, before, after)

@@ -1,0 +1,42 @@
+"""Build the law that compares an engine with plain PyTorch in a window scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.setting import OWNER_FEATURES
+from zharness.law_kit.window_judge import make_window_judge
+from zharness.law_kit.window_scenarios import WindowScenario, make_window_observer
+from zharness.parity import Tier
+
+
+def window_law(
+    name: str,
+    scenarios: Mapping[str, WindowScenario],
+    statement: str,
+    *,
+    kept_because: str,
+    features: tuple[Feature, ...] = (),
+    model: str = "experts",
+) -> Law:
+    """Build the law ``name`` with one variant for each of ``scenarios``."""
+    return Law(
+        name=name,
+        statement=statement,
+        tier=Tier.EXACT,
+        models=(model,),
+        observe=make_window_observer(scenarios),
+        judge=make_window_judge(scenarios),
+        kept_because=kept_because,
+        features=(Feature.PARAMETERS, *features),
+        variants=tuple(Variant(variant, required_features(scenario)) for variant, scenario in scenarios.items()),
+        dtypes=("fp32",),  # sums of integers over several windows need more bits than a narrow dtype has
+    )
+
+
+def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
+    """Return the features that an engine needs for the settings of ``scenario``."""
+    accumulation = (OWNER_FEATURES[scenario.owner],) if scenario.micro_batches > 1 else ()
+    return (*accumulation, *((Feature.CLIP,) if scenario.clip is not None else ()))

@@ -1,0 +1,112 @@
+"""Define window scenarios, which are scripts of several optimizer steps that run on the engine and on plain PyTorch.
+
+A script trains one micro-batch of an accumulation window. After each window the optimizer, SGD with a learning rate of
+1, makes a step, and the weights are compared with those of plain PyTorch. Weights, inputs and losses are integers. The
+loss is multiplied by every number by which the engine divides, so that gradients are sums over ranks and micro-batches,
+and weights stay integers. The judge runs each window in float64 too, and raises HarnessFault if anything was rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from zharness.engines.protocol import AccumulationOwner, Engine
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.scenarios import NamedTensors, Participant, make_engine_participant
+from zharness.parity.certificate import is_power_of_two
+
+WindowScript = Callable[[Participant, int, int], NamedTensors | None]
+
+
+@dataclass(frozen=True)
+class WindowScenario:
+    """A script with its settings.
+
+    ``train(participant, window, micro)`` runs forward and backward of micro-batch ``micro`` of window ``window``; it
+    may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
+    the last micro-batch of a window, and ``after_step(participant, window)`` after its step. ``is_uneven`` says that
+    ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or None. If the engine owns
+    the accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
+    """
+
+    train: WindowScript
+    windows: int = 3
+    micro_batches: int = 1
+    owner: AccumulationOwner = AccumulationOwner.CALLER
+    is_uneven: bool = False
+    clip: float | None = None
+    before_step: Callable[[Participant, int], None] | None = None
+    after_step: Callable[[Participant, int], None] | None = None
+
+    @property
+    def divisor(self) -> int:
+        """The number by which the engine divides the sum over the micro-batches of a window."""
+        return self.micro_batches if self.owner is AccumulationOwner.ENGINE else 1
+
+    def get_loss_factor(self, world_size: int) -> int:
+        """Return the factor by which each loss is multiplied, so that the engine's mean is a sum."""
+        return world_size * self.divisor
+
+
+def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[RankContext], None]:
+    """Return a function that runs the scenario of the law variant on the engine and records the weights."""
+
+    def observe(ctx: RankContext) -> None:
+        """Train every window, and record the weights before each window and after the last."""
+        scenario = scenarios[ctx.variant]
+        # A mean that the engine computes before it adds several backwards rounds, unless it divides by a power of two.
+        exact = is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum
+        ctx.record("setting", {"exact": scalar(exact)})
+        engine = ctx.build_engine(
+            optimizer=UNIT_LR_SGD,
+            accumulation_steps=scenario.micro_batches,
+            accumulation_owner=scenario.owner,
+            clip=scenario.clip,
+        )
+        train_windows(ctx, engine, scenario)
+        gathered = engine.observe().gathered_bytes
+        ctx.record("gathered", {"gathered_bytes": torch.tensor(gathered)} if isinstance(gathered, int) else {})
+        engine.close()
+
+    return observe
+
+
+def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, suffix: str = "") -> None:
+    """Train every window of ``scenario`` on ``engine``, and record weights and values under labels with ``suffix``."""
+    participant = scale_losses(make_engine_participant(ctx, engine, None), scenario, ctx.world_size)
+    engine_owns = scenario.owner is AccumulationOwner.ENGINE
+    for window in range(scenario.windows):
+        ctx.record(f"params{suffix}", engine.full_params(), window)
+        for micro in range(scenario.micro_batches):
+            with participant.allow_uneven_use() if scenario.is_uneven else nullcontext():
+                values = scenario.train(participant, window, micro)
+            ctx.record(f"values{suffix}", values or {}, window * scenario.micro_batches + micro)
+            if engine_owns and micro + 1 < scenario.micro_batches:
+                engine.step()
+        if scenario.before_step is not None:
+            scenario.before_step(participant, window)
+        engine.step()
+        if scenario.clip is not None:
+            norm = engine.grad_norm()
+            ctx.record(f"norm{suffix}", {} if norm is None else {"norm": scalar(norm)}, window)
+        if scenario.after_step is not None:
+            scenario.after_step(participant, window)
+        if not engine_owns or scenario.micro_batches == 1:
+            engine.zero_grad()
+    ctx.record(f"params{suffix}", engine.full_params(), scenario.windows)
+
+
+def scale_losses(participant: Participant, scenario: WindowScenario, world_size: int) -> Participant:
+    """Return a participant whose ``backward`` multiplies every loss by the scenario's loss factor."""
+    factor, backward = scenario.get_loss_factor(world_size), participant.backward
+
+    def scaled_backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Run backward of ``loss`` times the factor."""
+        backward(loss * factor, retain_graph=retain_graph)
+
+    return replace(participant, backward=scaled_backward)

@@ -1,0 +1,100 @@
+"""Define the laws of the group ``backward`` about outputs: their containers, and outputs of one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import backward
+
+from zharness.law_kit.law import Variant
+from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
+from zharness.law_kit.scenarios import Participant, Scenario
+
+
+class NamedTupleOutput(NamedTuple):
+    """A model output that is a named tuple of two tensors."""
+
+    output: Tensor
+    extra: Tensor
+
+
+@dataclass(frozen=True)
+class DataclassOutput:
+    """A model output that is a dataclass, which torch.utils._pytree treats as a leaf."""
+
+    output: Tensor
+    extra: Tensor
+    count: int = 2
+
+
+Pack = Callable[[Tensor, Tensor], Any]
+
+# The containers in which a model may return its output, and how a caller takes the output from each.
+OUTPUT_CONTAINERS: Mapping[str, tuple[Pack, Callable[[Any], Tensor]]] = {
+    "tuple": (lambda output, extra: (output, extra), lambda packed: packed[0]),
+    "list": (lambda output, extra: [extra.detach(), output], lambda packed: packed[1]),
+    "dict": (lambda output, extra: {"output": output, "extra": extra, "none": None}, lambda packed: packed["output"]),
+    "named_tuple": (NamedTupleOutput, lambda packed: packed.output),
+    "dataclass": (DataclassOutput, lambda packed: packed.output),
+    "nested": (
+        lambda output, extra: {"deep": [(extra.argmax(), DataclassOutput(output, extra))]},
+        lambda packed: packed["deep"][0][1].output,
+    ),
+}
+BOTH = "both"
+
+
+def outputs(participant: Participant) -> None:
+    """Train with a container of outputs while the loss uses one of them, or with both outputs of a named tuple."""
+    if participant.variant == BOTH:
+        packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+        backward(participant.loss(packed.output) + packed.extra.sum())
+        return
+    pack, unpack = OUTPUT_CONTAINERS[participant.variant]
+    backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
+
+
+# How a model may return several tensors that one autograd node made. Each has half of the output's columns.
+SHARED_OUTPUTS: Mapping[str, Pack] = {
+    "chunk": lambda output, extra: output.chunk(2, dim=1),
+    "split": lambda output, extra: torch.split(output, [8, 8], dim=1),
+    "unbind": lambda output, extra: output.view(-1, 2, 8).unbind(dim=1),
+    "views": lambda output, extra: (output[:, :8], output[:, 8:]),
+    "same_tensor": lambda output, extra: (output, output),
+}
+ONE_OF = "one_of_"
+
+
+def shared_grad_fn(participant: Participant) -> None:
+    """Train with outputs that one autograd node made, of which the loss uses all or, in half of the variants, one."""
+    pack = SHARED_OUTPUTS[participant.variant.removeprefix(ONE_OF)]
+    parts = participant.call(participant.inputs(), pack=pack)
+    target = participant.get_batch(0).target[:, : parts[0].shape[1]]
+    used = parts[1:] if participant.variant.startswith(ONE_OF) else parts
+    loss = sum((number + 1) * (part * target).sum() for number, part in enumerate(used))
+    assert isinstance(loss, Tensor)
+    backward(loss)
+
+
+LAWS = (
+    scenario_law(
+        "backward",
+        Scenario(outputs),
+        "gradients are plain PyTorch's for every container of outputs, and whichever outputs are used",
+        kept_because="the only law that returns outputs in containers, some of them unused",
+        features=BACKWARD_FEATURES,
+        variants=tuple(map(Variant, (*OUTPUT_CONTAINERS, BOTH))),
+    ),
+    scenario_law(
+        "backward",
+        Scenario(shared_grad_fn),
+        "gradients are plain PyTorch's for outputs that one autograd node made, whichever of them are used",
+        kept_because="the only outputs that share a grad_fn, where a hook for each output runs several times",
+        features=BACKWARD_FEATURES,
+        variants=tuple(Variant(prefix + name) for name in SHARED_OUTPUTS for prefix in ("", ONE_OF)),
+    ),
+)

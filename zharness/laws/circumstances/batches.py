@@ -1,0 +1,90 @@
+"""Define the laws of the group ``batches``: micro-batches of changing size and shape, and modules in changing order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from zharness.law_kit.scenarios import Participant
+from zharness.law_kit.window_law import window_law
+from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
+from zharness.laws.circumstances.common import make_accumulated, sum_loss, train_route
+from zharness.workload import Batch
+from zharness.workload.models import SAMPLES
+
+WINDOWS = 3
+ORDERS = ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2))  # of the experts; the last order uses one of them twice
+
+
+def count_rows(rank: int, window: int, micro: int) -> int:
+    """Return a number of rows from 1 to SAMPLES that differs between ranks, windows and micro-batches."""
+    return 1 + (rank + window + 2 * micro) % SAMPLES
+
+
+def select_rows(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of the first rows of a micro-batch."""
+    rows = count_rows(rank, window, micro)
+    return batch.inputs[:rows], batch.target[:rows]
+
+
+def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
+    """Return an empty micro-batch on rank 0, and a whole one on the other ranks."""
+    rows = 0 if rank == 0 else SAMPLES
+    return batch.inputs[:rows], batch.target[:rows]
+
+
+def select_sequence(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
+    """Return one sequence of several rows, of shape (1, rows, features), whose length differs between windows."""
+    rows = count_rows(rank, window, micro)
+    return batch.inputs[None, :rows], batch.target[None, :rows]
+
+
+RowSelection = Callable[[Batch, int, int, int], tuple[Tensor, Tensor]]
+
+SELECTIONS: Mapping[str, RowSelection] = {
+    "rows": select_rows,
+    "empty": select_no_rows_on_rank_0,
+    "sequences": select_sequence,
+}
+
+
+def make_shape_script(select: RowSelection) -> WindowScript:
+    """Return a script that trains the part of each micro-batch that ``select`` returns."""
+
+    def train(participant: Participant, window: int, micro: int) -> None:
+        """Train a part of one micro-batch."""
+        batch = participant.get_batch(window + WINDOWS * micro)
+        inputs, target = select(batch, participant.rank, window, micro)
+        participant.backward(sum_loss(participant.call(inputs), target))
+
+    return train
+
+
+def make_shape_scenarios() -> dict[str, WindowScenario]:
+    """Return a scenario for each selection of rows, and one in which the micro-batches of a window differ."""
+    scenarios = {name: WindowScenario(make_shape_script(select), WINDOWS) for name, select in SELECTIONS.items()}
+    return scenarios | {"rows_2_by_engine": make_accumulated(scenarios["rows"], "2_by_engine")}
+
+
+def train_in_order(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch with the experts in an order that differs between windows and micro-batches."""
+    train_route(participant, window + WINDOWS * micro, ORDERS[(window + micro) % len(ORDERS)])
+
+
+IN_CHANGING_ORDER = WindowScenario(train_in_order, WINDOWS)
+
+LAWS = (
+    window_law(
+        "batches.shapes",
+        make_shape_scenarios(),
+        "micro-batches of different sizes and shapes, empty ones among them, count by the sum of their gradients",
+        kept_because="the only micro-batches whose shapes differ between steps and between ranks",
+    ),
+    window_law(
+        "batches.module_order",
+        {"": IN_CHANGING_ORDER, "2_by_engine": make_accumulated(IN_CHANGING_ORDER, "2_by_engine")},
+        "the modules of a model may run in another order in each forward, and one of them several times",
+        kept_because="the only model whose order of modules changes: prefetching by the last order meets another one",
+    ),
+)

@@ -1,0 +1,79 @@
+"""Define the laws of the group ``idle``: weights that a step does not train, although an earlier step did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.scenarios import Participant
+from zharness.law_kit.window_law import window_law
+from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
+from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, make_accumulated, train_route
+
+# The experts that each window uses; the last window uses none.
+ROUTES: tuple[tuple[int, ...], ...] = (ALL_EXPERTS, (0, 2), (1,), ())
+
+
+def train_window_route(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch through the experts of the window."""
+    train_route(participant, window + len(ROUTES) * micro, ROUTES[window])
+
+
+def zero_by_module(participant: Participant, window: int) -> None:
+    """Zero the gradients of the module in place, as the caller of the engine may do before ``engine.zero_grad()``."""
+    participant.module.zero_grad(set_to_none=False)
+
+
+TRAINED = 1  # the expert that is frozen and unfrozen
+
+# Whether the expert is trained in each window.
+FREEZING_PLANS: Mapping[str, tuple[bool, ...]] = {
+    "after_a_step": (True, False, True),
+    "before_any_step": (False, True, False),
+}
+
+
+def make_freezing_scenarios() -> dict[str, WindowScenario]:
+    """Return a scenario for each plan and accumulation, in which an expert is frozen in some windows."""
+    scenarios: dict[str, WindowScenario] = {}
+    for name, plan in FREEZING_PLANS.items():
+        scenario = WindowScenario(make_freezing_script(plan), windows=len(plan))
+        scenarios |= {name: scenario, f"{name}_2_by_engine": make_accumulated(scenario, "2_by_engine")}
+    return scenarios
+
+
+def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
+    """Return a script that uses every expert, and freezes one of them in the windows in which ``plan`` is false."""
+
+    def train(participant: Participant, window: int, micro: int) -> None:
+        """Train one micro-batch; the first of a window freezes or unfreezes the expert before its forward."""
+        if micro == 0:
+            participant.module.experts[TRAINED].requires_grad_(plan[window])
+        train_route(participant, window + len(plan) * micro, ALL_EXPERTS)
+
+    return train
+
+
+WHOLE_STEP = WindowScenario(train_window_route, windows=len(ROUTES))
+
+LAWS = (
+    window_law(
+        "idle.whole_step",
+        {"": WHOLE_STEP, **{name: make_accumulated(WHOLE_STEP, name) for name in list(ACCUMULATIONS)[:2]}},
+        "a step does not move a weight that none of its micro-batches used, whichever weights the steps before it used",
+        kept_because="the only law that compares weights after steps of plain SGD that use fewer and fewer of them",
+    ),
+    window_law(
+        "idle.zeroed_in_place",
+        {"": WindowScenario(train_window_route, windows=len(ROUTES), after_step=zero_by_module)},
+        "module.zero_grad(set_to_none=False) beside the engine's zero_grad changes no later step",
+        kept_because="the only gradients of zeros that the caller leaves on the parameters",
+    ),
+    window_law(
+        "idle.frozen",
+        make_freezing_scenarios(),
+        "a weight that is frozen after construction does not move, and moves again once it is unfrozen",
+        features=(Feature.UNFREEZING,),
+        kept_because="the only law that makes a step while a trained weight is frozen",
+    ),
+)

@@ -1,0 +1,98 @@
+"""Define the laws of the group ``values``: gradients that are zero, infinite or NaN, and norms of tiny parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.scenarios import NamedTensors, Participant
+from zharness.law_kit.window_law import window_law
+from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
+from zharness.laws.circumstances.common import make_accumulated, sum_loss, train_whole_model
+
+WINDOWS = 2  # a clipped step rounds, so only the last step of a scenario may clip
+ZERO_WINDOW = 0  # the window whose losses are zero
+CLIP = 4.0  # far below the norm of every window's gradient
+
+
+def make_zero_script(is_zero: Callable[[int], bool]) -> WindowScript:
+    """Return a script in which the losses of one window are zero on the ranks for which ``is_zero`` is true."""
+
+    def train(participant: Participant, window: int, micro: int) -> NamedTensors:
+        """Train one micro-batch, and return its loss."""
+        batch = participant.get_batch(window + WINDOWS * micro)
+        factor = 0 if window == ZERO_WINDOW and is_zero(participant.rank) else 1
+        loss = factor * sum_loss(participant.call(batch.inputs), batch.target)
+        participant.backward(loss)
+        return {"loss": loss}
+
+    return train
+
+
+ZERO_ON_ONE_RANK = WindowScenario(make_zero_script(lambda rank: rank == 0), WINDOWS)
+ZERO_ON_ALL_RANKS = WindowScenario(make_zero_script(lambda rank: True), WINDOWS)
+
+ZERO_SCENARIOS = {
+    "one_rank": ZERO_ON_ONE_RANK,
+    "all_ranks": ZERO_ON_ALL_RANKS,
+    "one_rank_2_by_engine": make_accumulated(ZERO_ON_ONE_RANK, "2_by_engine"),
+    "all_ranks_clipped": replace(ZERO_ON_ALL_RANKS, clip=CLIP),
+}
+
+DISCARDED_BATCH = 8  # no window trains this micro-batch
+
+NOT_FINITE: Mapping[str, float] = {"inf": torch.inf, "nan": torch.nan}
+
+
+def make_discarding_script(value: float) -> WindowScript:
+    """Return a script that discards gradients of ``value`` on rank 0 before it trains an ordinary micro-batch."""
+
+    def train(participant: Participant, window: int, micro: int) -> None:
+        """Run backward of a loss that is not finite, zero the gradients, and train one micro-batch."""
+        if window == 0 and micro == 0:
+            batch = participant.get_batch(DISCARDED_BATCH)
+            factor = value if participant.rank == 0 else 1.0
+            participant.backward(factor * sum_loss(participant.call(batch.inputs), batch.target))
+            participant.zero_grad()
+        train_whole_model(participant, window, micro)
+
+    return train
+
+
+def make_discarding_scenarios() -> dict[str, WindowScenario]:
+    """Return a scenario for each value that is not finite, with and without clipping and accumulation."""
+    scenarios: dict[str, WindowScenario] = {}
+    for name, value in NOT_FINITE.items():
+        scenario = WindowScenario(make_discarding_script(value), WINDOWS)
+        scenarios[name] = scenario
+        scenarios[f"{name}_clipped"] = replace(scenario, windows=1, clip=CLIP)
+        scenarios[f"{name}_2_by_engine"] = make_accumulated(scenario, "2_by_engine")
+    return scenarios
+
+
+CLIPPED = WindowScenario(train_whole_model, 1, clip=CLIP)
+
+LAWS = (
+    window_law(
+        "values.zero_loss",
+        ZERO_SCENARIOS,
+        "a loss of exactly zero, on one rank or on all, counts as a loss whose gradients are zero",
+        kept_because="the only gradients that are zero although every weight was used",
+    ),
+    window_law(
+        "values.discarded",
+        make_discarding_scenarios(),
+        "gradients that are infinite or NaN and discarded by zero_grad change no later step, norm or clipping",
+        kept_because="the only gradients that are not finite in fp32: zero times such a gradient is not zero",
+    ),
+    window_law(
+        "values.norm_of_tiny",
+        {"": CLIPPED, "2_by_engine": make_accumulated(CLIPPED, "2_by_engine")},
+        "a parameter with fewer elements than there are ranks counts once in the norm, and is clipped with the others",
+        features=(Feature.CLIP,),
+        kept_because="the only clipped parameter that some ranks own no element of",
+    ),
+)

@@ -1,0 +1,150 @@
+"""Mutants that are wrong beside another engine, for kinds of outputs and buffers, and for options of optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.circumstances import expert_target
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.SCALE,
+    expert_target("engines.one_closed", "before_any_step"),
+    expert_target("engines.one_closed", "between_steps"),
+    expert_target("engines.one_closed", "before_backward"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class DividesByLiveEngines(Around):
+    """Scales losses by the number of engines that are alive, over their number when this engine was built."""
+
+    alive: ClassVar[WeakSet[DividesByLiveEngines]] = WeakSet()
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.alive.add(self)
+        self.count = len(self.alive)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss * (len(self.alive) / self.count), retain_graph=retain_graph)
+
+    def close(self) -> None:
+        self.alive.discard(self)
+        self.right.close()
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("backward.shared_grad_fn", model="blocks", variant="chunk"),
+    Target("backward.shared_grad_fn", None, model="blocks", variant="one_of_unbind", cause="does not require grad"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class KeepsOneOutputOfANode(Around):
+    """Detaches every output whose autograd node has made an earlier output too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.right(*args, **kwargs)
+        if not isinstance(outputs, (tuple, list)):
+            return outputs
+        nodes: list[Any] = []
+        kept = []
+        for output in outputs:
+            kept.append(output.detach() if output.grad_fn in nodes else output)
+            nodes.append(output.grad_fn)
+        return kept
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("backward.outputs", None, model="blocks", variant="dataclass", cause="does not require grad"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class DetachesDataclasses(Around):
+    """Detaches the tensors of an output that is a dataclass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if not is_dataclass(output) or isinstance(output, type):
+            return output
+        detached = {name: value.detach() for name, value in vars(output).items() if isinstance(value, Tensor)}
+        return replace(output, **detached)
+
+
+BASIC_ARGUMENTS = ("lr", "momentum", "betas", "weight_decay")
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    *(
+        Target("training.optimizer_options", Part.OPTIMIZER, variant=variant)
+        for variant in ("sgd_maximize", "adamw_amsgrad", "adam_decoupled", "rmsprop_centered", "adagrad_eps")
+    ),
+    origin=Origin.CIRCUMSTANCES,
+)
+class DropsOptimizerOptions(Around):
+    """Builds the optimizer anew with its learning rate, momentum and weight decay, and drops its other arguments."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        basic = {name: value for name, value in config.optimizer.args.items() if name in BASIC_ARGUMENTS}
+        super().__init__(model, replace(config, optimizer=replace(config.optimizer, args=basic)))
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, parameter="training flag of 'first' after load"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class TrainsAfterLoad(SpoiledLoad):
+    """Puts every module into training mode after a load."""
+
+    def spoil(self) -> None:
+        self.module.train()
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, variant="no_grad", parameter="gradient mode after step"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class RecordsGradientsAfterAStep(Around):
+    """Turns the gradient mode on at the end of a step, whatever it was."""
+
+    def step(self) -> None:
+        self.right.step()
+        torch.set_grad_enabled(True)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.caller_modes", Part.FORWARD, variant="float64", parameter="default dtype after save"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class SavesInFloat32(Around):
+    """Makes float32 the default dtype for a save, and leaves it so."""
+
+    def save(self, path: Path) -> None:
+        torch.set_default_dtype(torch.float32)
+        self.right.save(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.buffer_kinds", Part.GATHER, variant="float64", parameter="values of the buffer, loaded"),
+    Target("state.buffer_kinds", Part.GATHER, variant="int64", parameter="values of the buffer, loaded"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class LoadsBuffersInFloat32(SpoiledLoad):
+    """Rounds every buffer to float32 when it is loaded."""
+
+    def spoil(self) -> None:
+        for buffer in self.module.buffers():
+            buffer.copy_(buffer.float())
