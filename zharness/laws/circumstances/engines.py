@@ -1,4 +1,4 @@
-"""Define the law engines.one_closed: an engine trains on while another one in the same process is closed."""
+"""Define the law engines.one_closed: an engine trains on while another engine in the same process is closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCENARIO = WindowScenario(train, windows=2)
 
 
 def observe_one_closed(ctx: RankContext) -> None:
-    """Train two engines, close the first at the point that the variant names, and train a third one at the end."""
+    """Train two engines, close the first at the point that the law variant names, and then train a third engine."""
     ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum)})
     first, second = (ctx.build_engine(optimizer=UNIT_LR_SGD) for _ in range(2))
     if ctx.variant != BEFORE_STEPS:
