@@ -126,9 +126,7 @@ def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
-            raise HarnessFault(
-                f"the scenario is not exact: numbers of window {window} are rounded, so no engine can be judged by it"
-            )
+            raise HarnessFault(f"the scenario is not exact: window {window} rounds, so no engine can be judged by it")
 
 
 def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResult, is_exact: bool) -> BoundedGrads:

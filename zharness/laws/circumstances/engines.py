@@ -46,7 +46,7 @@ def observe_one_closed(ctx: RankContext) -> None:
 
 
 def close_during(variant: str, engine: Engine) -> WindowScenario:
-    """Return the scenario with a call of ``engine.close()`` in its first window, or without if it is closed already."""
+    """Return a scenario that closes ``engine`` in its first window, except in the variant that closed it before."""
 
     def close_after_step(participant: Participant, window: int) -> None:
         """Close the engine after the first step."""
