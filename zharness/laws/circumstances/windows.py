@@ -44,7 +44,10 @@ def make_route_scenarios(
 def make_route_scenario(
     choice: RouteChoice, micro_batches: int, owner: AccumulationOwner, is_uneven: bool
 ) -> WindowScenario:
-    """Return a scenario in which the first and last window use the expert as ``choice`` says, and the second never."""
+    """Return a scenario in which ``choice`` selects the micro-batches that use the expert.
+
+    No micro-batch of the second window uses the expert.
+    """
 
     def train(participant: Participant, window: int, micro: int) -> None:
         """Train one micro-batch with the expert or without it."""
