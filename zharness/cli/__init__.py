@@ -57,8 +57,8 @@ def report(
 ) -> int:
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
-    Lines that are not records are skipped and counted. The exit code is that of `zharness check`, except
-    that it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
+    Lines that are not records are skipped and counted. The exit code is that of `zharness check`, with one exception:
+    it is 2 if every record is as expected but a line was skipped, because that line may have been a failure.
     """
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
@@ -152,8 +152,8 @@ def mutants(
 ) -> int:
     """Run the laws on mutants, engines that are broken on purpose, and report which law kills which mutant.
 
-    A PATTERN is a mutant's name or a glob; without one, every mutant is run. On each mutant, a law runs until one of
-    its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
+    A PATTERN is a mutant's name or a glob. Without a PATTERN, every mutant is run. On each mutant, a law runs until one
+    of its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
     mutants` describes the mutants.
     """
     from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
@@ -220,7 +220,7 @@ def mutants(
     "--without",
     callback=parse_name_option,
     metavar="i,tied,...",
-    help="Layers, verbs and marks that drawn programs must not use.",
+    help="Layers, verbs and options of verbs that drawn programs must not use.",
 )
 @click.option(
     "--outputs",
@@ -248,12 +248,12 @@ def program(
     outputs: int | None,
     timeout: float,
 ) -> int:
-    """Run programs, which are small models with sequences of calls, or draw random ones until one fails.
+    """Run programs (small models with sequences of calls), or draw random programs until one fails.
 
     A program is written as 'x(3) linear(2) relu | f b:retain b s'.
 
-    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and the
-    command prints the smallest program that fails, as a command that runs it.
+    Several programs run one after the other in the same ranks. Without a program, Hypothesis draws programs, and
+    zharness prints a command that runs the smallest program that fails.
 
     \b
     Layers: x(3) or tokens(5,3) first; linear(n), matrix(n), frozen(n), read(n), conv(n), unused(n),

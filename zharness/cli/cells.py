@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "--list",
     "listing",
     is_flag=True,
-    help="List all laws, and for each whether its script is short or long, and why it is long.",
+    help="Print a table that says for each law whether its script is short or long, and why it is long.",
 )
 def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
     """Write a cell as a script that needs only torch and the engine, and run the script to verify it.

@@ -82,9 +82,9 @@ def model(
 ) -> int:
     """Train your model with an engine beside plain PyTorch and report which laws hold.
 
-    FACTORY() returns a model; or (model, batch), or (model, batch, loss). batch(generator) draws the arguments of the
+    FACTORY() returns a model, or (model, batch), or (model, batch, loss). batch(generator) draws the arguments of the
     model: a tensor, or a tuple or dict of tensors, with one row for each sample. loss(output, batch) returns a scalar.
-    A model of the transformers package needs neither.
+    A model of the transformers package needs neither batch nor loss.
     """
     from zharness.errors import UsageError
     from zharness.releases.rank_environment import prepare_rank_environment

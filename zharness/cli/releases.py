@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
-    "--all", "every", is_flag=True, help="Run all reproductions; with --on, all of the engines that --on names."
+    "--all", "every", is_flag=True, help="Run all reproductions, or all reproductions of the engines that --on names."
 )
 @click.option(
     "--on",
@@ -55,11 +55,12 @@ def repro(
     """Reproduce real bugs of real engines, named by the number of their issue.
 
     Each script runs on the releases that its header names: one with the bug and, if it exists, one with the fix. The
-    verdict is reproduced, not reproduced, or failed otherwise if the run failed without the error's signature.
-    `zharness list repros` lists the bugs; each has a script in repro/ that also runs under plain torchrun.
+    verdict of a run is "reproduced", "not reproduced", or "failed otherwise" if the run failed without showing the
+    bug's signature. `zharness list repros` lists the bugs. Each bug has a script in repro/ that also runs under plain
+    torchrun.
 
-    Exit codes: 0 every run had the expected verdict, 1 a run had another verdict, 3 a run failed otherwise or its
-    release could not be installed.
+    Exit codes: 0 every run had the expected verdict, 1 a run had another verdict, 3 the verdict of a run is "failed
+    otherwise" or its release could not be installed.
     """
     from zharness import step_summary
     from zharness.releases import repro_runs, repro_table
@@ -79,7 +80,7 @@ def repro(
 def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
     """Open the file of records.
 
-    Imports torch, which takes longer than some reproductions, so only runs that write records pay for it.
+    This function imports torch, which takes longer than some reproductions. It is called only if records are written.
     """
     from zharness.run.record import open_record_file
 
@@ -159,7 +160,7 @@ class CellOptions:
     jsonl: Path | None
 
     def build_request(self, patterns: tuple[str, ...]) -> Request:
-        """Build the request for the cells, without an engine.
+        """Build the request for the cells of an engine that is named later.
 
         Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
         """
@@ -173,8 +174,8 @@ class CellOptions:
     def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
         """Return a function that runs the cells of a request.
 
-        All records go to one file, which is closed with ``stack``. Expected failures that match no cell are printed on
-        standard error, each once.
+        All records go to one file, which ``stack`` closes. Each expected failure that matches no cell is printed once
+        on standard error.
         """
         from zharness.releases.rank_environment import prepare_rank_environment
         from zharness.run.check_loop import RunOptions, open_optional_record_file, run_request
@@ -296,11 +297,11 @@ def releases(
 @click.option("--bad", required=True, metavar="RELEASE", help="A release on which the law is broken.")
 @add_cell_options
 def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
-    """Find the first release on which a law is broken, or holds again if the good release is the newer one.
+    """Find the first release on which a law is broken, or, if the good release is newer, on which the law holds again.
 
-    LAW is a law, a glob, or a cell id; then a release is bad if the law is broken in any of its cells. LAW may also be
-    the id of a reproduction; then a release is bad if the bug is reproduced on it. Releases that cannot be run, or are
-    neither good nor bad, are skipped. Each run halves the range of releases.
+    LAW is a law, a glob, a cell id, or the id of a reproduction. A release is bad if a law is broken in any of the
+    cells, or if the reproduction shows the bug on that release. Releases that cannot be run, or are neither good nor
+    bad, are skipped. Each run halves the range of releases.
 
     \b
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
@@ -336,7 +337,7 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     "expected_failures",
     multiple=True,
     type=OUTPUT,
-    help="TOML file of failures that are expected of the change; may be repeated.",
+    help="TOML file of failures that the change is expected to cause; may be repeated.",
 )
 @add_cell_options
 def compare(

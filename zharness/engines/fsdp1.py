@@ -149,7 +149,10 @@ OPTIONS = {
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the options of ``stage``, and at stage 0 the reason why sums are scaled means."""
+    """Return the capabilities of FSDP1 at ``stage``.
+
+    Stage 0 lacks the options that concern shards, and computes a sum over ranks as a mean of scaled gradients.
+    """
     if stage == 0:
         return replace(CAPABILITIES, scaled_sum=SCALED_SUM_REASON)
     return replace(CAPABILITIES, variants={**VARIANTS, **VARIANTS_OF_SHARDS})
@@ -158,7 +161,7 @@ def capabilities_at(stage: int) -> Capabilities:
 def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
     """Wrap ``model`` in FSDP over the default process group, on the device of its parameters. This is a collective.
 
-    A model on the meta device is initialized on rank 0. Raises ConfigError for an unsupported configuration.
+    Rank 0 draws the initial values of a model on the meta device. Raises ConfigError for an unsupported configuration.
     """
     validate_config(config, CAPABILITIES, OPTIONS)
     aliases = dict(model.named_parameters(remove_duplicate=False))
@@ -183,7 +186,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
 
 
 def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
-    """Wrap ``model`` and its groups in FSDP, in place. This is a collective.
+    """Wrap ``model``, and each group of its modules, in FSDP in place. This is a collective.
 
     Raises ConfigError for an unknown option, parameter or dtype, and for replicas that do not divide the world size.
     """
@@ -216,7 +219,7 @@ def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
 
 
 def build_mesh(options: Mapping[str, Any], device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of ``replicas`` rows, each of which shards the model, or None for the default process group.
+    """Return a mesh in which each of ``replicas`` rows shards the model, or None to use the default process group.
 
     Raises ConfigError if the number of replicas does not divide the world size.
     """
@@ -231,7 +234,10 @@ def build_mesh(options: Mapping[str, Any], device: torch.device) -> DeviceMesh |
 
 
 def select_strategy(stage: int, *, replicated: bool) -> ShardingStrategy:
-    """Return the sharding strategy of ``stage``. Raises ConfigError for replicas at stage 0, which shards nothing."""
+    """Return the sharding strategy of ``stage``.
+
+    Raises ConfigError for replicas at stage 0, where nothing is sharded.
+    """
     from torch.distributed.fsdp import ShardingStrategy
 
     if not replicated:
@@ -241,12 +247,12 @@ def select_strategy(stage: int, *, replicated: bool) -> ShardingStrategy:
             3: ShardingStrategy.FULL_SHARD,
         }[stage]
     if stage == 0:
-        raise ConfigError("got replicas at stage 0, where every rank is one; use stage 2 or 3")
+        raise ConfigError("got replicas at stage 0, where every rank has a full replica; use stage 2 or 3")
     return ShardingStrategy.HYBRID_SHARD if stage == 3 else ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 def select_prefetch(options: Mapping[str, Any]) -> BackwardPrefetch | None:
-    """Return the value of ``backward_prefetch``. Raises ConfigError for an unknown one."""
+    """Return the argument ``backward_prefetch`` of FSDP. Raises ConfigError if the option has an unknown value."""
     from torch.distributed.fsdp import BackwardPrefetch
 
     values = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
@@ -272,7 +278,7 @@ def build_mixed_precision(config: EngineConfig) -> MixedPrecision | None:
 
 
 def ignore_parameters(model: nn.Module, config: EngineConfig) -> list[nn.Parameter]:
-    """Return the parameters that FSDP has to ignore, whose gradients are reduced by hooks of this adapter."""
+    """Return the parameters that FSDP has to ignore, and register hooks that reduce their gradients."""
     if not config.options.get("ignored_params"):
         return []
     ignored = [param for param in model.parameters() if param.dim() == 1]
@@ -281,7 +287,10 @@ def ignore_parameters(model: nn.Module, config: EngineConfig) -> list[nn.Paramet
 
 
 def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that initialize a model on the meta device on rank 0; empty for any other model."""
+    """Return the FSDP arguments that give all ranks rank 0's initial values of a model on the meta device.
+
+    For any other model, return an empty dictionary.
+    """
     values = initial_state_on_rank0(model, device)
     if values is None:
         return {}
@@ -289,7 +298,7 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
     @torch.no_grad()
     def allocate(module: nn.Module) -> None:
-        """Allocate the tensors of ``module`` itself, with the initial values on rank 0."""
+        """Allocate the tensors of ``module``, but not of its submodules, and broadcast their values from rank 0."""
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if tensor.is_meta:
                 empty = torch.empty_like(tensor, device=device)
@@ -303,10 +312,11 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
-    """Make ``wrapped`` sum gradients over ranks: by a communication hook if it shards, and otherwise as scaled means.
+    """Make ``wrapped`` sum gradients over ranks instead of averaging them.
 
-    Without shards the earlier gradients of a window are reduced again, which changes a sum but not a mean; and with
-    replicas FSDP refuses communication hooks.
+    If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
+    multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
+    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
     """
     if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
         wrapped.register_comm_hook(None, reduce_by_sum)
@@ -317,7 +327,7 @@ def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
 
 
 def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
-    """Reduce-scatter the sum of ``gradient`` over ranks into ``shard``, as FSDP's hook for sharded strategies does."""
+    """Sum ``gradient`` over ranks and write this rank's part of the sum into ``shard`` (a reduce-scatter)."""
     dist.reduce_scatter_tensor(shard, gradient)
 
 

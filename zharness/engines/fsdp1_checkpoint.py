@@ -1,4 +1,4 @@
-"""Save and load checkpoints of FSDP1: its full state dicts, in one file that rank 0 writes."""
+"""Save and load checkpoints of FSDP1. A checkpoint is one file with full state dicts, which rank 0 writes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullStates:
-    """The full state dicts of a wrapped model and its optimizer, by ``FSDP.state_dict_type``.
+    """Access to the full state dicts of a wrapped model and its optimizer through ``FSDP.state_dict_type``.
 
-    ``offload`` is the option ``offload_to_cpu`` for the optimizer's state.
+    ``offload`` says whether FSDP moves the optimizer's state to the CPU (its option ``offload_to_cpu``).
     """
 
     wrapped: FullyShardedDataParallel
@@ -42,7 +42,7 @@ class FullStates:
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """Make state dicts inside the block full on every rank."""
+        """Make FSDP return and accept full state dicts on every rank while the ``with`` block runs."""
         from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 
         with type(self.wrapped).state_dict_type(
@@ -54,7 +54,7 @@ class FullStates:
             yield
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the optimizer's full state by original parameter names. This is a collective."""
+        """Return the optimizer's full state dict under original parameter names. This is a collective."""
         with self.selected():
             return type(self.wrapped).optim_state_dict(self.wrapped, optimizer)
 
@@ -72,12 +72,12 @@ class FullStates:
 
 
 def full_state_format(states: FullStates) -> CheckpointFormat:
-    """Return the format that saves and loads ``states``."""
+    """Return the checkpoint format of FSDP1, which saves and loads ``states``."""
     return CheckpointFormat(partial(save_full_state, states), partial(load_full_state, states))
 
 
 def save_full_state(states: FullStates, path: Path, engine_state: EngineState) -> None:
-    """Write the full state from rank 0 into one file, which replaces the previous checkpoint when it is complete.
+    """Write the full state into one file on rank 0. The file replaces the previous checkpoint when it is complete.
 
     Raises CheckpointError on every rank if the file cannot be written.
     """
@@ -112,7 +112,7 @@ def load_full_state(states: FullStates, path: Path, engine_state: EngineState) -
 
 
 def require_matching_content(content: Any, shapes: dict[str, Any], engine_state: EngineState, file: Path) -> None:
-    """Raise CheckpointError unless ``content`` fits this model, with tensors of ``shapes``, and its optimizer."""
+    """Raise CheckpointError unless ``content`` fits the optimizer and a model whose tensors have ``shapes``."""
     try:
         matches = (
             tensor_shapes(content["model"]) == shapes

@@ -1,4 +1,4 @@
-"""Read what FSDP1 keeps in private attributes: which rank owns what, the bytes on this rank; and name modules."""
+"""Read the layout and the memory of FSDP1 from its private attributes, and hide its wrappers from names of modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 def original_name(name: str) -> str:
-    """Return the name of a module or parameter without the wrappers of FSDP1 between its modules."""
+    """Return the name of a module or parameter without the parts that the wrappers of FSDP1 add."""
     return _WRAPPER.sub("", name).removeprefix(".")
 
 
@@ -29,14 +29,14 @@ def keep_original_names(model: nn.Module) -> None:
     """Make ``model`` list its modules, parameters and buffers under their original names.
 
     FSDP1 replaces a submodule ``first`` by a wrapper, so that ``first.weight`` becomes
-    ``first._fsdp_wrapped_module.weight``. As FSDP2 does, this gives the model a subclass of its own class.
+    ``first._fsdp_wrapped_module.weight``. This function replaces the model's class by a subclass, as FSDP2 does.
     """
     original: Any = type(model)
 
     def named_modules(
         self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield what the original class yields, under original names: first a wrapper, then what it wraps."""
+        """Yield all modules under original names. A wrapper has the name of the module inside it and precedes it."""
         for name, module in original.named_modules(self, memo, prefix, remove_duplicate):
             yield prefix + _WRAPPER.sub("", name[len(prefix) :]), module
 
@@ -44,9 +44,9 @@ def keep_original_names(model: nn.Module) -> None:
 
 
 def unwrap(model: nn.Module) -> None:
-    """Put the submodules that FSDP1 wrapped back in the place of their wrappers, and give ``model`` its own class.
+    """Replace each FSDP1 wrapper in ``model`` by the module that it wraps, and restore the class of ``model``.
 
-    Parameters stay shards at stages 2 and 3.
+    At stages 2 and 3 the parameters remain sharded.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -66,7 +66,7 @@ def iter_flat_params(wrapped: FullyShardedDataParallel) -> Iterator[tuple[Any, A
 
 
 def flat_layout(wrapped: FullyShardedDataParallel, params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces of each original parameter that the ranks own, without those that are not sharded.
+    """Return the pieces of each sharded parameter that the ranks own; replicated parameters are left out.
 
     This is a collective.
     """
@@ -88,7 +88,10 @@ def flat_layout(wrapped: FullyShardedDataParallel, params: Mapping[str, nn.Param
 def measure_resources(
     wrapped: FullyShardedDataParallel, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Resources:
-    """Return the bytes of all storages on this rank, counting a shared storage once and a freed one not at all."""
+    """Return the number of bytes in this rank's storages.
+
+    A storage that tensors share is counted once, and a freed storage counts as 0 bytes.
+    """
     flat = [flat_param for _, flat_param in iter_flat_params(wrapped)]
     gathered = [getattr(param, name, None) for param in flat for name in _GATHERED]
     unreduced = [tensor for param in flat for tensor in (param.grad, getattr(param, "_saved_grad_shard", None))]

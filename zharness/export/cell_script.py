@@ -1,4 +1,4 @@
-"""Render the script of one cell: the text of model, engine and law, with plain PyTorch or the law's own judge."""
+"""Render the script of one cell: its model, engine and law, judged by plain PyTorch or by the law's own judge."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from zharness.workload.user_model import is_user_model, parse_user_model_name
 
 
 def render_cell_script(record: Record, claims: Capabilities, name: str) -> Script:
-    """Return the script that reproduces the verdict of ``record``; the docstring calls the script's file ``name``.
+    """Return the script that reproduces the verdict of ``record``; ``name`` is the script's file name in its docstring.
 
     Raises UsageError if the cell's engine or configuration cannot be written as a script.
     """
@@ -120,8 +120,9 @@ MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
 def extract_signature(record: Record, is_judged: bool = False) -> str:
     """Return the text in the script's output that identifies the failure: an exception's message or a tensor's name.
 
-    If the record has neither, as for an engine that breaks the protocol, the signature matches any wrong number. With
-    ``is_judged``, the script contains the law's own judge, so an exception that the judge raises counts too.
+    If the record has neither, for example because the engine breaks the protocol, the signature matches any wrong
+    number. With ``is_judged``, the script contains the law's own judge, and an exception that the judge raises is also
+    a signature.
     """
     raised = re.search(r"raised: (.*)", record.cause, re.DOTALL)
     wrong = record.divergence

@@ -123,7 +123,7 @@ def shrink(
     get_environment: GetEnvironment,
     get_run_script: Callable[[str], RunScript] | None,
 ) -> int:
-    """Find and print the smallest failure of the same kind as that of the cell ``text``, and write its script.
+    """Find the smallest failure like that of the cell ``text``, print the failure, and write its script.
 
     The script runs the smallest program, or the smallest cell if no short script can run the program.
     ``get_run_script(engine)`` returns the function that runs scripts on that engine; if it is None, the script is not

@@ -1,4 +1,4 @@
-"""Render the docstring of an exported script, in the same format as the docstrings of the scripts in repro/."""
+"""Render the docstring of an exported script in the format of the scripts in repro/."""
 
 from __future__ import annotations
 

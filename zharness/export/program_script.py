@@ -1,4 +1,7 @@
-"""Render a program (``zharness.workload.programs``) as a script: its model as torch modules, its verbs as calls."""
+"""Render a program as a script: its model as torch modules, and its verbs as calls of the engine.
+
+``zharness.workload.programs`` defines programs and verbs.
+"""
 
 from __future__ import annotations
 
@@ -237,7 +240,7 @@ def render_verb(verb: Verb, state: CallerState, position: int) -> Iterator[str]:
 
 
 def render_backward(verb: Verb, output: str, micro_step: int) -> Sequence[str]:
-    """Return the lines of a backward of ``output``; the verb's marks choose the loss and the call."""
+    """Return the lines of a backward of ``output``. The verb's marks (its options) select the loss and the call."""
     loss = f"SPEC.loss({output}, ctx.batch({micro_step}).target)"
     loss = f"second_loss({output})" if Mark.OTHER in verb.marks else loss
     retain = f"retain_graph={Mark.RETAIN in verb.marks}"

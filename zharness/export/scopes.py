@@ -1,4 +1,4 @@
-"""Find the names that source text reads from its module, and the names that it binds, by Python's scoping rules."""
+"""Find the names that source text binds or reads from its module, by Python's scoping rules."""
 
 from __future__ import annotations
 

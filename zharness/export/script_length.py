@@ -1,4 +1,4 @@
-"""Decide whether the script of a law is short, and explain why it is long otherwise."""
+"""Decide whether the script of a law is short or long, and explain why a script is long."""
 
 from __future__ import annotations
 

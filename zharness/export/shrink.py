@@ -1,4 +1,4 @@
-"""Find the smallest failure of the same kind as a cell's: fewer ranks, a smaller model, then a small program."""
+"""Find the smallest failure like that of a cell: with fewer ranks, a smaller model, and then as a small program."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ShrinkResult:
 
 
 class MatchingProgramRunner(ProgramRunner):
-    """A program runner that reports a failure only if it matches the wanted failure, and a pass otherwise.
+    """A program runner that reports a failure that matches the wanted failure, and a pass for any other failure.
 
     Programs that would start after ``deadline`` are not run and count as passed.
     """
@@ -135,7 +135,7 @@ class MatchingProgramRunner(ProgramRunner):
         self.program_count = 0
 
     def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
-        """Return the outcome of ``programs``, or a pass if they fail in another way than the wanted one.
+        """Return the outcome of ``programs``, or a pass if they fail in another way than the wanted failure.
 
         An error of the harness is always returned.
         """
@@ -297,7 +297,7 @@ def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Progra
 
 
 def has_same_failure(runner: MatchingProgramRunner, engine: str, batch: ProgramBatch) -> bool:
-    """Return whether ``batch`` fails in the way that ``runner`` wants."""
+    """Return whether ``batch`` fails in the same way as the failure for which ``runner`` searches."""
     return runner.run(engine, batch).verdict.is_broken
 
 

@@ -35,7 +35,7 @@ def is_faithful(record: Record, result: ScriptResult) -> bool:
 
 
 def describe_verification(record: Record, result: ScriptResult) -> str:
-    """Return a text with the cell's verdict, the script's verdict, and the statement whether they agree."""
+    """Return a text that states the cell's verdict, the script's verdict, and whether the two verdicts agree."""
     cell = f"the cell: {record.verdict.value}" + (f" ({record.cause})" if record.cause else "")
     script = f"the script: {result.verdict} ({result.evidence})"
     conclusion = (

@@ -16,7 +16,7 @@ BISECTION_STEPS = 60  # 60 halvings of an interval of length 1 reach the precisi
 
 @dataclass(frozen=True)
 class CleanRecord:
-    """The number of judged cells, the false alarms among them, and the cells in which nothing was decided.
+    """The number of judged cells, the false alarms among these cells, and the cells without a decision.
 
     ``bounded_count`` is the number of judged cells in which every comparison was at tier X or S, whose bounds follow
     from arithmetic.

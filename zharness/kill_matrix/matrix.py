@@ -73,7 +73,7 @@ class KillMatrix:
         )
 
     def check_named_divergences(self) -> tuple[int, list[str]]:
-        """Return the number of killed targets, and a message for each of them whose divergence is not as expected."""
+        """Return the number of killed targets, and a message for each killed target with an unexpected divergence."""
         by_cell = {record.cell: record for record in self.records}
         killed_count, messages = 0, []
         for mutant in self.mutants:
@@ -139,7 +139,8 @@ def render_laws_table(matrix: KillMatrix) -> str:
 def render_fault_kinds_table(matrix: KillMatrix) -> str:
     """Render a table that has a row for each kind of fault.
 
-    A row has the number of mutants of this kind, and the smallest and the median number of laws that kill one of them.
+    A row has the number of mutants of this kind, and the smallest and the median number of laws that kill such a
+    mutant.
     """
     table, rows = matrix.killers_by_mutant(), []
     for kind in FaultKind:
@@ -152,7 +153,7 @@ def render_fault_kinds_table(matrix: KillMatrix) -> str:
 
 
 def list_complaints(matrix: KillMatrix) -> Iterable[str]:
-    """Return a paragraph for each kind of problem; each line of it names a mutant, law or cell that has the problem."""
+    """Return a paragraph for each kind of problem, with a line for each mutant, law or cell that has the problem."""
     kinds: Sequence[tuple[str, Sequence[str]]] = (
         ("survives every law", [mutant.name for mutant in matrix.survivors()]),
         ("is declared equivalent and is killed", [mutant.name for mutant in matrix.killed_equivalents()]),
@@ -165,7 +166,7 @@ def list_complaints(matrix: KillMatrix) -> Iterable[str]:
 
 
 def summarize_kills(matrix: KillMatrix) -> str:
-    """Return a line with the number of killed mutants, and of targets whose first divergence is the expected one."""
+    """Return a line with the number of killed mutants and the number of targets with the expected first divergence."""
     real = [mutant for mutant in matrix.mutants if not mutant.equivalent]
     killed_count, messages = matrix.check_named_divergences()
     return (

@@ -9,7 +9,7 @@ from zharness.world import Isolation, RankServer
 
 
 class MutantRunner(Runner):
-    """A runner that uses one rank server for all mutants, and that knows their claims without building them.
+    """A runner that uses one rank server for all mutants, and that reads the claims of mutants without building them.
 
     Mutants run one after the other in the same pooled ranks. This is safe because a mutant breaks only its own instance
     or restores on ``close`` what it replaced, and because a rank in which a cell raised, hung or died is not used

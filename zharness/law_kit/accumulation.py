@@ -1,4 +1,4 @@
-"""Train one accumulation window on a rank, and judge the gradients that the engine computes for the window."""
+"""Train one accumulation window on a rank, and judge the gradients that the engine computes in it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def accumulate(
     label: str,
     backward: Callable[[Tensor], object],
 ) -> None:
-    """Run forward and ``backward`` for every micro-batch of ``window``, but not the optimizer step at the boundary.
+    """Run forward and ``backward`` for every micro-batch of ``window``, but no optimizer step at the end.
 
-    The losses are recorded under ``label``. If the caller owns the accumulation, this function divides each loss by the
-    number of micro-batches. If the engine owns the accumulation, this function calls ``engine.step()`` after each
-    micro-batch except the last.
+    The losses are recorded under ``label``. If the caller owns the accumulation, each loss is divided by the number of
+    micro-batches. If the engine owns the accumulation, ``engine.step()`` is called after each micro-batch except the
+    last.
     """
     for micro in window:
         loss = ctx.loss(engine, micro, label)
@@ -48,25 +48,25 @@ def judge_engine_divided_gradients(
     divided_locals: Sequence[Sequence[LocalResult]],
     exact: bool | Exactness = False,
 ) -> Iterator[Comparison]:
-    """Compare the gradients of a window in which the engine divides by the number of micro-batches.
+    """Compare the gradients of an accumulation window in which the engine divides by the number of micro-batches.
 
     An engine may divide each loss, the gradient at each output of its forward, or the gradients of the parameters. All
-    three are right, but they round differently unless the divisor is a power of two, and all gradients have to match
-    the same one of them. ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If
-    no way matches every gradient, this function yields the comparisons of the way that most gradients match, because a
-    wrong engine is usually right in most gradients.
+    three ways are right, but they round differently unless the divisor is a power of two. All gradients have to match
+    the same way. ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If no way
+    matches every gradient, this function yields the comparisons with the way that most gradients match, because a wrong
+    engine is usually right in most gradients.
     """
     steps = len(window)
     compare = partial(ctx.compare_reduced_grads, label, step=step, exact=exact)
 
     def compare_divided_outputs(explain: bool) -> Iterator[Comparison]:
-        """Compare with the gradients that follow from divided gradients of the outputs."""
+        """Compare with the gradients that plain PyTorch computes if the gradients of its outputs are divided."""
         objective = divide_output_gradients(ctx.baseline.objective, steps)
         locals_ = [ctx.compute_local_grads(micro, params, objective) for micro in window]
         return compare(micros=locals_, scale=steps, explain=explain)
 
     def compare_divided_gradients(explain: bool) -> Iterator[Comparison]:
-        """Compare with the gradients of undivided losses, which are divided afterwards."""
+        """Compare with plain PyTorch's gradients of undivided losses, which this function then divides."""
         return compare(micros=[ctx.compute_local_grads(micro, params) for micro in window], explain=explain)
 
     ways = (
@@ -84,9 +84,10 @@ def judge_engine_divided_gradients(
 
 
 def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
-    """Return ``objective`` with a hook on every tensor of the model's output that divides its gradient by ``divisor``.
+    """Return ``objective`` with hooks that divide the gradient of every tensor in the model's output by ``divisor``.
 
-    DeepSpeed 0.18.3 to 0.19.5 divide there, and later releases do so in backwards other than ``engine.backward``.
+    DeepSpeed 0.18.3 to 0.19.5 divide these gradients. Later releases do so only in backwards other than
+    ``engine.backward``.
     """
 
     def divided(output: Any, batch: Batch) -> Tensor:

@@ -22,8 +22,8 @@ CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-
 class ClipFactor:
     """The factor by which an engine multiplies gradients to clip them: 1 without clipping, NaN if the norm is NaN.
 
-    ``uncertainty`` is the relative error of the factor beyond the roundings of torch's formula. The uncertainty is
-    greater than 0 if the engine does not report the norm from which it computed the factor.
+    ``uncertainty`` is the relative error of the factor in addition to the roundings of torch's formula. The uncertainty
+    is greater than 0 if the engine does not report the norm from which it computed the factor.
     """
 
     value: float = 1.0
@@ -63,7 +63,7 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add a hint to a mismatch whose actual value is NaN, which is recorded if the engine reported no norm."""
+    """Add the hint that the engine reported no norm to a mismatch whose actual value is NaN."""
     absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
@@ -73,10 +73,10 @@ def judge_clip_factor(
 ) -> Generator[Comparison, None, ClipFactor]:
     """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
-    The clip factor is the one by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was recorded
-    under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this function then
-    computes the factor within the error of the norm. The bound of the norm allows one more rounding for each rank,
-    because DeepSpeed averages the norm over ranks at stage 0.
+    The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was
+    recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
+    function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
+    each rank, because DeepSpeed averages the norm over ranks at stage 0.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING

@@ -35,7 +35,7 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
 
 
 def require_engine(candidate: object) -> None:
-    """Raise EngineContractError, which names all missing methods, if ``candidate`` does not implement Engine."""
+    """Raise EngineContractError with the names of all missing methods if ``candidate`` does not implement Engine."""
     verbs = sorted(
         {"__call__", *(name for name in dir(Engine) if not name.startswith("_"))} - {"module", "capabilities"}
     )
@@ -111,8 +111,8 @@ class ModelSnapshot:
     def _require_unchanged_buffers(self, buffers: Mapping[str, Tensor], weights_converted: bool) -> None:
         """Raise EngineContractError if a buffer has changed.
 
-        The dtypes of buffers may change if ``weights_converted``, because the law precision.buffers_keep_dtype judges
-        whether an engine may convert buffers together with the weights.
+        If ``weights_converted`` is true, the dtypes of buffers may change, because the law precision.buffers_keep_dtype
+        judges whether an engine may convert buffers together with the weights.
         """
         for name, before in self.buffers.items():
             now = buffers[name]
@@ -183,7 +183,7 @@ def describe_changed_weight(name: str) -> str:
 
 
 def require_initial_weights(params: Any, model: nn.Module) -> None:
-    """Raise EngineContractError if ``params`` differ from the model's parameters in names, shapes or values."""
+    """Raise EngineContractError if ``params`` differ in name, shape or value from the parameters of ``model``."""
     found, expected = require_mapping("full_params", params), dict(model.named_parameters())
     check_names("full_params", expected, found)
     for name, weight in expected.items():
@@ -217,7 +217,7 @@ def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> N
 
 
 def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
-    """Return ``value``, or raise EngineContractError, which names the method ``source``, if it is not a dictionary."""
+    """Return ``value``. Raise EngineContractError, which names the method ``source``, if ``value`` is no dictionary."""
     if not isinstance(value, Mapping):
         raise EngineContractError(
             f"{source}: the engine returned a {type(value).__name__}; expected a dictionary of tensors by parameter"

@@ -1,4 +1,4 @@
-"""Define the configured training, which is the optimizer, clipping and accumulation that the user chose."""
+"""Define the configured training: the optimizer, the gradient clipping and the accumulation that the user chose."""
 
 from __future__ import annotations
 

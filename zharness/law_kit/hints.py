@@ -16,7 +16,7 @@ def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Compa
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:
-    """Return ``comparison`` with ``hint`` if it is a mismatch, and otherwise unchanged."""
+    """Return ``comparison`` with ``hint`` if it is a mismatch, or else ``comparison`` unchanged."""
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))

@@ -42,7 +42,8 @@ class JudgeContext:
 
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
-    configured. ``setting`` has the cell's accumulation window, in which each micro-batch is repeated.
+    configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
+    full.
     """
 
     baseline: Baseline
@@ -55,7 +56,7 @@ class JudgeContext:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which the engine reduces gradients: the declared one, or the cell's dtype if it is None."""
+        """The dtype in which the engine reduces gradients: the declared dtype, or else the cell's dtype."""
         return self.declared_reduce_dtype or self.dtype
 
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
@@ -68,7 +69,7 @@ class JudgeContext:
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
 
     def get_param_dtype(self, name: str) -> torch.dtype:
-        """Return the narrower one of the cell's dtype and the parameter's dtype in the model."""
+        """Return the narrower of two dtypes: the cell's, and that of the parameter ``name`` in the model."""
         return max(self.dtype, self.baseline.parameter_dtypes[name], key=unit_roundoff)
 
     @property
@@ -85,7 +86,7 @@ class JudgeContext:
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
-        """Return the location of a tensor, including which rank owns which elements according to the engine."""
+        """Return the location of a tensor, including the elements that each rank owns according to the engine."""
         return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
@@ -117,7 +118,7 @@ class JudgeContext:
         suspects: Mapping[str, Sequence[Sequence[LocalResult]]] | None = None,
         explain: bool = True,
     ) -> Iterator[Comparison]:
-        """Compare every rank's full gradients with the mean of all local gradients times ``scale``, and between ranks.
+        """Compare every rank's full gradients with ``scale`` times the mean of all local gradients, and between ranks.
 
         ``micros[m][rank]`` is the baseline's result on micro-batch m of that rank. If ``exact`` is true, the comparison
         is bitwise. Otherwise it uses the bound of the reduction, and its note says why tier X does not apply.
@@ -142,7 +143,7 @@ class JudgeContext:
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
     ) -> BoundedGrads:
-        """Return the gradients that ``compare_reduced_grads`` expects, with bounds, if the engine recorded none.
+        """Return the gradients, with bounds, that ``compare_reduced_grads`` would expect from the engine.
 
         ``grad_dtypes`` maps the names of parameters to the dtypes of the engine's gradients. The gradient of a
         parameter without an entry may have the narrowest dtype that the parameter may have.
@@ -158,7 +159,7 @@ class JudgeContext:
         return bounded_grads
 
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
-        """Return one parameter's local gradients as ``[rank][micro-batch]``; ranks that did not use it have zeros.
+        """Return one parameter's local gradients as ``[rank][micro-batch]``, with zeros for ranks that did not use it.
 
         Each micro-batch is repeated as in ``RankContext.backward``.
         """
@@ -177,7 +178,7 @@ class JudgeContext:
         scale: float,
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
-        """Compare the reduced gradient of one parameter with its expected value on every rank, and between ranks."""
+        """Compare one parameter's reduced gradient with the expected gradient on every rank, and between ranks."""
         known = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         yield from self.compare_grad_in_pieces(
@@ -299,7 +300,7 @@ class JudgeContext:
     def has_single_reduction_order(self) -> bool:
         """Return whether the mean over ranks is the same in every order of summation.
 
-        The mean is the same if there are at most two ranks, or if the sums do not round.
+        This is the case if there are at most two ranks, or if the sums do not round.
         """
         return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
 
@@ -315,7 +316,7 @@ class JudgeContext:
 
 
 def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
-    """Yield comparisons up to and including the first mismatch, because later mismatches only follow from it."""
+    """Yield comparisons up to and including the first mismatch, which may have caused all later mismatches."""
     for comparison in comparisons:
         yield comparison
         if comparison.mismatch is not None:
@@ -331,7 +332,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch if the actual values are the expected values times one factor."""
+    """Add a hint to a mismatch if one factor times the expected values gives the actual values."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])

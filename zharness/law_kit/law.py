@@ -1,4 +1,4 @@
-"""Define a law as data: a function that records tensors on every rank, a judge of these tensors, and conditions."""
+"""Define a law as data: a function that records tensors on every rank, a judge of the tensors, and requirements."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Variant:
     ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks; if they are averaged, the
     variant is exact only at world sizes that are powers of two. ``applies_to_user_models`` says that the variant also
     applies to a user's model. ``training_run`` is the training of several steps whose curves a report shows, or None.
-    ``is_step_count`` says that the name is the number of steps of the configured training, and that every other
-    positive number names a variant too.
+    ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
+    is then the name of a variant too.
     """
 
     name: str = ""
@@ -59,10 +59,10 @@ class Law:
     if only the law's judge knows the right numbers. ``weights_stay_integers`` says that the exact model's weights are
     integers in every step. ``steps_are_verbs`` says that the step of a mismatch is the position of a verb in a program,
     not a micro-batch that could be run again. ``is_gradient_law`` says that the law compares every gradient of a user's
-    model: a run on such a model proves little if no such law ran. ``sets_autocast`` says that the law runs with and
-    without torch.autocast, so that the user's configuration must not set it. ``applies_to_module`` returns whether the
-    law tests anything for a user's module; if it is None, the law applies to every module. ``setting_support`` says
-    which accumulation windows and calls of backward the law is stated for.
+    model; a run without such a law proves little about the model. ``sets_autocast`` says that the law runs with and
+    without torch.autocast, so the user's configuration must not enable torch.autocast. ``applies_to_module`` returns
+    whether the law tests anything for a user's module; if it is None, the law applies to every module.
+    ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
     """
 
     name: str

@@ -13,7 +13,7 @@ from zharness.law_kit.scenarios import Scenario
 class StepsKind(Enum):
     """The kinds of functions that make a law's steps.
 
-    They differ in the argument of the function, and in whether plain PyTorch makes the same steps.
+    The kinds differ in the argument of the function, and in whether plain PyTorch makes the same steps.
     """
 
     SCENARIO = "scenario"  # takes a Participant; observer and judge are the same for all scenarios
@@ -28,7 +28,7 @@ class LawSteps:
 
     ``kind`` says which argument the function takes. ``scenario`` is passed to a function of kind SCENARIO.
     ``comparison_part`` is the name of the file in zharness/export/parts that compares the engine's numbers. ``rounds``
-    says that the steps round even on an exact model.
+    says that numbers are rounded in the steps even on an exact model.
     """
 
     function: Callable[..., Any]

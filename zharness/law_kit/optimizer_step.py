@@ -35,7 +35,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The labels and the number under which ranks recorded weights and optimizer state before an optimizer step.
+    """The labels and the step number under which ranks recorded weights and optimizer state before an optimizer step.
 
     ``skipped_steps`` is the number of earlier steps that the engine skipped. ``idle_steps`` maps the name of a
     parameter to the number of earlier steps in which the parameter had no gradient, so that the optimizer did not
@@ -58,7 +58,7 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped ones. The engine's step
+    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped steps. The engine's step
     counts and the schedule have to agree with this number. The formula uses the gradients times ``clip_factor``.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
@@ -143,7 +143,7 @@ class ParameterStep:
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
-        """Return matches if weight and state are bitwise equal to ``torch_tensors``, and otherwise an empty list.
+        """Return passed comparisons if weight and state are bitwise equal to ``torch_tensors``, else an empty list.
 
         ``torch_tensors`` holds the state by key, and the weight under the empty key.
         """
@@ -234,14 +234,14 @@ def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
     """Return an upper bound on the error of a moment (such as Adam's ``exp_avg``) from the optimizer's formula.
 
     The new moment is a weighted mean of the old moment and a term from the gradient, so the absolute values of the old
-    and the new moment bound its rounding.
+    and the new moment bound the rounding error of the new moment.
     """
     size = after.float().abs() if before is None else after.float().abs() + before.float().abs()
     return 16 * unit_roundoff(after.dtype) * size
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """Return the match of a weight that is bitwise equal to torch's result, with a bound on the formula's error."""
+    """Return the passed comparison of a weight that is bitwise equal to torch's result; its bound is the formula's."""
     change = weight_after.float() - weight.float()
     sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
     return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
@@ -255,8 +255,8 @@ def list_state_tensors(state: Mapping[str, Tensor]) -> list[Tensor]:
 def run_torch_steps(optimizer_name: str, steps: Sequence[ParameterStep]) -> Iterator[Mapping[str, Tensor]]:
     """Yield the weight and state of each piece of one parameter after torch.optim's own step.
 
-    The weight has the empty key. Yield nothing if torch raises an error on the state, because an engine may have
-    recorded a wrong state.
+    The weight has the empty key. If torch raises an error, nothing is yielded, because the engine may have recorded a
+    wrong state.
     """
     leaves = [part.weight.detach().clone() for part in steps]
     optimizer = optimizer_class(optimizer_name)(leaves, **steps[0].hyperparameters)
@@ -329,7 +329,7 @@ def compare_step_counts(
 
 
 def step_hyperparameters(spec: OptimizerSpec, name: str, step: int) -> dict[str, Any]:
-    """Return one parameter's optimizer arguments in one step, with group overrides and the scheduled learning rate."""
+    """Return one parameter's optimizer arguments in one step, after the overrides of its group and the schedule."""
     group = next((g for g in spec.groups if fnmatchcase(name, g.pattern)), GroupSpec(name, {}))
     merged = {**spec.args, **group.overrides}
     factor = spec.schedule[min(step, len(spec.schedule) - 1)]

@@ -1,4 +1,4 @@
-"""Choose few sets of engine options such that every pair of compatible engine variants occurs in one of them."""
+"""Choose few sets of engine options such that every pair of compatible engine variants occurs in some set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from zharness.engines.options import Options, are_options_compatible, merge_opti
 
 
 def build_pairwise_rows(variants: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
-    """Yield engine options such that every variant and every pair of compatible variants occurs in some of them.
+    """Yield sets of engine options such that every variant and every pair of compatible variants occurs in some set.
 
     The search is greedy: it starts a set with a pair that has not occurred yet, and then repeatedly adds the compatible
-    variant that covers the most such pairs. There may be a smaller number of sets that covers all pairs.
+    variant with which the set contains the most such pairs. A smaller number of sets may exist that covers all pairs.
     """
     missing = [{name} for name in variants]
     missing += [

@@ -20,7 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_process_state() -> dict[str, Tensor]:
-    """Return the global settings of this process and thread and the state of its random generators as tensors."""
+    """Return, as tensors, the global settings of this process and thread and the state of the random generators."""
     values = {
         "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -41,7 +41,7 @@ def read_process_state() -> dict[str, Tensor]:
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:
-    """Check that the process state each rank recorded under ``label`` is the same in all ``steps``."""
+    """Check that the process state that each rank recorded under ``label`` is the same in all ``steps``."""
     for rank, before in enumerate(ctx.rank_records(label, steps[0])):
         for step in steps[1:]:
             after = ctx.rank_records(label, step)[rank]

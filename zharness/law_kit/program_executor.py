@@ -1,4 +1,4 @@
-"""Run a program (a random sequence of verbs) on an engine, and record tensors after every verb for the judge."""
+"""Run a program (a random sequence of engine calls) on an engine, and record tensors after every call for the judge."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ForwardResult:
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the micro-batch's values changed since before the forward, or require gradients."""
+        """Return whether the micro-batch has other values than before the forward, or a tensor that requires grad."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
@@ -65,9 +65,9 @@ class ForwardResult:
 class ProgramExecutor:
     """An executor that runs a program on one rank's engine and records the tensors that the judge compares.
 
-    ``outputs`` maps the number of a micro-batch to its forward if the backward has not run yet. ``weights_version``
-    counts the changes of the weights. ``other_engines`` are also trained after every step, but nothing is recorded
-    about them.
+    ``outputs`` maps the number of each micro-batch that waits for a backward to the result of its forward.
+    ``weights_version`` counts the changes of the weights. ``other_engines`` are also trained after every step, but
+    their tensors are not recorded.
     """
 
     ctx: RankContext
@@ -134,12 +134,12 @@ class ProgramExecutor:
         return output
 
     def make_forward_result(self, batch: Batch, micro: int) -> ForwardResult:
-        """Run the forward of a micro-batch, and return the output with the micro-batch, as needed for the backward."""
+        """Run the forward of a micro-batch, and return the output together with the micro-batch for the backward."""
         before = batch.map_tensors(torch.clone)
         return ForwardResult(self.run_forward(batch, micro), batch, before)
 
     def forward(self, position: int, verb: Verb, micro: int) -> None:
-        """Run a forward in the mode that the verb names. If the verb is an ordinary forward, keep its output."""
+        """Run a forward in the mode that ``verb`` specifies. Keep the output of an ordinary forward for a backward."""
         batch = self.get_batch(verb, micro)
         with eval_mode(self.engine) if verb.act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(verb.act):
             result = self.make_forward_result(batch, micro)
@@ -166,7 +166,7 @@ class ProgramExecutor:
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 
     def run_failing_micro_batch(self, verb: Verb, micro: int) -> None:
-        """Run a micro-batch whose forward or backward raises an error. After a failed backward, zero the gradients."""
+        """Run a micro-batch whose forward or backward raises an error; zero the gradients after a failed backward."""
         batch = self.get_batch(verb, micro)
         with inject_interruption(self.engine.module, verb.act):
             output = self.run_forward(batch, micro)
@@ -175,7 +175,7 @@ class ProgramExecutor:
             self.engine.zero_grad()
 
     def inspect_engine(self, position: int, caller: CallerState) -> None:
-        """Read all that the engine reports twice, record the second reading, and overwrite all returned tensors."""
+        """Read all tensors of the engine two times, record the second reading, and overwrite all returned tensors."""
         readings: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters
@@ -227,7 +227,7 @@ class ProgramExecutor:
             weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
 
     def advance_weights_version(self) -> None:
-        """Count a change of the weights, and record the weights after it."""
+        """Increase ``weights_version`` after a change of the weights, and record the new weights."""
         self.weights_version += 1
         self.record_weights_version()
 
@@ -250,7 +250,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
-    """Run ``program`` on an engine, and train ``other_engine_count`` more engines in the same process.
+    """Run ``program`` on an engine, and train ``other_engine_count`` further engines in the same process.
 
     Every rank has to call this function.
     """

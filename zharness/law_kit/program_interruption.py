@@ -18,9 +18,9 @@ def inject_interruption(module: nn.Module, act: Act) -> Iterator[None]:
     """Raise InterruptedError halfway through a forward or backward in the ``with`` block, and catch it after the block.
 
     In a forward, the exception is raised after the second child module that runs (or after the only one). In a
-    backward, it is raised before the backward of that child, or of the next child whose output requires a gradient.
-    This context manager raises EngineContractError if the exception did not reach the caller, or if the backward did
-    not run through the chosen child. It raises HarnessFault if no child ran that could be interrupted.
+    backward, the exception is raised before the backward of that child, or of the next child whose output requires a
+    gradient. Raises EngineContractError if the exception did not reach the caller, or if the backward did not run
+    through the chosen child. Raises HarnessFault if no child ran that could be interrupted.
     """
     children = [*module.children()]
     calls, chosen, raised = count(1), list[nn.Module](), list[Act]()

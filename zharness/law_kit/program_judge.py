@@ -74,7 +74,7 @@ class ProgramJudge:
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
-        """Compare the records of one verb with plain PyTorch; ``caller`` is the calling code's state before it ran."""
+        """Compare the records of one verb with plain PyTorch; ``caller`` is the caller's state before the verb."""
         act = verb.act
         if act in FORWARD_ACTS:
             self.forward_verbs[caller.micro_batches_drawn] = verb
@@ -223,7 +223,7 @@ class ProgramJudge:
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
     def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare a step at a boundary with the optimizer's formula; before a boundary, no weight may change."""
+        """Compare a step at an accumulation boundary with the formula, or else check that no weight changed."""
         if not caller.is_boundary:
             for label, early in (("params", "early"), ("state", "early-state")):
                 for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
@@ -233,7 +233,7 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: those that the engine recorded, or else the expected ones with bounds."""
+        """Return the gradients of a step: the recorded gradients, or else the expected gradients with bounds."""
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
@@ -246,7 +246,7 @@ class ProgramJudge:
     def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
         """Compare the reported norm with that of ``grads`` and return the clipped gradients.
 
-        If an engine clips but reports no norm, the law training.clip_and_norm fails instead.
+        If an engine clips but reports no norm, nothing is compared, because the law training.clip_and_norm then fails.
         """
         if self.program.clip is None:
             return grads
@@ -294,7 +294,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_rank_agreement(self) -> Iterator[Comparison]:
-        """Check that ranks agree, that weights equal rounded master weights, and that nothing is still gathered."""
+        """Check that ranks agree, that weights equal rounded master weights, and that no weight is still gathered."""
         yield from compare_ranks_after_step(self.ctx, RecordedStep(self.weights_version))
         yield from compare_published_weights(self.ctx, RecordedStep(self.weights_version, "masters"), "params")
         yield from self.judge_engine_facts()
@@ -310,7 +310,7 @@ class ProgramJudge:
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the local gradients of a wrong engine that sums earlier gradients over ranks in every backward."""
+    """Return the local gradients of a wrong engine that sums earlier gradients over ranks again in every backward."""
     pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
     return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 

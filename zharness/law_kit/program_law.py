@@ -50,7 +50,7 @@ def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
-    """Add a hint to a mismatch that lists the verbs of the program up to the wrong one."""
+    """Add a hint to a mismatch; the hint lists the verbs of the program up to the verb with the mismatch."""
     wrong = comparison.mismatch
     if wrong is None or not wrong.step:
         return comparison

@@ -1,4 +1,4 @@
-"""Define the calls of the model in a program, so that the engine and plain PyTorch run the same code."""
+"""Define how a program calls its model, so that the engine and plain PyTorch run the same code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def call_with_extra_kwargs(batch: Batch, call: Callable[..., Any], extra_kwargs:
 
 
 def get_grad_mode(act: Act) -> Any:
-    """Return the context manager for a forward: ``inference_mode()``, ``no_grad()``, or one without effect."""
+    """Return the context manager of a forward: ``inference_mode()``, ``no_grad()``, or a context without effect."""
     if act is Act.INFERENCE:
         return torch.inference_mode()
     return torch.no_grad() if act in NO_GRAD_ACTS else nullcontext()
@@ -70,6 +70,6 @@ def compute_input_grad(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor)
 
 
 def choose_edited_parameter(spec: ModelSpec, seed: int, weights_version: int) -> str:
-    """Return the name of the parameter that an edit at ``weights_version`` fills; each version fills the next one."""
+    """Return the name of the parameter that an edit fills. Each ``weights_version`` selects the next parameter."""
     names = [name for name, parameter in spec.model(seed).named_parameters() if parameter.requires_grad]
     return names[weights_version % len(names)]

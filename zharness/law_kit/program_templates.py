@@ -18,10 +18,10 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 class ProgramTemplate:
     """The phrases (short sequences of verbs) of one law variant's program, and the configuration of its engine.
 
-    If a phrase is known to fail on some engine, it is in a variant of its own, so that the other phrases are judged
+    A phrase that is known to fail on some engine has a variant of its own, so that the other phrases are judged
     completely in every order. ``features`` are the features that the variant requires. ``opening`` and ``closing`` are
     the phrases at the start and the end of the program. ``other_engine_count`` is the number of additional engines, in
-    the simplest configuration, that train in turn with this one.
+    the simplest configuration, that train in turn with the observed engine.
     """
 
     phrases: tuple[str, ...]
@@ -41,7 +41,7 @@ class ProgramTemplate:
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]
 
     def make_program(self, seed: int, dtype: str, capabilities: Capabilities) -> Program:
-        """Return the drawn program without verbs and marks that the engine does not claim and without illegal verbs."""
+        """Return the drawn program without illegal verbs and without verbs and marks that the engine does not claim."""
         claimed_verbs = [
             drop_unclaimed_marks(verb, dtype, capabilities)
             for verb in self.draw_verbs(seed)

@@ -42,7 +42,7 @@ def judge_parameter_updates(
     position: int,
     pending: PendingGradients,
 ) -> Iterator[Comparison]:
-    """Compare each parameter's update with the optimizer's formula; one without a gradient must not change."""
+    """Compare each parameter's update with the optimizer's formula; a parameter without a gradient must not change."""
     before, after = ctx.rank_records("masters", weights_version)[0], ctx.rank_records("masters", weights_version + 1)[0]
     old_state = unflatten(ctx.rank_records("state", weights_version)[0])
     new_state = unflatten(ctx.rank_records("state", weights_version + 1)[0])

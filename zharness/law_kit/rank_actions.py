@@ -45,7 +45,7 @@ def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> No
 
 @contextmanager
 def eval_mode(engine: Engine) -> Iterator[None]:
-    """Put the engine's module into eval mode in the ``with`` block, and into train mode afterwards."""
+    """Put the engine's module into eval mode while the ``with`` block runs, and into train mode afterwards."""
     engine.module.eval()
     try:
         yield
@@ -54,7 +54,10 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Return a second loss of the same output. It is linear with integer factors, so it is exact on the exact model."""
+    """Return a second loss of the same output.
+
+    The loss is linear in the output with integer factors, so it is exact on the exact model.
+    """
     return 2 * output.sum(dim=-1).mean()
 
 

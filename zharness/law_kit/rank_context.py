@@ -41,7 +41,7 @@ class RankContext:
 
     ``spec`` is the model with its data and loss. ``capabilities`` are the claims of the engine by which the cell was
     selected. ``records`` writes this rank's evidence. ``training`` is the training that the user configured.
-    ``setting`` has the cell's accumulation window and its call of backward.
+    ``setting`` contains the cell's accumulation window and the way in which the cell calls backward.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class RankContext:
         return loss
 
     def train(self, engine: Engine, step: int, label: str = "loss") -> None:
-        """Run forward and backward of micro-batch ``step`` in a window of the cell, and record its loss."""
+        """Run forward and backward of micro-batch ``step``, and record the loss under ``label``."""
         self.backward(engine, self.loss(engine, step, label), step)
 
     def backward(self, engine: Engine, loss: Tensor, step: int, factor: float = 1.0) -> None:
-        """Run backward on ``loss``, the loss of micro-batch ``step``, in the cell's way of calling backward.
+        """Run backward on ``loss``, the loss of micro-batch ``step``, in the way that the cell calls backward.
 
         In a cell with an accumulation window, the micro-batch is repeated until the window is full, so that the mean
         gradient of the window is the gradient of the micro-batch. Each loss is multiplied by ``factor`` first.
@@ -129,7 +129,7 @@ class RankContext:
                 loss = self.spec.loss(batch.feed(engine), batch.target)
 
     def _run_backward(self, engine: Engine, loss: Tensor) -> None:
-        """Call backward on a loss in the cell's way. A caller who owns the accumulation divides the loss."""
+        """Call backward in the way of the cell, on a loss that is divided first if the caller owns the accumulation."""
         if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
             loss = loss / self.setting.accumulation_steps
         if self.setting.backward_call is BackwardCall.ENGINE:

@@ -1,4 +1,4 @@
-"""Compare recorded weights, losses and other tensors, as several laws do."""
+"""Define comparisons of recorded weights, losses and other tensors that several laws use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STALE_FORWARD_HINT = "the forward used the weights from before"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the weights which the engine reports before training equal the model's initial weights."""
+    """Check that the weights that the engine reports before training equal the model's initial weights."""
     wanted = dict(ctx.baseline.build_module().named_parameters())
     record = ctx.rank_records("params", 0)[0]
     check_names("full_params", wanted, record)
@@ -30,7 +30,7 @@ def compare_forward(
     """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
     If a wrong loss equals the loss at the weights from before the last step, the mismatch is attributed to the gather
-    of weights. ``micro`` is the number of the micro-batch; None means that it equals ``step``.
+    of weights. ``micro`` is the number of the micro-batch; if it is None, the number is ``step``.
     """
     micro_step = step if micro is None else micro
     for comparison in ctx.compare_losses(micro_step, local):
@@ -52,7 +52,7 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
 def compare_records(
     ctx: JudgeContext, expected_label: str, actual_label: str, expected_step: int, step: int, part: Part
 ) -> Iterator[Comparison]:
-    """Check that what every rank recorded under ``actual_label`` is bitwise equal to that under ``expected_label``."""
+    """Check that each rank's tensors under ``actual_label`` and under ``expected_label`` are bitwise equal."""
     pairs = zip(ctx.rank_records(expected_label, expected_step), ctx.rank_records(actual_label, step), strict=True)
     for rank, (expected, found) in enumerate(pairs):
         check_names(f"what a rank reports as {actual_label}", expected, found)

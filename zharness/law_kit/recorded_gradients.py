@@ -36,7 +36,7 @@ def drain_gradients(gradients: dict[str, list[list[Tensor]]]) -> RecordedGradien
 
 
 def has_split_gradients(gradients: RecordedGradients) -> bool:
-    """Return whether any gradient consists of several entries, which may be large although their sum is small."""
+    """Return whether any gradient consists of several entries; entries may be large although their sum is small."""
     return any(len(grad) > 1 for grads in gradients.values() for grad in grads)
 
 

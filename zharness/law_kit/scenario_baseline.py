@@ -22,7 +22,7 @@ from zharness.workload import Batch
 def make_plain_participant(
     baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
 ) -> Participant:
-    """Return a participant that runs the scenario on a plain model in ``dtype``, as the rank ``rank``."""
+    """Return a participant that runs the scenario on a plain model in ``dtype`` with the data of rank ``rank``."""
     module = baseline.build_module().to(dtype)
 
     def get_batch(step: int) -> Batch:
@@ -36,7 +36,7 @@ def make_plain_participant(
 
     @torch.no_grad()
     def step() -> None:
-        """Modify all weights that have a gradient in place, without a change of value.
+        """Write to all weights that have a gradient, in place, without changing their values.
 
         An optimizer step with learning rate 0 does the same.
         """
@@ -73,8 +73,8 @@ class ScenarioResult:
     ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training, which is one ordinary
     micro-batch after the scenario. ``backward_grads`` holds, for each parameter, the gradient of every backward in
     order, split into entries: a dense gradient is one entry, and a sparse gradient may have several entries for one
-    row. From the last backward's gradient the judge sees whether an engine keeps only this gradient, or drops it.
-    ``backward_grads_after`` holds the same for the follow-up training.
+    row. The judge uses the last backward's gradient to find out whether an engine keeps only this gradient, or drops
+    this gradient. ``backward_grads_after`` holds the same for the follow-up training.
     """
 
     values: tuple[NamedTensors, ...]
@@ -92,7 +92,7 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype, repeats: int = 1
 ) -> ScenarioResult:
-    """Run a scenario and then an ordinary micro-batch, ``repeats`` times each, on plain models as the rank ``rank``."""
+    """Run a scenario ``repeats`` times, and then an ordinary micro-batch as often, on plain models as rank ``rank``."""
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(
@@ -127,8 +127,8 @@ def run_exact_scenario(
 ) -> ScenarioResult:
     """Run a scenario in the cell's dtype and in float64, and return the result in the cell's dtype.
 
-    Raise HarnessFault if the two results differ, because the scenario then rounds. The result is cached, because it is
-    the same for every engine and stage; a cached result takes about 20 KB.
+    Raise HarnessFault if the two results differ, because a number in the scenario is then rounded. The result is
+    cached, because it is the same for every engine and stage; a cached result takes about 20 KB.
     """
     result, wide = (
         run_plain_scenario(baseline, variant, scenario, rank, precision, repeats)

@@ -20,7 +20,7 @@ def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator
     """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        """Compare values and gradients of every engine, and those of the micro-batch trained after the scenario."""
+        """Compare values and gradients of every engine, in the scenario and in the micro-batch trained after it."""
         results = run_scenario_on_all_ranks(ctx, scenario)
         for repeat in range(ctx.setting.accumulation_steps):
             yield from ctx.compare_values("values", [result.values[repeat] for result in results], repeat)
@@ -54,7 +54,7 @@ def compare_scenario_grads(
 def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
-    """Compare the gradients of the micro-batch trained after the scenario, and check that nothing is still gathered."""
+    """Compare the gradients of the micro-batch after the scenario, and check that no weight is still gathered."""
     yield from compare_scenario_grads(ctx, results, "after", engine_index)
     for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
         for name, count in counts.items():
@@ -64,7 +64,7 @@ def judge_after_effects(
 def split_reduction_terms(
     rank_grads: Sequence[NamedTensors], backward_grads: Sequence[RecordedGradients]
 ) -> list[list[NamedTensors]]:
-    """Split ``rank_grads`` into rows, one for each entry of each backward, whose sum over rows is ``rank_grads``.
+    """Split ``rank_grads`` into rows, one for each entry of each backward. The sum of all rows is ``rank_grads``.
 
     An engine may reduce and round each entry separately, so the rounding error depends on the size of the entries,
     which may be large although their sum is small. The last row subtracts the gradients that the scenario zeroed.
@@ -88,7 +88,7 @@ def split_reduction_terms(
 def make_backward_suspects(
     results: Sequence[ScenarioResult], engine_index: int, scale: float
 ) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
-    """Return the gradients of two wrong engines: one keeps only the last of several backwards, the other drops it."""
+    """Return the gradients of two wrong engines: one keeps only the last backward's gradients, the other drops them."""
     alone, without = [], []
     for result in results:
         last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}

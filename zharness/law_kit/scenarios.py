@@ -46,7 +46,7 @@ class Participant:
 
     ``allow_uneven_use()`` returns a context manager in which ranks may use different parameters.
     ``gather_weights(names)`` returns a context manager in which full weights can be edited by name. ``keeps_edits``
-    says whether such edits are kept, which is true for the plain model and for the engine on rank 0. ``recompute`` is
+    says whether such edits are kept: always on the plain model, and only on rank 0 on the engine. ``recompute`` is
     torch.utils.checkpoint.checkpoint on the engine and a plain call on the plain model, because both have to give the
     same gradients. ``partner`` is a second engine or plain model with the same initial weights, or None if the scenario
     uses only one.
@@ -105,8 +105,9 @@ class Scenario:
     """A script with its settings: the number of engines, the number of micro-batches in a step, and the reduction.
 
     If the engine leaves accumulation to its caller, gradients are not divided by the number of micro-batches. In a cell
-    with an accumulation window, the script runs once in each micro-batch of the window, unless the scenario has an
-    ``own_window``, because it ends steps itself or its judge expects one micro-batch.
+    with an accumulation window, the script runs once in each micro-batch of the window. This does not apply if the
+    scenario has an ``own_window``, because its script calls the optimizer step itself or its judge expects one
+    micro-batch.
     """
 
     script: ScenarioScript
@@ -118,7 +119,7 @@ class Scenario:
 
     @property
     def setting_support(self) -> SettingSupport:
-        """Whether the scenario can run in each micro-batch of a window."""
+        """The settings for which the scenario's law is stated: only options if the scenario has its own window."""
         has_window = self.own_window or self.accumulation_steps > 1
         return SettingSupport.OPTIONS_ONLY if has_window else SettingSupport.WINDOWS
 

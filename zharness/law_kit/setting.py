@@ -1,7 +1,7 @@
 """Define the setting of a cell: the engine options, the accumulation window and the way of calling backward.
 
-A cell id has the setting in braces after the engine: ``deepspeed{overlap_comm+2_by_engine+tensor_backward}``. A setting
-of defaults has no text.
+A cell id contains the setting in braces after the engine: ``deepspeed{overlap_comm+2_by_engine+tensor_backward}``.
+Default settings are left out of the id.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OWNER_FEATURES = {
 
 
 class SettingSupport(Enum):
-    """The settings, besides engine options, that a law is stated for."""
+    """The settings for which a law is stated, besides engine options."""
 
     OPTIONS_ONLY = "the law has accumulation windows and backward calls of its own"
     WINDOWS = "the law's scenario runs in each micro-batch of a window"
@@ -49,8 +49,8 @@ class SettingSupport(Enum):
 class Setting:
     """The engine options that a cell sets, its accumulation window, and its call of backward.
 
-    ``accumulation_steps`` is the number of micro-batches in a window. ``owner`` divides the losses and ends the window;
-    it has a meaning only for more than one micro-batch.
+    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` divides the losses and
+    ends the window; it has a meaning only for more than one micro-batch.
     """
 
     options: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """The text of the setting in a cell id; empty for a setting of defaults."""
+        """The text of the setting in a cell id; the text of the default setting is empty."""
         window = [self.window] if self.accumulation_steps > 1 else []
         call = [self.backward_call.value] if self.backward_call is not BackwardCall.ENGINE else []
         return SEPARATOR.join([*self.options, *window, *call])
@@ -73,9 +73,12 @@ class Setting:
     @classmethod
     @cache
     def parse(cls, label: str) -> Setting:
-        """Parse the label of a setting. Names that are neither a window nor a call of backward are engine options.
+        """Parse the label of a setting.
 
-        Raises UsageError for a second window or call, and for a window of fewer than two micro-batches.
+        Names that denote neither an accumulation window nor a call of backward are engine options.
+
+        Raises UsageError for a second accumulation window or call of backward, and for a window of fewer than two
+        micro-batches.
         """
         names = label.split(SEPARATOR) if label else []
         windows = [match for name in names if (match := _WINDOW.fullmatch(name))]
@@ -98,7 +101,7 @@ class Setting:
         return cls(options, steps, owner, calls[0] if calls else BackwardCall.ENGINE)
 
     def required_features(self) -> tuple[Feature, ...]:
-        """Return the features that an engine has to claim for this window and this call of backward."""
+        """Return the features that an engine has to claim for this accumulation window and call of backward."""
         owner = (OWNER_FEATURES[self.owner],) if self.accumulation_steps > 1 else ()
         call = (REQUIRED_FEATURES[self.backward_call],) if self.backward_call is not BackwardCall.ENGINE else ()
         return owner + call

@@ -35,7 +35,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The mean loss of one step, and the 2-norm of all gradients together before clipping."""
+    """The mean loss of one step, and the 2-norm of all unclipped gradients together."""
 
     loss: float
     norm: float
@@ -44,8 +44,9 @@ class StepMetrics:
 def build_curves(ctx: JudgeContext, run: TrainingRun) -> dict[str, TrainingCurve]:
     """Return the loss and the gradient norm in every step, for the engine and for a plain model.
 
-    Both start from the same initial weights. The engine has to have recorded "loss" for each micro-batch and "grads" in
-    each step. The curves drift apart by rounding alone, so reports show them, but no law judges them.
+    Engine and plain model start from the same initial weights. The engine's evidence has to contain "loss" for each
+    micro-batch and "grads" for each step. The curves drift apart by rounding alone, so reports show the curves, but no
+    law judges them.
     """
     engine, baseline = collect_engine_metrics(ctx, run), train_baseline(ctx, run)
     return {

@@ -1,6 +1,6 @@
 """Compare the weights that an engine recorded in a window scenario with those of plain PyTorch.
 
-Each window starts from the weights that the engine had before it, so a wrong step is reported where it happened.
+The judge starts each accumulation window from the engine's weights, so the first wrong step is the one reported.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from zharness.parity.compare import check_names
 
 @dataclass(frozen=True)
 class WindowResult:
-    """The results of one window on the plain model.
+    """The results of one accumulation window on the plain model.
 
-    ``grads[micro][rank]`` are the gradients of each micro-batch, and ``values[micro][rank]`` the values that the script
-    returned.
+    ``grads[micro][rank]`` are the gradients of one micro-batch on one rank, and ``values[micro][rank]`` are the values
+    that the script returned there.
     """
 
     grads: Sequence[Sequence[NamedTensors]]
     values: Sequence[Sequence[NamedTensors]]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor, in an order that depends on the script alone."""
+        """Yield every tensor, in an order that depends only on the script."""
         for row in (*self.grads, *self.values):
             for record in row:
                 yield from record.values()
 
 
 class PlainRanks:
-    """The plain models of all ranks, which run every window in one dtype."""
+    """The plain models of all ranks, which run every accumulation window in one dtype."""
 
     def __init__(self, ctx: JudgeContext, scenario: WindowScenario, dtype: torch.dtype) -> None:
         self._scenario = scenario
@@ -57,7 +57,7 @@ class PlainRanks:
         ]
 
     def run_window(self, window: int, weights: Mapping[str, Tensor]) -> WindowResult:
-        """Train one window from ``weights`` on every rank, and return the gradients of each micro-batch."""
+        """Train one accumulation window from ``weights`` on every rank, and return the gradients and values."""
         for participant in self._participants:
             load_weights(participant, weights)
         rows = [
@@ -92,7 +92,7 @@ def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[Judg
     """Return a judge that compares the weights after every window bitwise with those of plain PyTorch."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
-        """Compare the values and weights of every window, and check that nothing stays gathered."""
+        """Compare the values and weights of every window, and check that no weight stays gathered."""
         yield from judge_windows(ctx, scenarios[ctx.variant])
         for rank, counts in enumerate(ctx.rank_records("gathered")):
             for name, count in counts.items():
@@ -122,7 +122,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
-    """Raise HarnessFault if the window rounds, so that its results in two dtypes differ."""
+    """Raise HarnessFault if ``result`` and ``wide`` differ, because a number in the window is then rounded."""
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
@@ -130,7 +130,7 @@ def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None
 
 
 def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResult, is_exact: bool) -> BoundedGrads:
-    """Return the gradient of each parameter that some rank used in the window, with the error of its reduction."""
+    """Return the reduced gradient, with an error bound, of each parameter that some rank used in the window."""
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in result.grads]
     scale = scenario.micro_batches / scenario.divisor
     grads = ctx.compute_expected_grads(micros, scale, {})
@@ -148,7 +148,7 @@ def sum_terms(name: str, result: WindowResult) -> Tensor:
 
 
 def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:
-    """Check that the step subtracted ``grads`` from the weights, and moved no weight without a gradient."""
+    """Check that the step subtracted ``grads`` from the weights, and did not change any weight without a gradient."""
     before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
     for rank, record in enumerate(after):
         check_names("full_params", before[0], record)
@@ -161,7 +161,7 @@ def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGr
 def compare_weight(
     ctx: JudgeContext, name: str, window: int, rank: int, before: Tensor, after: Tensor, grad: BoundedTensor | None
 ) -> Comparison:
-    """Compare one weight after a step with the weight before it minus ``grad``; None means that it must not move."""
+    """Compare one weight after a step with ``before - grad``, or with ``before`` if ``grad`` is None."""
     place = ctx.location(name, Part.OPTIMIZER, window, rank)
     if grad is None:
         return add_hint(compare_bitwise(place, before, after), "the step moved a parameter that no rank used")

@@ -37,6 +37,6 @@ def window_law(
 
 
 def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
-    """Return the features that an engine needs for the settings of ``scenario``."""
+    """Return the features that an engine has to claim for the settings of ``scenario``."""
     accumulation = (OWNER_FEATURES[scenario.owner],) if scenario.micro_batches > 1 else ()
     return (*accumulation, *((Feature.CLIP,) if scenario.clip is not None else ()))

@@ -3,7 +3,7 @@
 A script trains one micro-batch of an accumulation window. After each window the optimizer, SGD with a learning rate of
 1, makes a step, and the weights are compared with those of plain PyTorch. Weights, inputs and losses are integers. The
 loss is multiplied by every number by which the engine divides, so that gradients are sums over ranks and micro-batches,
-and weights stay integers. The judge runs each window in float64 too, and raises HarnessFault if anything was rounded.
+and weights stay integers. The judge runs each window in float64 too, and raises HarnessFault if a number was rounded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ WindowScript = Callable[[Participant, int, int], NamedTensors | None]
 
 @dataclass(frozen=True)
 class WindowScenario:
-    """A script with its settings.
+    """A script of several accumulation windows, with its settings.
 
     ``train(participant, window, micro)`` runs forward and backward of micro-batch ``micro`` of window ``window``; it
     may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
-    the last micro-batch of a window, and ``after_step(participant, window)`` after its step. ``is_uneven`` says that
-    ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or None. If the engine owns
-    the accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
+    the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
+    ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
+    None. If the engine owns the accumulation, the script never calls ``zero_grad``, because the engine begins the next
+    window itself.
     """
 
     train: WindowScript
@@ -57,7 +58,7 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
     """Return a function that runs the scenario of the law variant on the engine and records the weights."""
 
     def observe(ctx: RankContext) -> None:
-        """Train every window, and record the weights before each window and after the last."""
+        """Train every accumulation window, and record the weights before each window and after the last window."""
         scenario = scenarios[ctx.variant]
         # A mean that the engine computes before it adds several backwards rounds, unless it divides by a power of two.
         exact = is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum
@@ -106,7 +107,7 @@ def scale_losses(participant: Participant, scenario: WindowScenario, world_size:
     factor, backward = scenario.get_loss_factor(world_size), participant.backward
 
     def scaled_backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run backward of ``loss`` times the factor."""
+        """Run backward of ``loss`` times the scenario's loss factor."""
         backward(loss * factor, retain_graph=retain_graph)
 
     return replace(participant, backward=scaled_backward)

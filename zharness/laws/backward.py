@@ -60,7 +60,7 @@ def auxiliary_loss(participant: Participant) -> None:
     losses: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Compute the second loss from a weight and the hidden values, and run the block."""
+        """Compute the second loss from a weight and the hidden activations, and run the block."""
         losses.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
@@ -70,7 +70,7 @@ def auxiliary_loss(participant: Participant) -> None:
 
 
 def without_grad(participant: Participant) -> NamedTensors:
-    """Run forwards under no_grad and inference_mode before and between training. They must not affect the gradients."""
+    """Run forwards under no_grad and inference_mode before and between backwards; gradients must not be affected."""
     with torch.no_grad():
         values = {"no_grad": participant.call(participant.inputs())}
     loss = participant.training_loss()
@@ -81,10 +81,10 @@ def without_grad(participant: Participant) -> NamedTensors:
 
 
 def autograd_grad(participant: Participant) -> NamedTensors:
-    """Compute gradients of an output with respect to the input, for one gradient of the output and for a batch of them.
+    """Compute gradients of an output with respect to the input, for one output gradient and for a batch of them.
 
     No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: if
-    parameters are sharded, an engine may return those of one rank's loss or those of all ranks' losses.
+    parameters are sharded, an engine may return the gradients of one rank's loss or the gradients of all ranks' losses.
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
@@ -156,7 +156,7 @@ def backward_in_forward(participant: Participant) -> None:
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
-    """Raise an error halfway in three backwards (two of them retain the graph), zero the gradients and train again."""
+    """Raise an error halfway through three backwards (two retain the graph), zero the gradients, and train again."""
     raised = backward_raises(
         participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
     )
@@ -175,7 +175,7 @@ def backward_law(
     engines: int = 1,
     accumulation: int = 1,
 ) -> Law:
-    """Build the law of one scenario. ``features`` are required in addition to the features of the group."""
+    """Build the law of one scenario. The law requires ``features`` in addition to the features of the group."""
     scenario = Scenario(script, engines, accumulation)
     return scenario_law(
         "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)

@@ -1,4 +1,4 @@
-"""Define the laws of the group ``backward`` about outputs: their containers, and outputs of one autograd node."""
+"""Define the laws of the group ``backward`` about containers of outputs, and about outputs of one autograd node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BOTH = "both"
 
 
 def outputs(participant: Participant) -> None:
-    """Train with a container of outputs while the loss uses one of them, or with both outputs of a named tuple."""
+    """Train with a loss of one output in a container, or with a loss of both outputs in a named tuple."""
     if participant.variant == BOTH:
         packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
         backward(participant.loss(packed.output) + packed.extra.sum())
@@ -70,7 +70,7 @@ ONE_OF = "one_of_"
 
 
 def shared_grad_fn(participant: Participant) -> None:
-    """Train with outputs that one autograd node made, of which the loss uses all or, in half of the variants, one."""
+    """Train with two outputs of one autograd node. The loss uses both or, in half of the law variants, one output."""
     pack = SHARED_OUTPUTS[participant.variant.removeprefix(ONE_OF)]
     parts = participant.call(participant.inputs(), pack=pack)
     target = participant.get_batch(0).target[:, : parts[0].shape[1]]

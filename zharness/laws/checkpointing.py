@@ -1,7 +1,7 @@
 """Build the laws of the group ``checkpointing``: activation checkpointing does not change any gradient.
 
-The plain model does not use checkpointing (``Participant.recompute``), except in the scenario in which torch's
-reentrant checkpointing itself changes the gradients.
+``Participant.recompute`` does not checkpoint on the plain model, except in the scenario in which torch's reentrant
+checkpointing itself changes the gradients.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def two_regions(participant: Participant) -> None:
 
 
 def frozen(participant: Participant) -> None:
-    """Checkpoint a frozen layer separately, and a second time together with a trainable block."""
+    """Checkpoint a frozen layer separately, and then a frozen layer together with a trainable block."""
     run_checkpointed = make_checkpoint_runner(participant)
 
     def run_regions(block: Block, hidden: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def run_with_raising_second_backward(block: Callable[[Tensor], Tensor], hidden: 
 
 
 def step_between_retained_backwards(participant: Participant) -> NamedTensors:
-    """Run a second backward after an optimizer step. Plain PyTorch raises, because the step modified the weights."""
+    """Run a second backward after an optimizer step. Plain PyTorch raises here: the step modified the weights."""
     loss = participant.training_loss()
     participant.backward(loss, retain_graph=True)
     participant.step()
@@ -153,7 +153,7 @@ OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
 
 
 def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss plus the sum of squares of its weight gradients, and these gradients by name.
+    """Return the loss plus the sum of squares of its weight gradients. Also return these gradients by name.
 
     The gradients are multiplied by ``grad_scale`` before they are squared.
     """
@@ -166,7 +166,7 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 def weight_penalty(participant: Participant) -> NamedTensors:
     """Run backward of a loss plus a penalty on its weight gradients.
 
-    In the law variant in which weight gradients are those of each rank's own loss, return them.
+    Return the weight gradients in the law variant in which they are the gradients of each rank's own loss.
     """
     total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
     torch.autograd.backward(total)
@@ -181,8 +181,8 @@ WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN, own
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients with those of all ranks' losses plus a penalty on the reduced gradients.
 
-    If gradients are averaged over N ranks, the gradients in the penalty are divided by N, and so are those of the total
-    loss.
+    If gradients are averaged over N ranks, the gradients in the penalty and the gradients of the total loss are divided
+    by N.
     """
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)

@@ -93,7 +93,7 @@ def compare_step_grads(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 
 def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
-    """Build the model and enable its own activation checkpointing. Raise UsageError if the model has none."""
+    """Build the model and enable its own activation checkpointing. Raise UsageError if it has no such checkpointing."""
     model: Any = spec.build()
     if not can_checkpoint(model):
         raise UsageError(

@@ -62,7 +62,7 @@ def outside_its_module(participant: Participant) -> None:
 
 
 def edited(participant: Participant) -> None:
-    """Edit full weights between two micro-batches, by name and by attribute. Only rank 0's edits are kept."""
+    """Edit full weights between two micro-batches, by name and by attribute. The engine keeps only rank 0's edits."""
     backward(participant.training_loss())
     with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
@@ -97,7 +97,7 @@ def used_on_some_ranks(participant: Participant) -> None:
 
 
 def sparse(participant: Participant) -> None:
-    """Train an embedding table in two micro-batches that use some rows several times and other rows never."""
+    """Train an embedding in two micro-batches that use some rows several times, and other rows not at all."""
     backward(participant.training_loss())
     backward(participant.training_loss(2))
 
@@ -109,7 +109,7 @@ BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, T
 
 
 def observe_stay_put(ctx: RankContext) -> None:
-    """Train several steps that use a branch of the model, do not use it, or have no backward."""
+    """Train steps that use a branch of the model, and a step that does not use it or, in a variant, has no backward."""
     engine = ctx.build_engine(optimizer=ADAMW)
     train_with_branches(ctx, engine)
 
@@ -155,7 +155,7 @@ def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Comparison]:
-    """Compare each step with AdamW's formula for the parameters that some rank used. Others must not change at all.
+    """Compare each step with AdamW's formula for the parameters that some rank used. Other parameters must not change.
 
     The expected step count of a parameter is the number of steps that used it.
     """

@@ -67,7 +67,7 @@ def grad_and_value(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 
 
 def has_aux(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
-    """Return the gradient and the auxiliary output of torch.func.grad, for a call with a keyword argument."""
+    """Call torch.func.grad with ``has_aux`` and a keyword argument; return the gradient and the auxiliary output."""
 
     def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss, and the output as the auxiliary value."""
@@ -140,8 +140,8 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
 def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor]:
     """Return two differences that have to be 0.
 
-    The first one is jacrev minus the single rows from autograd.grad. The second one is vmap(grad) minus the number of
-    samples times grad.
+    The first difference is jacrev minus the rows that autograd.grad computes one by one. The second difference is
+    vmap(grad) minus the number of samples times grad.
     """
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])
@@ -220,10 +220,10 @@ def detach_values(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_transform_observer(transform: Transform) -> Callable[[RankContext], None]:
-    """Return an observer that applies ``transform`` and then trains one window, with 1 and with 4 micro-batches."""
+    """Return an observer that applies ``transform`` and then trains accumulation windows of 1 and 4 micro-batches."""
 
     def observe(ctx: RankContext) -> None:
-        """Record the transformed values, and the losses and gradients of the window."""
+        """Record the transformed values, and the losses and gradients of the accumulation window."""
         engine_owns = AccumulationOwner.ENGINE in ctx.accumulation_owners()
         owner = AccumulationOwner.ENGINE if engine_owns else AccumulationOwner.CALLER
         for steps in ACCUMULATIONS if engine_owns else ACCUMULATIONS[:1]:
@@ -241,7 +241,7 @@ def make_transform_observer(transform: Transform) -> Callable[[RankContext], Non
 
 
 def make_transform_judge(transform: Transform) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Return a judge that compares the transformed values on every rank, and the window trained after the transform."""
+    """Return a judge that compares the transformed values, and the accumulation window after the transform."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
         """Compare the transformed values, the losses and the gradients with those of plain PyTorch."""
@@ -289,7 +289,7 @@ def transform_law(
 
 
 def transform_training_law(script: ScenarioScript, statement: str, *extra_features: Feature, kept_because: str) -> Law:
-    """Build the law of a scenario in which training uses torch.func transforms."""
+    """Build the law of a scenario in which training applies transforms of torch.func."""
     features = (Feature.TRANSFORMS, Feature.TENSOR_BACKWARD, *extra_features)
     return scenario_law("torch_func", Scenario(script), statement, kept_because=kept_because, features=features)
 

@@ -1,4 +1,4 @@
-"""Explain a wrong gradient by the part of the training step in which a known fault would give exactly these numbers."""
+"""Explain a wrong gradient by a known fault that would give the same numbers, and by the fault's part of the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attribute_mismatch(
     suspects: SuspectedGradients,
     reduce_dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """Return ``comparison`` with the part and the hint that explain its mismatch; unchanged if there is no mismatch.
+    """Return ``comparison`` with the part and the hint that explain its mismatch, if it has a mismatch.
 
     ``actual`` is the wrong gradient as one rank reports it, and ``rank_copies`` contains the full gradient as each rank
     reports it. ``terms`` and ``suspects`` contain plain PyTorch's local gradients. Gradients are reduced in
@@ -122,15 +122,15 @@ def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Ten
 
 
 def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
-    """Return whether ``terms`` is so large that a sum of this number of terms has no rounding bound in ``dtype``."""
+    """Return whether the number ``terms`` is too large: no sum of so many terms has a rounding bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
 def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
-    """Return the factor that fits ``actual`` best to the mean of ``terms``, or None if no factor explains the error.
+    """Return the factor for which the mean of ``terms`` fits ``actual`` best, or None if no factor explains the error.
 
-    The fit is by least squares. A factor explains the error if it leaves at most the share ``MAX_UNEXPLAINED_ERROR`` of
-    it.
+    The fit is by least squares. A factor explains the error if at most the share ``MAX_UNEXPLAINED_ERROR`` of the error
+    remains.
     """
     mean, _ = mean_and_bound(list(terms), actual.dtype)
     got = actual.double()

@@ -97,8 +97,7 @@ class Baseline:
     ) -> LocalResult:
         """Return the loss and the gradients of one rank's micro-batch; the gradients are not reduced over ranks.
 
-        If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, while the returned loss is the unweighted
-        one.
+        If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, but the returned loss is not weighted.
         """
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)

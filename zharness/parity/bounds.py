@@ -40,11 +40,12 @@ def gamma(terms: int, dtype: torch.dtype) -> float:
 
 
 def gamma_or_probabilistic(terms: int, dtype: torch.dtype) -> float:
-    """Return ``gamma(terms, dtype)`` if (n+1)u < 1/2 for n = ``terms``, else a probabilistic bound of the same error.
+    """Return ``gamma(terms, dtype)`` if (n+1)u < 1/2 for n = ``terms``, else a probabilistic bound on the same error.
 
-    The probabilistic bound is nu / (1 - nu) with nu = 8 sqrt(n+1) u. It assumes independent rounding errors of mean
-    zero. Under this assumption it fails with a probability below 2 n exp(-8^2 / 2), which is 1e-5 for 4e8 terms (Higham
-    and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4).
+    The probabilistic bound is nu / (1 - nu) with nu = 8 sqrt(n+1) u. The bound assumes independent rounding errors of
+    mean zero. Under this assumption the bound fails with a probability below 2 n exp(-8^2 / 2), which is 1e-5 for 4e8
+    terms (Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019,
+    theorem 2.4).
     """
     if (terms + 1) * unit_roundoff(dtype) < 1 / 2:
         return gamma(terms, dtype)
@@ -152,7 +153,7 @@ class BoundedTensor:
         return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
 
     def sign(self) -> BoundedTensor:
-        """Return the sign (-1, 0 or 1), with an error of 2 where the error of the value allows the opposite sign."""
+        """Return the sign (-1, 0 or 1), with an error of 2 for elements whose error allows the opposite sign."""
         unknown = (self.error > 0) & (self.value.abs() <= self.error)
         return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
@@ -177,13 +178,13 @@ class BoundedTensor:
         return self._with_rounding(self.value * other.value, carried)
 
     def __truediv__(self, other: BoundedTensor) -> BoundedTensor:
-        """Return the quotient; its error is infinite where the error of ``other`` reaches the size of ``other``."""
+        """Return the quotient, with an infinite error for elements where the error of ``other`` is at least |other|."""
         value = self.value / other.value
         room = (other.value.abs() - other.error).clamp(min=0)
         return self._with_rounding(value, (self.error + value.abs() * other.error) / room)
 
     def sqrt(self) -> BoundedTensor:
-        """Return the square root; an error e of a becomes at most e / sqrt(a), or sqrt(e) if a < e."""
+        """Return the square root; the error e of a value a becomes at most e / sqrt(a), or sqrt(e) if a < e."""
         value = self.value.sqrt()
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 

@@ -1,4 +1,4 @@
-"""Tier C: judge gradients of an engine's own kernels by how far the gradients of torch's kernels are from float64.
+"""Tier C: judge gradients of an engine's own kernels by the distance of torch's gradients from float64.
 
 The oracle is the plain model's gradient in float64, computed from the same rounded weights and inputs. The error of an
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
@@ -122,7 +122,7 @@ def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
 
 
 def compare_calibrated(location: TensorLocation, calibration: Calibration, grads: Grads) -> Comparison:
-    """Compare one rank's local gradients with the oracle; the mismatch is the worst element of the worst tensor.
+    """Compare one rank's local gradients with the oracle; a mismatch describes the worst element of the worst tensor.
 
     In the result, ``location.name`` is replaced by the name of the worst tensor. ``smallest_detectable`` is the
     smallest scale error of one tensor that is certain to be detected.

@@ -29,7 +29,7 @@ def is_power_of_two(number: int) -> bool:
 
 @dataclass(frozen=True)
 class Exactness:
-    """The answer to whether tier X applies to a cell; ``bool()`` of the object gives the same answer.
+    """The answer whether tier X applies to a cell; ``bool()`` of the object is that answer.
 
     ``reason`` explains why tier X does not apply; it is empty for a model that does not claim to be exact.
     """
@@ -42,7 +42,7 @@ class Exactness:
 
 
 def division_exactness(terms: int) -> Exactness:
-    """Return whether a division by ``terms`` is exact, which it is only for a power of two."""
+    """Return whether a division by ``terms`` is exact, which is the case only for a power of two."""
     if is_power_of_two(terms):
         return Exactness(True)
     return Exactness(False, f"a mean of {terms} terms is not exact: {terms} is not a power of two")
@@ -83,9 +83,9 @@ def certify_exactness(
 
     Each micro-step occurs ``repeats`` times in the mean.
 
-    Exact means that nothing is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
-    spec); it must be linear in the output, with integer coefficients. For a model with random weights the answer is no,
-    without a reason.
+    Exact means that no number is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
+    spec); the loss must be linear in the output, with integer coefficients. For a model with random weights the answer
+    is no, with an empty reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)

@@ -84,9 +84,9 @@ def build_plain_match(
 ) -> Comparison:
     """Return the passed comparison for an ``actual`` that is bitwise equal to plain PyTorch's result.
 
-    The tier is S and not X, because other summation orders would pass within the bound too. ``bound`` may be an upper
-    limit of the real bound; the reported sensitivity is then lower than the real one. ``signal`` has the same meaning
-    as in ``compare_within_bound``.
+    The tier is S and not X, because the results of other summation orders would also pass within the bound. ``bound``
+    may be an upper limit of the real bound; the reported sensitivity is then lower than the real one. ``signal`` has
+    the same meaning as in ``compare_within_bound``.
     """
     size = (actual if signal is None else signal).abs().float()
     found = compare_fast_path(location, torch.zeros_like(size), bound, size, actual.dtype, Tier.STAGED)
@@ -106,10 +106,10 @@ def compare_within_bound(
 ) -> Comparison:
     """Compare ``actual`` with ``expected``: each element passes if |actual - expected| <= bound.
 
-    Where ``expected`` or ``bound`` is not finite, an element passes only if it equals ``expected``. ``expected`` and
-    ``bound`` are float64, and ``actual`` has the engine's dtype; ``bound`` is broadcast. ``signal`` is the part of
-    ``expected`` that an error would scale or lose, such as the update of a weight (None: ``expected`` itself). Raises
-    EngineContractError if the shapes differ.
+    If the expected value or the bound of an element is not finite, the element passes only if it equals its expected
+    value. ``expected`` and ``bound`` are float64, and ``actual`` has the engine's dtype; ``bound`` is broadcast.
+    ``signal`` is the part of ``expected`` that an error would scale or lose, such as the update of a weight (None:
+    ``expected`` itself). Raises EngineContractError if the shapes differ.
     """
     if expected.shape != actual.shape:
         raise EngineContractError(
@@ -148,7 +148,7 @@ def compare_fast_path(
     """Return the passed comparison if all numbers are finite and clearly within their bounds, else None.
 
     ``error`` and ``magnitude`` have the same shape, and their elements are not negative. This function needs a third of
-    the operations of ``compare_within_bound``, which decides the comparison whenever this function returns None.
+    the operations of ``compare_within_bound``. If it returns None, ``compare_within_bound`` decides the comparison.
     """
     if not error.numel() or not math.isfinite(float((error + bound + magnitude).sum())):
         return None
@@ -168,7 +168,7 @@ def compare_fast_path(
 
 
 def attach_plain_values(comparison: Comparison, compute_plain: Callable[[], Tensor]) -> Comparison:
-    """Return ``comparison``, with ``compute_plain`` attached to the tensors of its mismatch if it has a mismatch.
+    """Return ``comparison``; if it has a mismatch, attach ``compute_plain`` to the tensors of the mismatch.
 
     ``compute_plain()`` returns the numbers that plain PyTorch computes.
     """
@@ -234,7 +234,7 @@ def find_owner(pieces: Sequence[Piece], flat_index: int) -> tuple[int | None, in
 
 
 def ulp_distance(expected: float, actual: float, dtype: torch.dtype) -> int:
-    """Return the distance in ULPs from ``expected``, rounded to ``dtype``, to ``actual``; -1 if one is not finite."""
+    """Return the distance in ULPs of ``dtype`` from ``expected`` to ``actual``, or -1 if one of them is not finite."""
     if not (math.isfinite(expected) and math.isfinite(actual)):
         return -1
     first, second = (torch.tensor([value], dtype=torch.float64).to(dtype) for value in (expected, actual))

@@ -12,7 +12,7 @@ from zharness.engines.protocol import Piece
 
 
 class Tier(Enum):
-    """The tier of a comparison, the strictest first: bitwise equality, rounding bound, calibrated bound."""
+    """The tiers of comparisons, the strictest first: bitwise equality, rounding bound, calibrated bound."""
 
     EXACT = "X"
     STAGED = "S"
@@ -32,7 +32,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The origin of a compared tensor: its name, its step, the part that computed it, and the rank that recorded it.
+    """The origin of a compared tensor: its name, its step, the part of the step, and the rank that recorded it.
 
     ``seen_on`` is the rank that recorded the tensor. ``pieces`` lists the ranges of elements that each rank owns.
     """
@@ -104,8 +104,8 @@ class Comparison:
 
     ``ratio`` is the largest error divided by its bound (0 if bitwise equal, infinite if a bound of 0 is exceeded).
     ``smallest_detectable`` is the smallest relative scale error of the whole tensor that would have been detected.
-    ``undetermined`` is the number of elements, out of ``elements``, that are smaller than their bound, so that the loss
-    of such an element would not be noticed. ``note`` explains why the tier is not the one that the law promises.
+    ``undetermined`` is the number of elements, out of ``elements``, that are smaller than their bound; the loss of such
+    an element would not be noticed. ``note`` explains why the tier is not the tier that the law promises.
     ``mismatch_tensors`` is set only for a mismatch, so that a passed comparison keeps no tensor alive.
     """
 

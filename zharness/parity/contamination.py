@@ -1,4 +1,4 @@
-"""Detect conditions that make a comparison worthless: replaced torch functions, different settings, shared memory.
+"""Detect conditions that invalidate a comparison: replaced functions of torch, different settings, shared memory.
 
 An engine may replace a function of torch for its whole process. For example, DeepSpeed's stage 3 replaces
 ``torch.nn.functional.linear``, and the replacement stays after the engine is closed. If the baseline ran in such a
@@ -121,7 +121,7 @@ def describe_function(function: Any) -> str:
 
 
 def require_clean_torch(conditions: ProcessConditions) -> None:
-    """Raise HarnessFault if ``conditions`` list a replaced function of torch, because the baseline cannot run then."""
+    """Raise HarnessFault if ``conditions`` list a replaced function of torch, which the baseline would call."""
     if conditions.replacements:
         raise HarnessFault(
             f"the baseline cannot run here: {'; '.join(conditions.replacements)}; "

@@ -1,8 +1,8 @@
 """The update formulas of torch.optim's elementwise optimizers, in the order of torch's single-tensor implementation.
 
 Each formula takes a parameter, its gradient and its optimizer state (each with an error bound), the number of earlier
-steps and all options of the optimizer. It returns the new weight and the new state. State that is not passed starts
-from torch's initial values.
+steps and all options of the optimizer. Each formula returns the new weight and the new state. State that is not passed
+starts from torch's initial values.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def rmsprop(w: BoundedTensor, g: BoundedTensor, state: State, _steps: float, opt
 def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:
     """Take a step of averaged SGD (Polyak and Juditsky 1992).
 
-    ``state["eta"]`` is the learning rate of this step; the previous step has computed it.
+    ``state["eta"]`` is the learning rate of this step, which the previous step computed.
     """
     lr, lambd, step, one = options["lr"], options["lambd"], steps + 1, w.scalar_one()
     g = add_weight_decay(w, g, options)

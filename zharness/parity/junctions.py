@@ -2,7 +2,7 @@
 
 A node around a module computes nothing, but it changes the order of a sum. If a tensor is used twice behind the node,
 autograd adds the gradients of these two uses to each other before it adds those of other uses, and (a + b) + c is not
-always a + (b + c). Both sums are right, but only with the same nodes does plain PyTorch compute the same sum. Junctions
+always a + (b + c). Both sums are right, but plain PyTorch computes the same sum only with the same nodes. Junctions
 hide no wrong number, since the baseline's gradients still come from torch's own kernels.
 """
 
@@ -38,7 +38,10 @@ class Junction(torch.autograd.Function):
 
 
 def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Pass all inputs of a module that require a gradient through one ``Junction``; used as a forward pre-hook."""
+    """Pass all inputs of a module that require a gradient through one ``Junction``.
+
+    This function is a forward pre-hook.
+    """
     leaves, tree = tree_flatten((args, kwargs))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if positions and torch.is_grad_enabled():
@@ -50,7 +53,7 @@ def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class JunctionModelBuilder:
-    """A callable that builds a model with junctions; two equal builders give the same key of a cache.
+    """A callable that builds a model with junctions; equal builders have the same key in a cache.
 
     ``select_modules(model, options)`` returns the modules whose inputs get a junction.
     """
@@ -91,6 +94,6 @@ def junction_module_names(builder: JunctionModelBuilder) -> tuple[str, ...]:
 def with_junctions(spec: ModelSpec, select_modules: JunctionSelector, options: Mapping[str, Any]) -> ModelSpec:
     """Return a copy of ``spec`` whose model has junctions.
 
-    A junction is inserted at the inputs of every module that ``select_modules(model, options)`` returns.
+    The inputs of every module that ``select_modules(model, options)`` returns pass through a junction.
     """
     return replace(spec, build=JunctionModelBuilder(spec.build, select_modules, options))

@@ -31,7 +31,8 @@ class HeatMap(TypedDict):
     """The largest error / bound in each of ``rows`` x ``columns`` blocks of a parameter viewed as a matrix.
 
     A one-dimensional parameter is viewed as a matrix with one row; for other parameters the first dimension gives the
-    rows. ``block`` contains the numbers of matrix rows and matrix columns in a block; the last blocks may be smaller.
+    rows. ``block`` contains the number of matrix rows and the number of matrix columns in a block; the last blocks may
+    be smaller.
     """
 
     rows: int
@@ -101,9 +102,9 @@ def build_mismatch_report(
     parameter_names: Sequence[str],
     curves: Mapping[str, TrainingCurve],
 ) -> MismatchReport | None:
-    """Build the report of the last comparison in ``comparisons``; return None unless it has a mismatch with tensors.
+    """Build the report of the last comparison in ``comparisons``, or return None if it has no mismatch with tensors.
 
-    ``remaining`` yields the comparisons that follow; it is consumed as long as they belong to the same step and part.
+    ``remaining`` yields the comparisons that follow, which are read as long as they belong to the same step and part.
     ``parameter_names`` lists the model's parameters in order of depth.
     """
     last = comparisons[-1]
@@ -154,7 +155,7 @@ def build_ulp_histograms(tensors: MismatchTensors) -> UlpHistograms:
 def comparisons_before(comparisons: Sequence[Comparison], location: TensorLocation) -> Iterable[Comparison]:
     """Return the comparisons of the same step and part as ``location``, the latest first.
 
-    The result starts with the last element of ``comparisons`` and ends at the first one of another step or part.
+    The search starts at the last comparison and stops before the first comparison of another step or part.
     """
     return takewhile(lambda found: is_same_step_and_part(found, location), reversed(comparisons))
 
@@ -183,7 +184,7 @@ def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> b
 
 
 def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Sequence[str]) -> list[LayerRatio] | None:
-    """Return the largest ratio of each parameter, over its weights and optimizer state; None if nothing was compared.
+    """Return the largest ratio of each parameter over its weights and optimizer state, or None without comparisons.
 
     If there are more than ``MAX_LAYERS`` parameters, only the worst of each group of neighbours is returned.
     """

@@ -1,8 +1,8 @@
-"""Find the first module whose own computation differs from the baseline's, in forward and in backward order.
+"""Find the first module, in forward and in backward order, whose own computation differs from the baseline's.
 
 The inputs and outputs of every module, and their gradients, are replaced by the baseline's tensors. Therefore an error
 appears in the module in which it arises, and does not propagate to later modules. An error in the code between two
-child modules appears as a wrong input of the second one.
+child modules appears as a wrong input of the second child.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModuleDivergences:
     backward: ModuleDivergence | None
 
     def describe(self) -> str:
-        """Return a description of the first divergence in each direction; it is empty if no module diverges."""
+        """Return a description of the first divergence in each direction, or an empty string if no module diverges."""
         found = {"forward": self.forward, "backward": self.backward}
         return "; ".join(
             f"first in {order} order: {first.describe()}" for order, first in found.items() if first is not None
@@ -66,7 +66,7 @@ class TensorVisitor(Protocol):
 
 
 class TraceRecorder:
-    """A visitor that records a copy of every tensor and does not replace any."""
+    """A visitor that records a copy of every tensor and replaces none."""
 
     def __init__(self) -> None:
         self.trace: Trace = {}
@@ -95,7 +95,7 @@ class TraceFeeder:
 
 
 def find_divergence(location: str, expected: Tensor, actual: Tensor) -> ModuleDivergence | None:
-    """Return the divergence with the worst differing element; None if all elements are equal (NaN equals NaN)."""
+    """Return the divergence with the worst wrong element, or None if all elements are equal (NaN equals NaN)."""
     want, got = expected.double().flatten(), actual.double().flatten()
     wrong = (want != got) & ~(want.isnan() & got.isnan())
     if not bool(wrong.any()):

@@ -1,4 +1,4 @@
-"""Compute torch.optim's updates in float64 from the engine's own weights, gradients and optimizer state.
+"""Compute the updates of torch.optim in float64 from the engine's own weights, gradients and optimizer state.
 
 The inputs carry error bounds. With teacher forcing the inputs are the engine's own numbers and their errors are zero.
 In a run that continues from its own results, the inputs carry the errors of all earlier steps, and the result carries

@@ -46,7 +46,7 @@ class RankEvidence:
     def get(self, label: str, step: int = 0) -> Mapping[str, Tensor]:
         """Return the tensors that were recorded under ``label`` at ``step``.
 
-        Raises EngineContractError if there are none.
+        Raises EngineContractError if no tensors were recorded.
         """
         for snapshot in self.snapshots:
             if snapshot.label == label and snapshot.step == step:
@@ -60,7 +60,7 @@ def evidence_path(folder: Path, rank: int) -> Path:
 
 
 class EvidenceWriter:
-    """A writer of one rank's evidence file: it writes each tensor's bytes at once, and all descriptions at the end.
+    """A writer of one rank's evidence file. It writes each tensor's bytes at once, and all descriptions at the end.
 
     The use of memory does not grow with the number of snapshots, and no tensor is copied twice. torch.save is not used,
     because its archives take three times as long to write and to read.
@@ -76,8 +76,8 @@ class EvidenceWriter:
         """Write ``tensors``, which are on CPU, as the snapshot ``label`` at ``step``.
 
         If ``base_label`` is given, the new snapshot also contains the tensors of the snapshot ``base_label`` at
-        ``step``. Raises HarnessFault if the snapshot exists already, since the judge would read only one of the two.
-        Raises OSError if the disk is full.
+        ``step``. Raises HarnessFault if the snapshot exists already, since the judge would read only one of two
+        snapshots. Raises OSError if the disk is full.
         """
         if (label, step) in self._snapshots:
             raise HarnessFault(f"{label!r} was recorded twice at step {step}")

@@ -1,4 +1,4 @@
-"""Compare two runs: cells that are newly broken, cells that newly hold, and cells that only one run has."""
+"""Compare two runs: find the cells that broke, the cells that now hold, and the cells that only one run has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DIFFERENCE_KINDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A cell that differs between two runs; ``before`` is None for a new cell, ``after`` is None for a removed cell."""
+    """A cell that differs between two runs: ``before`` is None for a new cell, and ``after`` for a removed cell."""
 
     kind: DifferenceKind
     before: Record | None
@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def latest_record(self) -> Record:
-        """Return the later record; for a removed cell, return the earlier one."""
+        """Return the later record, or the earlier record of a removed cell."""
         latest = self.after or self.before
         assert latest is not None
         return latest
@@ -76,7 +76,7 @@ class RunComparison:
 
 
 def compare_runs(before: Sequence[Record], after: Sequence[Record]) -> RunComparison:
-    """Compare two runs; the last record of a cell in each run counts.
+    """Compare two runs by the last record of each cell in each run.
 
     If each run has a single release of an engine, the two releases are compared with each other. Raises UsageError if
     the runs share no cell.
@@ -96,7 +96,7 @@ def compare_runs(before: Sequence[Record], after: Sequence[Record]) -> RunCompar
 
 
 def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
-    """Return the names, without release, of engines that have several releases in one of the runs."""
+    """Return the names (without the release) of the engines that have several releases in one of the runs."""
     engines = set()
     for run in runs:
         releases: dict[str, set[str]] = {}
@@ -107,12 +107,15 @@ def engines_with_several_releases(*runs: Iterable[Record]) -> set[str]:
 
 
 def comparison_key(cell: Cell, ambiguous_engines: set[str]) -> Cell:
-    """Return the cell that identifies a record in both runs, without a release unless one run has several releases."""
+    """Return the cell that identifies a record in both runs.
+
+    Its engine's release is left out unless a run has several releases of the engine.
+    """
     return cell if strip_release(cell).engine in ambiguous_engines else strip_release(cell)
 
 
 def classify_difference(before: Record | None, after: Record | None) -> Difference | None:
-    """Return the kind of difference between two records of a cell, or None if they do not differ."""
+    """Return the difference between two records of a cell, or None if the outcome did not change."""
     if after is None:
         return Difference(DifferenceKind.REMOVED, before, None)
     if before is None:
@@ -133,7 +136,7 @@ def render_comparison(comparison: RunComparison) -> str:
 
 
 def render_difference_group(kind: DifferenceKind, differences: Sequence[Difference]) -> str:
-    """Render the differences of one kind; beyond MAX_LISTED_CELLS they are only counted by law."""
+    """Render the differences of one kind: list them, or only count them by law if they exceed MAX_LISTED_CELLS."""
     lines = [line for difference in differences[:MAX_LISTED_CELLS] for line in render_difference(difference)]
     if len(differences) > MAX_LISTED_CELLS:
         unlisted = differences[MAX_LISTED_CELLS:]

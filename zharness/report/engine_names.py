@@ -1,4 +1,4 @@
-"""Name the engines of a report, with one name for all settings of a covering array."""
+"""Name the engines of a report. All settings of a covering array have one name."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ def group_failures(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def failure_cause(record: Record) -> tuple[str, ...]:
-    """Return the outcome and the cause of a failed record, without what differs between cells with the same bug.
+    """Return the outcome and the cause of a failed record, without details that differ between cells with one bug.
 
-    A wrong number has as its cause the part of the step and the hint, or without a hint the law. Any other failure has
-    its cause without ranks, numbers, names of parameters and configurations.
+    The cause of a wrong number is the part of the step with the hint, or with the law if there is no hint. The cause of
+    any other failure is the recorded cause without ranks, numbers, configurations and names of parameters.
     """
     mismatch = record.divergence
     if record.stale_reason:
@@ -50,14 +50,14 @@ def remove_cell_details(text: str) -> str:
 
 
 def cell_size(record: Record) -> tuple[int, int, int, int]:
-    """Return a sort key by which the smallest cell is the first: ranks, options, model, stage."""
+    """Return a sort key that puts the smallest cell first. The key compares ranks, options, model and stage."""
     cell, models = record.cell, list(MODELS)
     position = models.index(cell.model) if cell.model in models else len(models)
     return cell.world_size, len(cell.engine_variant), position, cell.stage
 
 
 def describe_extent(records: Sequence[Record]) -> str:
-    """Describe which cells a group has: the number of cells in each group of laws, and the stages."""
+    """Describe the cells of a group of failures: the number of cells in each group of laws, and the stages."""
     counts = Counter(record.cell.law.partition(".")[0] for record in records)
     laws = ", ".join(f"{count} of {name}" for name, count in counts.most_common())
     stages = ", ".join(map(str, sorted({record.cell.stage for record in records})))

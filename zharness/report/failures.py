@@ -1,4 +1,4 @@
-"""Describe failed, excused, withheld and unsupported cells, with the command that runs each again."""
+"""Describe failed, excused, withheld and unsupported cells, and give the commands that run the cells again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def render_failures(records: Iterable[Record]) -> str:
 def render_failure_group(records: Sequence[Record]) -> str:
     """Render unexpected failures with the same cause: the cells, the cause, its heat map, and the commands.
 
-    ``records`` are sorted from the smallest cell. Of a large group only that cell is listed, with the number of cells.
+    ``records`` start with the smallest cell. For a large group, only the smallest cell and the number of cells are
+    listed.
     """
     first, outcome = records[0], outcome_name(records[0]).upper()
     listed = records if len(records) <= MAX_LISTED_CELLS else records[:1]
@@ -53,7 +54,7 @@ def render_failure_group(records: Sequence[Record]) -> str:
 
 
 def render_pool_differences(records: Sequence[Record]) -> list[str]:
-    """Render a line for each cell that failed on pooled ranks and ended differently on fresh ones."""
+    """Render a line for each cell that failed on pooled ranks and had another outcome on fresh ranks."""
     notes = ((record.cell.id, note) for record in records for note in record.notes)
     return [f"POOLED {cell}\n  {shorten_cause(note)}" for cell, note in notes if note.startswith(POOL_DIFFERENCE)]
 
@@ -72,7 +73,7 @@ def render_expected_failures(records: Sequence[Record]) -> list[str]:
 
 
 def render_withheld(records: Sequence[Record]) -> list[str]:
-    """Render a paragraph for each feature that an engine does not claim although laws that need it hold."""
+    """Render a paragraph for each feature that an engine does not claim although laws that need the feature hold."""
     withheld = (record for record in records if record.withheld_feature)
     groups = group_records(withheld, lambda record: (record.cell.engine, record.withheld_feature))
     return [

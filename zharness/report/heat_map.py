@@ -1,4 +1,4 @@
-"""Draw the errors in the elements of a failing cell's parameter as a small map for the terminal."""
+"""Draw a small map of the errors in a parameter of a failing cell for the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_LINES, MAX_WIDTH, MAX_BARS = 5, 40, 4
 
 
 def render_heat_map(evidence: MismatchReport | None) -> list[str]:
-    """Draw the map: at most five lines of at most 40 characters, between a heading and a legend.
+    """Return the lines of a heat map: a heading, at most five lines of at most 40 characters, and a legend.
 
-    Each line begins with the ranks that own its elements. If a line stands for one row of the parameter, bars inside it
-    mark the ends of shards, unless there are more than MAX_BARS. Returns an empty list for a parameter of one element,
-    or without evidence.
+    Each line begins with the ranks that own its elements. If a line stands for one row of the parameter, bars inside
+    the line mark the ends of shards, unless the line would have more than MAX_BARS bars. Returns an empty list for a
+    parameter of one element, or without evidence.
     """
     if evidence is None or evidence["heat"] is None or math.prod(evidence["shape"]) == 1:
         return []
@@ -65,7 +65,7 @@ def ratio_character(ratio: float) -> str:
 
 
 def insert_shard_edges(line: str, edges: Sequence[float]) -> str:
-    """Insert a bar into ``line`` at each of ``edges`` that is inside it; edges are in characters from its start."""
+    """Insert a bar into ``line`` at each of ``edges`` inside the line; edges count characters from its start."""
     inside = sorted({round(edge) for edge in edges if 0 < edge < len(line)} - {0, len(line)})
     if len(inside) > MAX_BARS:
         return line

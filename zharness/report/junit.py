@@ -27,7 +27,7 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def write_junit(records: Sequence[Record], seconds: float, path: Path) -> None:
-    """Write the XML file atomically. Raises UsageError if it cannot be written."""
+    """Write the XML file atomically. Raises UsageError if the file cannot be written."""
     root = build_testsuites(records, seconds)
     indent(root)
     write_atomically(f'<?xml version="1.0" encoding="utf-8"?>\n{tostring(root, encoding="unicode")}\n', path)

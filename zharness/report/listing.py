@@ -19,7 +19,7 @@ MAX_COLUMN_WIDTH = 60  # characters; longer entries are wrapped, so that the las
 
 
 def engine_rows() -> Rows:
-    """List every registered engine, its version, and the command that installs a missing one."""
+    """List every registered engine with its version, or with the command that installs a missing engine."""
     return [
         {
             "engine": info.name,

@@ -1,4 +1,4 @@
-"""The matrix of laws x stages, one block for each engine."""
+"""Render the matrix of laws x stages, with one table for each engine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from zharness.run.record import Record
 
 
 def render_square(records: Sequence[Record]) -> str:
-    """Render the records of one square of the matrix, as in ``fail 1, pass 5``."""
+    """Render the number of each outcome in one square of the matrix, as in ``fail 1, pass 5``."""
     return ", ".join(f"{outcome} {count}" for outcome, count in count_outcomes(records).items())
 
 
 def render_matrix(records: Iterable[Record], tablefmt: str = "simple") -> str:
     """Render one table for each engine and release: a row for each law, a column for each stage, world size and dtype.
 
-    The table of a covering array has a column for each stage. ``tablefmt`` is a table format of the package tabulate.
+    The table of a run with a covering array has a column for each stage. ``tablefmt`` is a table format of the package
+    tabulate.
     """
     records = list(records)
     names = name_engines(records)
@@ -51,7 +52,7 @@ def matrix_column(record: Record) -> tuple[int, int, str]:
 
 
 def stage_column(record: Record) -> tuple[int, int, str]:
-    """Return the column of a record of a covering array: its stage alone."""
+    """Return the column of a record in a run with a covering array, which is the record's stage alone."""
     return record.cell.stage, 0, ""
 
 

@@ -29,7 +29,7 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written. Call it before a long run."""
+        """Raise UsageError if the page or the XML file cannot be written. Call this method before a long run."""
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:
@@ -44,8 +44,8 @@ class Outputs:
     ) -> int:
         """Print the matrix, sensitivity, coverage, failures and summary, write the files, and return the exit code.
 
-        ``coverage`` says how many pairs the cells cover. ``unmatched_failures`` describe expected failures that matched
-        no cell; with any of them the exit code is not 0.
+        ``coverage`` has sentences that say how many pairs the cells cover. ``unmatched_failures`` describe expected
+        failures that matched no cell; if there is such an expected failure, the exit code is not 0.
         """
         parts = [
             render_matrix(records),
@@ -66,10 +66,10 @@ class Outputs:
         skipped: Sequence[str] = (),
         comparison: RunComparison | None = None,
     ) -> None:
-        """Write the XML file, the summary of a GitHub workflow's step, and the page, each only if requested.
+        """Write the requested files: the XML file, the summary of a GitHub workflow's step, and the page.
 
         ``skipped`` describe lines of a record file that are not records. The page is written last, since it is the
-        largest: an error there does not lose the others.
+        largest file: an error in writing the page does not lose the other files.
         """
         if self.junitxml is not None:
             write_junit(records, seconds, self.junitxml)

@@ -36,7 +36,7 @@ Column = tuple[str, str, str]
 
 
 def render_overview(records: Sequence[Record]) -> str:
-    """Render laws x engines; an engine has a column for each release and dtype."""
+    """Render a table of laws x engines, with a column for each release and dtype of an engine."""
     names = name_engines(records)
     engine_column = partial(find_engine_column, names)
     columns = {
@@ -68,7 +68,7 @@ def find_engine_column(names: Mapping[str, str], record: Record) -> Column:
 
 
 def outcome_letter(outcomes: Sequence[str]) -> str:
-    """Return the letter for the outcomes of one square; a blank if there are none."""
+    """Return the letter for the outcomes of one square, or a blank for a square without outcomes."""
     if set(outcomes) == {"pass", "unsupported"}:
         return PARTLY_RUN
     ranked = [*(outcome for outcome in OUTCOME_ORDER if outcome != "unsupported"), "unsupported"]

@@ -1,4 +1,4 @@
-"""Compare the records of one cell from two runs: whether its law holds in each, and how it changed."""
+"""Compare the records of one cell from two runs: find out whether the law holds in each run, and what changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
 class LawStatus(Enum):
-    """The status of a record's law, without regard to expected failures: the law of an excused failure is BROKEN."""
+    """The status of a record's law. Expected failures do not matter: the law of an excused failure is BROKEN."""
 
     HOLDS = "holds"
     BROKEN = "broken"
@@ -23,7 +23,7 @@ class LawStatus(Enum):
 
 
 class ChangeKind(Enum):
-    """How a cell changed between two runs."""
+    """The kinds of changes of a cell between two runs."""
 
     NEWLY_BROKEN = "newly broken"
     NEW_FAILURE = "new failure"  # broken now, unknown before
@@ -52,7 +52,7 @@ def law_status(record: Record) -> LawStatus:
 
 
 def failure_signature(record: Record) -> str:
-    """Describe how a cell failed, without numbers and folders, which differ between runs and releases."""
+    """Describe how a cell failed, without the numbers and folders that differ between runs and releases."""
     first = record.cause.partition("\n")[0]
     return f"{record.verdict.value}: {_NUMBER.sub('#', _FOLDER.sub('', first))}"
 
@@ -65,8 +65,8 @@ def strip_release(cell: Cell) -> Cell:
 def classify_change(before: Record, after: Record) -> ChangeKind | None:
     """Return how one cell changed from the record ``before`` to the record ``after``, or None if it did not change.
 
-    Also return None if the law holds now and its status was unknown before. Two failures with the same signature do not
-    count as a change.
+    The result is also None if the law holds now and its status was unknown before. Two failures with the same signature
+    do not count as a change.
     """
     was, now = law_status(before), law_status(after)
     if was is now:

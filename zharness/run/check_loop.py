@@ -36,7 +36,7 @@ class RunReporter(Protocol):
 
     @property
     def jsonl(self) -> Path | None:
-        """Return the path of the file that gets one JSON line per cell while cells run; None without such a file."""
+        """Return the path of the file that gets one JSON line per cell while cells run, or None if there is no file."""
         ...
 
     def require_writable(self) -> None:
@@ -59,8 +59,8 @@ class RunOptions:
     """The options that determine how the cells of a run are run.
 
     ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
-    ``jobs`` is the number of cells that run at a time; 0 selects one per core. ``shuffle_seed`` determines the order in
-    which cells run; None keeps the order of the matrix.
+    ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
+    in which cells run; None keeps the order of the matrix.
     """
 
     timeout: float = 60.0
@@ -108,8 +108,8 @@ def describe_coverage(planned: Plan) -> list[str]:
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
     """Run every cell of ``request``, report the records, and return the command's exit code.
 
-    ``get_environment(engine)`` returns the environment of an engine's rank server. Raises UsageError for a request that
-    cannot be run and for an output file that cannot be written.
+    ``get_environment(engine)`` returns the environment of an engine's rank server. Raises UsageError if the request
+    cannot be run or an output file cannot be written.
     """
     launch = detect_launch()
     if launch is not None:
@@ -125,7 +125,7 @@ def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_
 
 
 def open_optional_record_file(stack: ExitStack, path: Path | None) -> RecordFile | None:
-    """Open the record file at ``path`` until ``stack`` is closed; return None without a path."""
+    """Open the record file at ``path`` until ``stack`` is closed, or return None if ``path`` is None."""
     return stack.enter_context(open_record_file(path)) if path else None
 
 
@@ -137,8 +137,8 @@ def run_request(
 ) -> RunResult:
     """Run every cell of ``request``. Raises UsageError for a request that cannot be run.
 
-    ``open_sink`` opens the file to which each record is written when its cell ends; it is called after the request was
-    validated, so that a mistake in the request does not replace an earlier file.
+    ``open_sink`` opens the file to which each record is written when its cell ends. ``open_sink`` is called after the
+    request was validated, so that a mistake in the request does not replace an earlier file.
     """
     validate_request(request)
     environments = {name: get_environment(name) for name in requested_engines(request)}
@@ -216,6 +216,6 @@ def write_with_progress(records: Iterable[Record], record_file: RecordFile | Non
 def progress_bar(total: int) -> tqdm[NoReturn]:
     """Create a progress bar on standard error that disappears when full.
 
-    Disable it if standard error is not a terminal.
+    The bar is disabled if standard error is not a terminal.
     """
     return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())

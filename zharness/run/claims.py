@@ -1,4 +1,4 @@
-"""Look up the capabilities that an engine claims; an engine given by its factory is built once in a rank for this."""
+"""Look up the capabilities that an engine claims. An engine that is named by its factory is built once in a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zharness.world import RankOutcome, RankServer
 
 
 def get_claims(engine: str, stage: int, open_server: Callable[[], AbstractContextManager[RankServer]]) -> Capabilities:
-    """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built.
+    """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if the engine cannot be built.
 
     ``open_server`` opens the engine's rank server; it is called only if the registry does not know the capabilities.
     """
@@ -32,12 +32,12 @@ def get_claims(engine: str, stage: int, open_server: Callable[[], AbstractContex
 def make_usage_error(failure: RankOutcome, fallback_message: str) -> UsageError:
     """Build the UsageError for a failure that happened before any cell ran.
 
-    It has the message of zharness's own exception; for an exception of another package it has ``fallback_message``.
+    The error has the message of the failure's exception if that is an exception of zharness, else ``fallback_message``.
     """
     is_zharness_error = failure.exception.startswith("zharness.errors.")
     return UsageError(failure.cause.partition(": ")[2] if is_zharness_error else fallback_message)
 
 
 def get_engine_version(engine: str) -> str:
-    """Return the release or version of ``engine``, or ``(no release)`` for one without a package version."""
+    """Return the release or version of ``engine``, or ``(no release)`` if its package has no version."""
     return registry.resolve_version(engine) or "(no release)"

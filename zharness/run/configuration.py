@@ -48,12 +48,11 @@ _registered_configs: dict[str, Mapping[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Configuration:
-    """A parsed configuration.
+    """A user's parsed DeepSpeed configuration.
 
-    ``training`` sets how the laws train, ``options`` are passed to the engine. ``stage`` and ``dtype`` are None if the
-    file does not set them. ``autocast_dtype`` is the dtype of ``torch_autocast``, ``reduce_dtype`` is
-    ``communication_data_type``.
-    ``ignored_keys`` are keys of the file that no law uses.
+    ``training`` determines how the laws train, and ``options`` are passed to the engine. ``stage`` and ``dtype`` are
+    None if the file does not set them. ``autocast_dtype`` is the dtype of ``torch_autocast``, and ``reduce_dtype`` is
+    the value of ``communication_data_type``. ``ignored_keys`` are keys of the file that no law uses.
     """
 
     training: TrainingConfig = DEFAULT_TRAINING
@@ -71,15 +70,15 @@ def is_config_file(engine_variant: str) -> bool:
 
 
 def cell_setting(engine_variant: str) -> Setting:
-    """Return the setting that an engine variant names; a configuration file has the setting of defaults.
+    """Return the setting that an engine variant names; a configuration file has the default setting.
 
-    Raises UsageError for a text that is neither.
+    Raises UsageError if ``engine_variant`` is neither a setting nor a file.
     """
     return DEFAULT_SETTING if is_config_file(engine_variant) else Setting.parse(engine_variant)
 
 
 def register_config(name: str, config: Mapping[str, Any]) -> None:
-    """Make ``config`` available as ``name``, which ends in .json, in this process and in forks of it from now on."""
+    """Register ``config`` under ``name``, which ends in .json, in this process and in processes that it forks later."""
     _registered_configs[name] = config
 
 
@@ -91,8 +90,8 @@ def unregister_config(name: str) -> None:
 def load_configuration(name: str) -> Configuration:
     """Load the configuration that is registered as ``name``, or the file of that name.
 
-    Raises ConfigError if it cannot be read or no law can train by it. The file is read at each call, since it may be
-    edited between two calls of one process.
+    Raises ConfigError if the configuration cannot be read, or if no law can train with it. The file is read at each
+    call, since it may be edited between two calls of one process.
     """
     return parse_configuration(
         name, _registered_configs[name] if name in _registered_configs else load_json_object(name)
@@ -100,7 +99,7 @@ def load_configuration(name: str) -> Configuration:
 
 
 def load_json_object(name: str) -> Mapping[str, Any]:
-    """Read the JSON object in the file ``name``. Raises ConfigError if the file has none or cannot be read."""
+    """Read the JSON object in the file ``name``. Raises ConfigError if the file cannot be read or has other content."""
     if set(name) & set("[]{}"):
         raise ConfigError(
             f"got the configuration {name!r}; the path becomes part of cell ids, so it must not contain [, ], {{ or }}"
@@ -115,7 +114,7 @@ def load_json_object(name: str) -> Mapping[str, Any]:
 
 
 def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
-    """Parse a configuration. Raises ConfigError for a key that cannot be used, and names that key."""
+    """Parse a configuration. Raises ConfigError, with the name of the key, for a key that cannot be used."""
     reject_auto_values(name, config)
     require_valid_sections(name, config)
     remaining = {key: value for key, value in config.items() if key not in (*BATCH_SIZE_KEYS, "scheduler", "optimizer")}
@@ -157,7 +156,7 @@ def require_valid_sections(name: str, config: Mapping[str, Any]) -> None:
 
 
 def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError for the value "auto", which the Trainer of transformers would replace."""
+    """Raise ConfigError if a value is "auto", which only the Trainer of transformers replaces."""
     for key, value in config.items():
         if value == "auto":
             raise ConfigError(
@@ -169,7 +168,7 @@ def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> 
 
 
 def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
-    """Parse the section ``optimizer`` into torch's optimizer.
+    """Return the torch optimizer that the section ``optimizer`` describes.
 
     DeepSpeed's Adam is AdamW unless adam_w_mode is false.
     """
@@ -199,7 +198,7 @@ def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def ignored_kernel_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the key ``torch_adam`` if it is set: it has no effect, since every engine gets torch's optimizer."""
+    """Return the key ``torch_adam`` if it is set. The key has no effect, since every engine gets torch's optimizer."""
     is_set = "torch_adam" in config.get("optimizer", {}).get("params", {})
     return (TORCH_ADAM_KEY,) if is_set else ()
 
@@ -212,7 +211,10 @@ def explain_ignored_key(key: str) -> str:
 
 
 def ignored_loss_scale_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the loss-scale keys of the sections bf16 and fp16, as ``section.key``: the laws set the loss scale."""
+    """Return the loss-scale keys of the sections bf16 and fp16 as ``section.key``.
+
+    These keys are ignored, because the laws set the loss scale.
+    """
     return tuple(
         f"{section}.{key}" for section in ("bf16", "fp16") for key in LOSS_SCALE_KEYS if key in config.get(section, {})
     )

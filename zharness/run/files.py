@@ -9,7 +9,7 @@ from zharness.errors import UsageError
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError if no file can be written at ``path``. Call it before a long run."""
+    """Raise UsageError if no file can be written at ``path``. Call this function before a long run."""
     try:
         partial_path(path).touch()
         partial_path(path).unlink()
@@ -28,7 +28,7 @@ def partial_path(path: Path) -> Path:
 
 
 def write_atomically(text: str, path: Path) -> None:
-    """Write ``text`` under a temporary name and rename it to ``path``. Raises UsageError if it cannot be written."""
+    """Write ``text`` into a temporary file and rename the file to ``path``. Raises UsageError if writing fails."""
     require_writable(path)
     partial = partial_path(path)
     try:

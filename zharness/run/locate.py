@@ -1,4 +1,4 @@
-"""Find the first module whose numbers are wrong, if one rank's own computation in a cell is wrong."""
+"""Find the first module with wrong numbers in a cell in which one rank's own computation is wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def trace_path(evidence_dir: str, rank: int) -> Path:
 def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> None:
     """Record the inputs and outputs of every module of the baseline, for each rank, into ``evidence_dir``.
 
-    Runs in a process that never imported the engine.
+    Call this function in a process that never imported the engine.
     """
     baseline = build_baseline(cell, salt, capabilities)
     for rank in range(cell.world_size):
@@ -53,10 +53,11 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 
 
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:
-    """On every rank: run the engine with the initial weights on the mismatch's micro-batch, and trace its modules.
+    """Run the engine with the initial weights on the mismatch's micro-batch, and trace its modules.
 
-    Each module gets the baseline's inputs. Returns a description of the first module that departs from the baseline in
-    forward and in backward; the empty string if none does.
+    Every rank has to call this function. Each module gets the inputs that the baseline's module got. Returns a
+    description of the first module that departs from the baseline in forward and in backward, or an empty string if no
+    module does.
     """
     ctx = build_cell_context(cell, salt, capabilities, {})
     engine = ctx.build_engine()

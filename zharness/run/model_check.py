@@ -49,8 +49,8 @@ OpenSink = Callable[[], RecordFile | None]
 class ModelCheckRequest:
     """The model to check, named by the path of its factory, and the settings of its cells.
 
-    ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file sets it.
-    ``steps`` is the number of training steps of the law ``model.configured``.
+    ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
+    it. ``steps`` is the number of training steps of the law ``model.configured``.
     """
 
     model: str
@@ -105,8 +105,8 @@ def check_model(
 ) -> list[Record]:
     """Run every law that applies to the model, and return the records in the order of the matrix.
 
-    ``report_status`` is called with lines that describe the next steps. Raises UsageError for a model that cannot be
-    judged or does not fit into memory, and for a configuration that the engine refuses.
+    ``report_status`` is called with lines that describe what runs next. Raises UsageError if the model cannot be judged
+    or does not fit into memory, or if the engine refuses the configuration.
     """
     request = check_request.build_request()
     validate_request(request)
@@ -145,9 +145,9 @@ def start_more_runners(
     facts: ModelFacts,
     get_environment: GetEnvironment,
 ) -> list[Runner]:
-    """Start the runners other than the first, so that there are as many as requested, by default one per core.
+    """Start more runners, up to the requested number (by default one runner per core in total).
 
-    Starts no more runners than fit into memory with their models.
+    No more runners are started than fit into memory together with their models.
     """
     fitting = int(available_memory() // facts.estimate_memory(check_request.world_size))
     lane_count = max(1, min(options.job_count(), fitting))
@@ -160,20 +160,20 @@ def start_more_runners(
 def plan_model_cells(
     request: Request, check_request: ModelCheckRequest, facts: ModelFacts, claims: ClaimsLookup
 ) -> list[PlannedCell]:
-    """Plan the cells with the requested number of steps, without cells that test nothing for this model."""
+    """Plan the cells with the requested number of steps, and leave out cells that test nothing for this model."""
     cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
     return [skip_random_forward(cell, facts) for cell in cells if is_relevant(cell.cell, facts, claims)]
 
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
-    """Mark a cell that compares the engine's own kernels as unsupported if the model draws random numbers."""
+    """Mark the cell as unsupported if it compares the engine's own kernels and the model draws random numbers."""
     if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.draws_random_numbers:
         return planned
     return replace(planned, unsupported_reason=DROPOUT_REASON)
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
-    """Return the cell with ``steps`` training steps if its law trains a configurable number of steps."""
+    """Set the number of training steps of the cell to ``steps`` if its law trains a configurable number of steps."""
     if not runs_configured_training(planned.cell):
         return planned
     return replace(planned, cell=replace(planned.cell, variant=str(steps)))
@@ -191,15 +191,15 @@ def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
 
 
 def runs_configured_training(cell: Cell) -> bool:
-    """Return whether the law of ``cell`` runs the training that the user configured, for a number of steps."""
+    """Return whether the law of ``cell`` runs several steps of the training that the user configured."""
     return get_law(cell.law).get_variant(cell.variant).is_step_count
 
 
 def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Record]:
     """Build the engine once at each stage, with the user's configuration.
 
-    Returns a failure record for each stage at which the engine crashes or hangs. Raises UsageError with the engine's
-    message if the engine raises.
+    Returns a failure record for each stage at which the engine crashes or hangs. Raises UsageError with the message of
+    the exception if the engine raises one.
     """
     failures = {}
     supported = [cell.cell for cell in cells if not cell.unsupported_reason]
@@ -215,7 +215,7 @@ def build_engines(runner: Runner, cells: Sequence[PlannedCell]) -> dict[Cell, Re
 def skip_unbuildable_stage(planned: PlannedCell, failure_records: Mapping[Cell, Record]) -> PlannedCell:
     """Mark the cell as unsupported if the engine crashed or hung while it was built at the cell's stage.
 
-    Each further attempt to build it could take the whole time-out again.
+    Each further attempt to build the engine could take the whole time-out again.
     """
     failure = next((record for cell, record in failure_records.items() if cell.stage == planned.cell.stage), None)
     if failure is None or planned.unsupported_reason or planned.cell in failure_records:

@@ -42,11 +42,11 @@ NONDETERMINISM_HINT = (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The measurements of a model.
+    """The measurements of a user's model.
 
-    ``parameters`` and ``trained_parameters`` count elements; ``forward_backward_seconds`` is the time of one forward
-    and backward. ``draws_random_numbers`` is true if the forward does so. ``inapplicable_laws`` are the names of
-    the laws that test nothing for this model.
+    ``parameters`` and ``trained_parameters`` count elements. ``forward_backward_seconds`` is the time of one forward
+    and backward. ``draws_random_numbers`` is true if the forward draws random numbers. ``inapplicable_laws`` are the
+    names of the laws that test nothing for this model.
     """
 
     parameters: int
@@ -78,9 +78,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """The speed of this machine: seconds to read and write a byte, and the time of a bf16 product over an fp32 product.
+    """The speed of this machine: the seconds to read and write a byte, and the slowdown by autocast.
 
-    ``autocast_slowdown`` is this quotient, 20 or more on processors without bf16 instructions.
+    ``autocast_slowdown`` is the time of a bf16 product divided by that of an fp32 product. The quotient is 20 or more
+    on processors without bf16 instructions.
     """
 
     seconds_per_byte: float
@@ -88,7 +89,7 @@ class MachineSpeed:
 
 
 def measure_machine_speed() -> MachineSpeed:
-    """Measure this machine's speed in a fraction of a second."""
+    """Measure the speed of this machine, which takes a fraction of a second."""
     large, rows = torch.ones(PROBE_ELEMENTS), torch.ones(64, 512)
     layer = nn.Linear(512, 512, bias=False)
 
@@ -117,9 +118,9 @@ def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
 
 
 def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
-    """Build and run the model in plain PyTorch and return its facts. Runs in a process of its own.
+    """Build the model, run it in plain PyTorch, and return its facts.
 
-    Raises UsageError with the reason for a model that cannot be judged.
+    Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged.
     """
     spec = model_spec(name)
     model = spec.model(SEED)
@@ -150,7 +151,7 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
 
 
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if two calls of a factory with the same seed returned models with different weights."""
+    """Raise UsageError if two calls of the factory with the same seed returned models with different weights."""
     for key, tensor in first.items():
         if key not in second or tensor.shape != second[key].shape or not torch.equal(tensor, second[key]):
             raise UsageError(
@@ -179,7 +180,7 @@ def require_seeded_batches(spec: ModelSpec) -> None:
 
 
 def require_deterministic_results(name: str, first: LocalResult, second: LocalResult) -> None:
-    """Raise UsageError if two runs of plain PyTorch differ, or their loss is not finite."""
+    """Raise UsageError if two runs of plain PyTorch differ, or if the loss of the first run is not finite."""
     if not bool(first.loss.isfinite()):
         raise UsageError(f"the loss of {name} is {float(first.loss)} on its first micro-batch; expected a finite loss")
     wrong = next((key for key, grad in first.grads.items() if not tensors_equal(grad, second.grads.get(key))), None)
@@ -193,7 +194,7 @@ def require_deterministic_results(name: str, first: LocalResult, second: LocalRe
 
 
 def tensors_equal(first: Tensor, other: Tensor | None) -> bool:
-    """Return whether two tensors are bitwise equal; False if the second is missing."""
+    """Return whether two tensors are bitwise equal. The result is False if ``other`` is None."""
     return other is not None and torch.equal(first, other)
 
 
@@ -208,7 +209,7 @@ def has_random_forward(baseline: Baseline, first: LocalResult) -> bool:
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:
-    """On every rank: build the engine around the user's model with its configuration, and close it.
+    """Build the engine around the user's model with its configuration, and close the engine, on every rank.
 
     Raises UsageError for any exception of the engine, so that the user sees the message before any law runs.
     """
@@ -218,7 +219,7 @@ def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) ->
 
 
 def explain_too_large(facts: ModelFacts, world_size: int, free_bytes: float) -> str:
-    """Explain why a model does not fit into ``free_bytes``; return the empty string if it fits."""
+    """Explain why a model does not fit into ``free_bytes``, or return an empty string if the model fits."""
     needed = facts.estimate_memory(world_size)
     if needed <= free_bytes:
         return ""

@@ -42,8 +42,9 @@ class Judgement:
     """The result of all comparisons of a cell: the first mismatch, the loosest tier and the largest ratio.
 
     In every compared tensor, the comparisons would have detected a relative scale error above ``smallest_scale_error``,
-    and ``wrong_elements`` wrong elements. ``elements`` is the number of compared elements; ``undetermined`` counts
-    those that are smaller than their bound. ``exhibit`` is the data about the mismatch that the report shows.
+    and ``wrong_elements`` wrong elements. ``elements`` is the number of compared elements, and ``undetermined`` the
+    number of elements that are smaller than their bound. ``exhibit`` is the data about the mismatch that the report
+    shows.
     """
 
     comparisons: int
@@ -64,7 +65,7 @@ class Judgement:
 
 
 def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
-    """On every rank: run the law on the engine, and write the recorded tensors into ``evidence_dir``."""
+    """Run the law on the engine, on every rank, and write the recorded tensors into ``evidence_dir``."""
     ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
     # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
     seed_torch(cell.seed(salt))
@@ -77,7 +78,8 @@ def build_cell_context(
 ) -> RankContext:
     """Build this rank's context of a cell.
 
-    Its records go into ``evidence_dir``; if that is None, they go into a temporary file and are discarded.
+    Recorded tensors are written into ``evidence_dir``. If ``evidence_dir`` is None, they are written into a temporary
+    file and discarded.
     """
     config = EngineConfig(
         stage=cell.stage,
@@ -114,7 +116,10 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
 
 
 def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
-    """Return the capabilities of the cell's engine with the cell's options set. A configuration file changes none."""
+    """Return the capabilities of the cell's engine under the cell's options.
+
+    A configuration file does not change the capabilities.
+    """
     return capabilities.with_options(cell_setting(cell.engine_variant).options)
 
 
@@ -161,8 +166,8 @@ def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
     """Return the specification of the plain PyTorch model of a cell.
 
     A user's model gets autograd nodes at the same places as in the engine, so that gradients are added in the same
-    order. Models of the workload do not need such nodes: no engine puts a node between the uses of one of their
-    tensors.
+    order. Models of the workload do not need such nodes: in these models, no engine puts a node between two uses of a
+    tensor.
     """
     spec, junctions = model_spec(cell.model), capabilities.junctions
     if junctions is None or not is_user_model(cell.model):
@@ -173,8 +178,8 @@ def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
 def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) -> Judgement:
     """Judge the evidence of every rank against the baseline, in a process that never imported the engine.
 
-    Raises HarnessFault if functions of torch were replaced in this process. The judgement notes each setting of torch
-    in which a rank differed from this process.
+    Raises HarnessFault if functions of torch were replaced in this process. The judgement has a note for each setting
+    of torch that a rank and this process do not share.
     """
     return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
@@ -182,7 +187,7 @@ def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) 
 def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, capabilities: Capabilities) -> Judgement:
     """Judge the evidence of every rank against the given ``baseline`` of the cell.
 
-    ``judge`` builds the baseline itself.
+    The function ``judge`` builds the baseline itself.
     """
     conditions = read_process_conditions()
     require_clean_torch(conditions)
@@ -267,10 +272,10 @@ def summarize_comparisons(comparisons: Sequence[Comparison]) -> Judgement:
 
 
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """On one rank: build the engine once, and return the capabilities that it claims.
+    """Build the engine once, on one rank, and return the capabilities that the engine claims.
 
-    Raises UsageError for a factory that does not import, raises, returns something that is not an Engine, or changes
-    the model that it gets; and for gradients with other names or shapes than the model's parameters.
+    Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
+    Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
     """
     factory = engines.get(engine)
     config = EngineConfig(stage=stage)
@@ -293,7 +298,7 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
 
 @contextmanager
 def raise_as_usage_error(subject: str) -> Iterator[None]:
-    """Convert an exception that the user's code raises in the block to a UsageError that begins with ``subject``."""
+    """Convert an exception of the user's code in the ``with`` block to a UsageError that begins with ``subject``."""
     try:
         yield
     except EngineContractError as error:

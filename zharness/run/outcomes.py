@@ -25,7 +25,7 @@ OUTCOME_ORDER = (
 
 
 def outcome_name(record: Record) -> str:
-    """Return the outcome of ``record``: ``stale`` or ``excused`` by its expected failure, else its verdict."""
+    """Return ``stale`` or ``excused`` if an expected failure covers ``record``, else the verdict of ``record``."""
     if record.stale_reason:
         return "stale"
     if record.expected_failure and record.verdict.is_broken:
@@ -48,7 +48,7 @@ def group_records(records: Iterable[Record], get_key: Callable[[Record], Key]) -
 
 
 def records_exit_code(records: Sequence[Record]) -> int:
-    """Return 0 if every record is as expected, 3 if the harness itself failed in one, else 1."""
+    """Return 0 if every record is as expected, 3 if the harness itself failed in a cell, else 1."""
     if any(record.verdict is Verdict.ERROR for record in records):
         return 3
     return 0 if all(record.is_expected for record in records) else 1

@@ -1,4 +1,4 @@
-"""Run cells as pytest items: plan them at collection, and run them on servers that are forked right afterwards."""
+"""Run cells as pytest items: plan cells at collection, and run them on servers that are forked right afterwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUNNER_KEY = pytest.StashKey[Runner]()
 
 @cache
 def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
-    """Return a cached lookup of claims; it starts a rank server if the engine has to be built to read its claims."""
+    """Return a cached lookup of claims, which starts a rank server if only the built engine knows its claims."""
 
     @cache
     def claims(engine: str, stage: int) -> Capabilities:
@@ -47,7 +47,7 @@ def make_claims_lookup(get_environment: GetEnvironment) -> ClaimsLookup:
 def plan_marked_cells(
     markers: Iterable[pytest.Mark], config: pytest.Config, get_environment: GetEnvironment
 ) -> list[PlannedCell]:
-    """Plan the cells of all ``cells`` markers of one test, narrowed by the options ``--engine`` and ``--stage``.
+    """Plan the cells of all ``cells`` markers of one test, restricted by the options ``--engine`` and ``--stage``.
 
     An engine of ``--engine`` that no marker names is planned with the marker's defaults. ``get_environment(engine)``
     returns the environment of an engine's rank server. Raises UsageError for an engine, release or stage that does not
@@ -91,7 +91,7 @@ def user_expected_failures(config: pytest.Config) -> tuple[ExpectedFailure, ...]
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
-    """Parse ``--stage``; an empty option gives an empty tuple. Raises UsageError for anything but numbers."""
+    """Parse the value of ``--stage``, which may be empty. Raises UsageError if it contains anything but numbers."""
     try:
         return parse_integers(text) if text else ()
     except UsageError as error:
@@ -110,7 +110,7 @@ def build_request(
 ) -> Request:
     """Build the request of one marker. ``laws`` are patterns; without a pattern, all laws are run.
 
-    ``checks`` is the older name of ``laws``. Raises UsageError for both.
+    ``checks`` is the older name of ``laws``. Raises UsageError if both are given.
     """
     return Request(choose_patterns(laws, checks), (engine,), stages, world_sizes, dtypes, models, variant)
 
@@ -125,7 +125,7 @@ def narrow_to_engines(requests: list[Request], engine_names: tuple[str, ...]) ->
 
 
 def start_servers(session: pytest.Session, get_environment: GetEnvironment) -> None:
-    """Start the runner of the collected cells. Call it only in a process that runs tests."""
+    """Start the runner of the collected cells. Call this function only in a process that runs tests."""
     cells = [cell for cell in map(get_planned_cell, session.items) if cell is not None]
     names = sorted({planned.cell.engine for planned in cells if not planned.unsupported_reason})
     if names:
@@ -140,7 +140,7 @@ def start_servers(session: pytest.Session, get_environment: GetEnvironment) -> N
 
 
 def get_planned_cell(item: pytest.Item) -> PlannedCell | None:
-    """Return the cell with which an item was parametrized; None without one, or if the parameter set is empty."""
+    """Return the cell with which an item was parametrized, or None without a cell or with an empty parameter set."""
     callspec = getattr(item, "callspec", None)
     planned = callspec.params.get("cell") if callspec is not None else None
     return planned if isinstance(planned, PlannedCell) else None
@@ -156,7 +156,7 @@ def stop_servers(config: pytest.Config) -> None:
 def run_cell(planned: PlannedCell, config: pytest.Config) -> Record:
     """Run one cell and return its record.
 
-    Skips the test of an unsupported cell before anything runs, and xfails that of an expected failure.
+    The test of an unsupported cell is skipped before anything runs. The test of an expected failure is an xfail.
     """
     if planned.unsupported_reason:
         pytest.skip(planned.unsupported_reason)
@@ -167,7 +167,7 @@ def run_cell(planned: PlannedCell, config: pytest.Config) -> Record:
 
 
 def describe_problem(record: Record) -> str:
-    """Return why a record fails its test, with the command that shows it again; the empty string if it passes."""
+    """Return why ``record`` fails its test, with the command that runs the cell again, or '' if the test passes."""
     if record.is_expected and record.verdict is not Verdict.ERROR:
         return ""
     reason = record.stale_reason or record.cause

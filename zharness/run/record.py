@@ -1,4 +1,4 @@
-"""The record of a cell: its axes, its outcome, and the command that runs it again; one JSON line each."""
+"""The record of a cell: its axes, its outcome, and the command that runs it again. A record is one line of JSON."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class Record:
 
     These fields are None if nothing was compared: ``tier``; ``ratio``, the largest error over its bound;
     ``smallest_scale_error``, the smallest relative scale error that the judge would have found; ``wrong_elements``, the
-    number of lost elements of one tensor that it would have found; ``elements``, the number of compared elements; and
-    ``undetermined``, the number of those that are smaller than their bound. ``notes`` explain why a tier is not the one
-    that the law promises, or how the ranks' settings of torch differed.
+    number of lost elements of one tensor that the judge would have found; ``elements``, the number of compared
+    elements; and ``undetermined``, the number of compared elements that are smaller than their bound. ``notes`` explain
+    why a tier is not the tier that the law promises, or how the ranks' settings of torch differed.
 
-    ``divergence`` is the first wrong number, ``evidence`` is what the report shows about it, ``module_departures``
-    describes the first modules that depart from the baseline, if a rank's own computation is wrong. ``cause`` is one
-    line, ``details`` the reports of all ranks; details are not written to JSON.
+    ``divergence`` is the first wrong number, and ``evidence`` is what the report shows about it. ``module_departures``
+    describes the first modules that depart from the baseline if a rank's own computation is wrong. ``cause`` is one
+    line. ``details`` contains the reports of all ranks and is not written to JSON.
 
-    ``expected_failure`` is the upstream issue of an expected failure. ``stale_reason`` is set if the law holds although
-    a failure was expected, and names the entry to delete. ``documentation_url`` is where the engine documents the
-    difference behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim
-    although the law holds with it.
+    ``expected_failure`` is the upstream issue of an expected failure. If the law holds although a failure was expected,
+    ``stale_reason`` names the entry to delete. ``documentation_url`` is where the engine documents the difference
+    behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
+    holds with it.
     """
 
     cell: Cell
@@ -116,7 +116,8 @@ class Record:
     def command(self) -> str:
         """Return the shell command that runs this cell again.
 
-        For a model or configuration that was passed to ``zharness.verify``, return a sentence that tells to call it.
+        For a model or configuration that was passed to ``zharness.verify``, return a request to call
+        ``zharness.verify`` again.
         """
         if any(part.startswith(f"{IN_PROCESS_PACKAGE}:") for part in (self.cell.model, self.cell.engine_variant)):
             return "call zharness.verify again with the same arguments"
@@ -176,7 +177,7 @@ def as_json_number(value: Any) -> Any:
 
 
 def parse_record(line: str) -> Record:
-    """Parse one JSON line. Raises UsageError for another schema and for missing or mistyped fields."""
+    """Parse one JSON line. Raises UsageError for an unknown schema, a missing field, or a field of a wrong type."""
     try:
         plain = json.loads(line)
         if plain["schema"] != SCHEMA:
@@ -216,7 +217,7 @@ def parse_json_number(value: float | str | None) -> float | None:
 
 
 def require_string_list(value: Any) -> list[str]:
-    """Return ``value``. Raises TypeError unless it is a list of strings: a string would be split into letters."""
+    """Return ``value``. Raises TypeError unless it is a list of strings; a plain string would be split into letters."""
     require_type(value, list[str], "notes")
     return cast("list[str]", value)
 
@@ -235,7 +236,7 @@ def parse_mismatch(plain: dict[str, Any] | None) -> Mismatch | None:
 
 
 def parse_exhibit(plain: Any) -> MismatchReport | None:
-    """Check the evidence of a JSON line and return it. Raises TypeError or ValueError."""
+    """Return the evidence of a JSON line. Raises TypeError or ValueError if the evidence is malformed."""
     if plain is None:
         return None
     require_valid_exhibit(plain)
@@ -251,7 +252,7 @@ class JsonLine(Protocol):
 
 
 class RecordFile:
-    """A file of JSON lines; each line is flushed at once, so the file always has all finished records."""
+    """A file of JSON lines. Each line is flushed at once, so the file always contains all finished records."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -264,11 +265,11 @@ class RecordFile:
 
 @contextmanager
 def open_record_file(path: Path) -> Iterator[RecordFile]:
-    """Open a RecordFile; the file appears at ``path`` when the block ends, also after an exception.
+    """Open a RecordFile, which appears at ``path`` when the ``with`` block ends, even if the block raises.
 
-    Until then its name is ``path`` + ``.partial``, so that no reader mistakes half a run for a whole one, and a killed
-    run still leaves its finished records. A terminal, pipe or device is written directly: it must not be replaced.
-    Raises UsageError if the file cannot be written.
+    Until then the file's name is ``path`` + ``.partial``, so that no reader mistakes an unfinished run for a finished
+    run, and a killed run still leaves its finished records. A terminal, pipe or device is written directly, because it
+    must not be replaced. Raises UsageError if the file cannot be written.
     """
     path = path.resolve()
     in_place = path.exists() and not path.is_file()

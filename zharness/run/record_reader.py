@@ -1,4 +1,4 @@
-"""Read the records of earlier runs; lines that are not records are skipped and listed."""
+"""Read the records of earlier runs, and skip and list the lines that are not records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoadedRecords:
     skipped_lines: tuple[str, ...]
 
     def describe_skipped(self) -> str:
-        """Describe the skipped lines for a terminal; return the empty string if no line was skipped."""
+        """Describe the skipped lines for a terminal, or return an empty string if no line was skipped."""
         if not self.skipped_lines:
             return ""
         unlisted = len(self.skipped_lines) - MAX_LISTED_SKIPS
@@ -47,7 +47,7 @@ def load_records(paths: Iterable[Path]) -> LoadedRecords:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Read the lines of a file. Raises UsageError if it cannot be read."""
+    """Read the lines of a file. Raises UsageError if the file cannot be read."""
     try:
         return path.read_bytes().splitlines()
     except OSError as error:

@@ -43,7 +43,7 @@ JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if 
 
 
 class WithheldPolicy(Enum):
-    """Whether cells that need a feature that the engine does not claim are skipped or run."""
+    """The treatment of cells that need a feature that the engine does not claim: skip or run them."""
 
     SKIP = "left"
     TRY = "tried"  # if the law holds nevertheless, the record names the feature as withheld
@@ -52,8 +52,8 @@ class WithheldPolicy(Enum):
 class Runner:
     """A runner that runs cells on one rank server for each engine and one server for the judges.
 
-    Create it before any tensor operation of the process, since ranks are forked. On exit, the context
-    manager ends every server and rank.
+    Create the runner before any tensor operation of the process, since ranks are forked. On exit, the context manager
+    ends every server and rank.
     """
 
     def __init__(
@@ -65,11 +65,14 @@ class Runner:
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
     ) -> None:
-        """Start the servers. ``environments`` maps engine names; ``timeout`` is in seconds, for the ranks of one cell.
+        """Start the servers.
 
-        ``isolation`` determines whether the cells of one engine and stage share ranks, one after the other. A cell
-        that fails unexpectedly on shared ranks runs again on fresh ones.
-        ``user_expected_failures`` take precedence over those of the package.
+        ``environments`` maps the name of each engine to the environment of its rank server. ``timeout`` is the time
+        limit for the ranks of one cell, in seconds.
+
+        ``isolation`` determines whether the cells of one engine and stage run one after the other on the same ranks. A
+        cell that fails unexpectedly on shared ranks runs again on fresh ranks. ``user_expected_failures`` take
+        precedence over the expected failures of the package.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
@@ -84,7 +87,7 @@ class Runner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that an engine claims at a stage. Raises UsageError if it cannot be built."""
+        """Return the capabilities that an engine claims at a stage. Raises UsageError if the engine cannot be built."""
         key = (engine, stage)
         if key not in self._claims:
             self._claims[key] = get_claims(engine, stage, lambda: nullcontext(self._servers[engine]))
@@ -110,10 +113,9 @@ class Runner:
         return outcome.ranks[0].value
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
-        """Call ``function(cell, seed, capabilities)`` on ranks.
+        """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``.
 
-        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function``
-        raises.
+        Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function`` raises.
         """
         arguments = (cell, self.seed, self.claims(cell.engine, cell.stage))
         outcome = self._servers[cell.engine].submit(RankTask(function, arguments, cell.world_size, self.timeout))
@@ -157,7 +159,7 @@ class Runner:
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
         """Return the record of an unsupported cell.
 
-        With the policy TRY, run the cell to find out whether its law holds.
+        With WithheldPolicy.TRY, the cell is run to find out whether its law holds.
         """
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:
@@ -168,7 +170,7 @@ class Runner:
         )
 
     def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
-        """Run a cell once with the engine options ``options``; do not apply expected failures."""
+        """Run a cell once with the engine options ``options``, without applying expected failures."""
         evidence_dir = (
             self._free_evidence_dirs.pop()
             if self._free_evidence_dirs
@@ -188,7 +190,7 @@ class Runner:
         return record
 
     def _blank_record(self, cell: Cell) -> Record:
-        """Build a record with the verdict ``error``, to be completed when the cell has run."""
+        """Build the record of a cell that has not run yet, with the verdict ``error``."""
         return Record(cell, self.seed, Verdict.ERROR, get_engine_version(cell.engine), torch.__version__)
 
     def _observe_and_judge(
@@ -230,8 +232,8 @@ class Runner:
     def _locate_divergence(self, record: Record, observe_task: RankTask, judge_task: RankTask) -> Record:
         """Add to ``record`` the first module whose numbers depart from the baseline's.
 
-        The judge's server traces the baseline, then the ranks run the engine and compare it with that trace. If either
-        step fails, return ``record`` unchanged.
+        The judge's server traces the baseline. Then the ranks run the engine and compare its modules with that trace.
+        If either step fails, ``record`` is returned unchanged.
         """
         mismatch = record.divergence
         assert mismatch is not None, "called only for a record with a wrong number"
@@ -249,7 +251,7 @@ class Runner:
         return replace(record, cause=f"{record.cause}; {departures}", module_departures=departures)
 
     def pin_to_cores(self, cores: Collection[int]) -> None:
-        """Pin ranks and judges that start from now on to ``cores``. An empty collection changes nothing."""
+        """Pin ranks and judges that start after this call to ``cores``. An empty collection changes nothing."""
         for server in {*self._servers.values(), self._judge_server}:
             server.pin_to_cores(cores)
 
@@ -280,8 +282,8 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
 def pool_variant(engine_variant: str) -> str:
     """Return the part of a pool's name for an engine variant: the path of a configuration file, or ''.
 
-    Cells with named options share ranks with cells that have none. A covering array has hundreds of settings, and a
-    failed cell on pooled ranks runs again on fresh ones.
+    Cells with named options share ranks with cells without options, because a covering array has hundreds of settings.
+    A cell that fails on pooled ranks runs again on fresh ranks.
     """
     return engine_variant if is_config_file(engine_variant) else ""
 

@@ -1,4 +1,4 @@
-"""Run ``zharness check`` under torchrun: rank 0 plans the cells and reports, and every process is a rank of them."""
+"""Run ``zharness check`` under torchrun: rank 0 plans and reports the cells, and every process is a rank of a cell."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_torchrun_check(
 
 @dataclass
 class TorchrunCheck:
-    """A run on rank 0. Its records and files are shared with the leader's guard thread, which reports a lost rank."""
+    """A run on rank 0, which shares its records and files with the leader's guard thread, which reports a lost rank."""
 
     options: RunOptions
     reporter: RunReporter

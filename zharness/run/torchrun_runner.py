@@ -36,9 +36,10 @@ PREPARATION_TIMEOUT = 600.0  # seconds for the imports of all engines
 class TorchrunRunner(Runner):
     """A runner that runs cells one after the other on the ranks that torchrun started.
 
-    All cells share the ranks' processes, so state that one engine leaves there may affect the next: DeepSpeed's stage 3
-    replaces torch.nn.functional.linear permanently and keeps the first process group. Cells of one world size share a
-    group until one of them fails. To separate engines or stages, start torchrun once for each.
+    All cells share the ranks' processes, so global state that one engine leaves behind may affect the next engine. For
+    example, DeepSpeed's stage 3 replaces torch.nn.functional.linear permanently and keeps the first process group.
+    Cells of one world size share a group until one of them fails. To separate engines or stages, start torchrun once
+    for each.
 
     The judge is not affected: its process is forked before any engine is imported, and it reads the ranks' evidence
     from files that rank 0 writes.
@@ -53,7 +54,10 @@ class TorchrunRunner(Runner):
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
     ) -> None:
-        """Create the runner of rank 0. Raises UsageError for two releases of one engine: a process imports only one."""
+        """Create the runner of rank 0.
+
+        Raises UsageError for two releases of one engine, because a process can import only one release.
+        """
         names = [split_release(name)[0] for name in environments]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -70,7 +74,7 @@ class TorchrunRunner(Runner):
         self._current_record: Record | None = None
 
     def import_engines(self) -> None:
-        """Import the engines on every rank. Raises UsageError if that fails."""
+        """Import the engines on every rank. Raises UsageError if an import fails."""
         self._leader.task_title = "the import of the engines"
         world_size = self._leader.launch.world_size
         task = RankTask(prepare_environments, (self._environments,), world_size, PREPARATION_TIMEOUT, Group.NONE)
@@ -79,7 +83,7 @@ class TorchrunRunner(Runner):
                 raise UsageError(f"rank {rank}: {problem}")
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that an engine claims at a stage; this builds the engine on the launch's ranks."""
+        """Build the engine on the ranks of the launch, and return the capabilities that it claims at a stage."""
         self._leader.task_title = f"the probe of {engine}"
         return super().claims(engine, stage)
 
@@ -96,9 +100,9 @@ class TorchrunRunner(Runner):
         return super().run(planned)
 
     def lost_cell_record(self, outcome: GroupOutcome | None, message: str) -> Record | None:
-        """Return the record of the cell that ran when a rank was lost; None if no cell had started.
+        """Return the record of the cell that ran when a rank was lost, or None if no cell had started.
 
-        ``outcome`` is the outcome of the lost task, if it is known; otherwise ``message`` is the cause in the record.
+        ``outcome`` is the outcome of the lost task, or None. If it is None, ``message`` is the cause in the record.
         """
         blank = self._current_record
         if blank is None:
@@ -110,7 +114,10 @@ class TorchrunRunner(Runner):
     def _observe_and_judge(
         self, cell: Cell, evidence_dir: Path, blank_record: Record, options: Mapping[str, Any], isolation: Isolation
     ) -> Record:
-        """Run the cell on the launch's ranks, write their evidence into files, and judge it. Ignore ``isolation``."""
+        """Run the cell on the ranks of the launch, write their evidence into files, and judge it.
+
+        ``isolation`` is ignored.
+        """
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
         arguments = (cell, self.seed, claims, options)
@@ -125,19 +132,19 @@ class TorchrunRunner(Runner):
         return make_judged_record(self._judge_server.submit(judge_task), blank_record)
 
     def close(self) -> None:
-        """End the judges' server. This does not end the leader, which the caller closes."""
+        """End the judges' server, but not the leader, which the caller closes."""
         self._judge_server.close()
 
 
 def prepare_environments(environments: tuple[RankEnvironment, ...]) -> str:
-    """On every rank: apply the environments and import their engines; return the problems as text, or ''."""
+    """Apply the environments and import their engines, on every rank, and return the problems as text, or ''."""
     return "; ".join(problem for problem in map(prepare_process, environments) if problem)
 
 
 def observe_and_read_evidence(cell: Cell, salt: int, capabilities: Capabilities, options: Mapping[str, Any]) -> bytes:
-    """On every rank: run the law on the engine and return the bytes of the evidence file.
+    """Run the law on the engine, on every rank, and return the bytes of the rank's evidence file.
 
-    Rank 0 may not be able to read the file itself: it may be on another machine.
+    Rank 0 may not be able to read the file, because the file may be on another machine.
     """
     channel = current_rank().channel
     assert isinstance(channel, StoreChannel), "sent only to the ranks of a launch"
@@ -147,7 +154,7 @@ def observe_and_read_evidence(cell: Cell, salt: int, capabilities: Capabilities,
 
 
 def start_torchrun_runner(session: pytest.Session, get_environment: GetEnvironment) -> None:
-    """On rank 0 of a torchrun launch: start the runner for the cells of a pytest session."""
+    """Start the runner for the cells of a pytest session on rank 0 of a torchrun launch."""
     plugin = get_torchrun_plugin(session.config)
     if plugin is None or plugin.leader is None:
         return

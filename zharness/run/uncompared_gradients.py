@@ -11,8 +11,8 @@ from zharness.run.record import Record, Verdict
 def explain_uncompared_gradients(records: Sequence[Record]) -> str:
     """Explain why a run without failures still proves nothing.
 
-    Returns the empty string if gradients were compared at every stage that ran. ``records`` are those of one model on
-    one engine.
+    Returns an empty string if gradients were compared at every stage that ran. ``records`` are the records of one model
+    on one engine.
     """
     if not any(record.verdict is Verdict.PASS for record in records):
         reasons = dict.fromkeys(record.cause for record in records if record.cause)

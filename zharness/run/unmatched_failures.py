@@ -1,4 +1,4 @@
-"""Find expected failures that match no cell of a run, although the run has every cell that they could match."""
+"""Find expected failures that match no cell of a run, although the run has every cell that they cover."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zharness.run.plan import STAGES, ClaimsLookup, PlannedCell, Request, first_
 def describe_unmatched_failures(
     cells: Sequence[PlannedCell], claims: ClaimsLookup, user_failures: Sequence[ExpectedFailure] = ()
 ) -> list[str]:
-    """Describe each expected failure of a run's engines that none of ``cells`` matches, and which entry to delete.
+    """Describe each expected failure of a run's engines that matches none of ``cells``, and name the entry to delete.
 
     An entry is described only if the run has every cell that the entry covers. An entry that matches a passing cell is
     not described, because the record of that cell says that the entry is stale.
@@ -40,9 +40,10 @@ def describe_unmatched_failures(
 
 
 def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: str) -> bool:
-    """Return whether all supported cells of ``covered`` were run; if none is supported, whether one was run.
+    """Return whether all supported cells of ``covered`` were run.
 
-    If ``engine`` names a release and no cell is supported, return False: the release may lack what the law needs.
+    If no cell is supported, return whether any cell was run, or False if ``engine`` names a release, because the
+    release may lack what the law needs.
     """
     supported = [cell for cell in covered if not cell.unsupported_reason]
     if supported:
@@ -55,7 +56,7 @@ def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: s
 def iter_covered_cells(
     expected_failure: ExpectedFailure, engine: str, version: str, claims: ClaimsLookup
 ) -> Iterator[PlannedCell]:
-    """Yield the cells of the whole matrix that an expected failure covers.
+    """Yield all cells that an expected failure covers, whether or not a run has them.
 
     An entry without world sizes counts as an entry for 2 ranks.
     """

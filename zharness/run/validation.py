@@ -1,4 +1,4 @@
-"""Check that data from JSON has the annotated types of its class, on which the report relies."""
+"""Check that data from JSON has the types that its class annotates, because the report relies on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zharness.parity.mismatch_report import HeatMap, JsonNumber, MismatchReport
 
 @cache
 def field_types(annotated_class: Any) -> dict[str, Any]:
-    """Return the annotations of a class, resolved once."""
+    """Return the type of each field of a class. The result is cached."""
     return get_type_hints(annotated_class)
 
 
@@ -55,7 +55,7 @@ def matches_type(value: Any, expected_type: Any) -> bool:
 
 @cache
 def leaf_types(expected_type: Any) -> frozenset[type] | None:
-    """Return the classes that match ``expected_type``; None for a type with parts, such as ``list[int]``.
+    """Return the classes that match ``expected_type``, or None for a type with parts, such as ``list[int]``.
 
     An integer matches float, as in JSON; a bool does not match int.
     """
@@ -80,7 +80,7 @@ def require_valid_exhibit(exhibit: MismatchReport) -> None:
 
 
 def require_valid_heat_map(heat: HeatMap) -> None:
-    """Raise ValueError unless ``values`` has ``rows`` x ``columns`` blocks, at least one."""
+    """Raise ValueError unless the heat map has ``rows`` x ``columns`` numbers, which must be at least one."""
     sizes, widths = [heat["rows"], heat["columns"], *heat["block"]], {len(row) for row in heat["values"]}
     if len(sizes) != 4 or min(sizes) < 1 or len(heat["values"]) != heat["rows"] or widths != {heat["columns"]}:
         raise ValueError(

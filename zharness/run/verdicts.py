@@ -16,7 +16,7 @@ PACKAGES_UNDER_TEST = ("reference", "mutants")
 
 
 def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
-    """Build the record of a cell in which a rank did not return; the first failure is the cause."""
+    """Build the record of a cell in which a rank did not return. The cause is the first failure of a rank."""
     cause = outcome.cause
     assert cause is not None, "called only for a group that failed"
     return replace(
@@ -37,8 +37,8 @@ def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
     """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
 
     An EngineContractError is ``fail``, and an EngineRefusal is ``crash``, because the engine's own code raised it. Any
-    other exception raised in the harness's own code is ``error``, except RuntimeError: torch raises it for operands
-    that it cannot take, also when the harness calls torch.
+    other exception raised in the harness's own code is ``error``. RuntimeError is an exception to this rule, because
+    torch raises RuntimeError for unsuitable operands even if the harness calls torch.
     """
     if exception.endswith(".EngineContractError"):
         return Verdict.FAIL
@@ -78,7 +78,7 @@ def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
 
 
 def verdict_of_judge_failure(cause: RankOutcome) -> Verdict:
-    """Return ``fail`` if the judge found a broken engine contract; any other failure of the judge is ``error``."""
+    """Return ``fail`` if the judge found a broken engine contract, and ``error`` for any other failure of the judge."""
     return Verdict.FAIL if cause.exception.endswith(".EngineContractError") else Verdict.ERROR
 
 
@@ -98,10 +98,10 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 
 
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
-    """Mark ``record`` as expected to fail, or mark the expected failure as stale if the law holds
-    on a cell that the entry describes.
+    """Mark ``record`` as an expected failure, or mark the expected failure as stale if the law holds.
 
-    A record that failed in another way than expected is returned unchanged.
+    A record that failed in another way than expected is returned unchanged. If the law holds, ``record`` is also
+    returned unchanged unless the entry is stale on its cell.
     """
     if record.verdict is Verdict.ERROR:
         return record
@@ -141,14 +141,14 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
 
 
 def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
-    """Return ``record``, which stays an expected failure, with the reason why the release has no such remedy."""
+    """Return ``record``, which remains an expected failure, with the reason why the release has no such remedy."""
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
 def note_pool_difference(pooled: Record, fresh: Record) -> Record:
     """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
 
-    It is the record on fresh ranks. If the verdicts differ, a note says so.
+    The result is the record on fresh ranks, with a note if the verdicts differ.
     """
     if pooled.verdict is fresh.verdict and pooled.is_expected == fresh.is_expected:
         return fresh

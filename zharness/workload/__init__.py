@@ -1,4 +1,4 @@
-"""Models that the laws train, with their micro-batches and losses, reproducible from a seed; also users' models."""
+"""Models that the laws train and models of users. Weights and micro-batches can be reproduced from a seed."""
 
 from zharness.workload.model_lookup import model_spec
 from zharness.workload.models import MODELS, Batch, ModelSpec

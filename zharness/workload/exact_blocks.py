@@ -42,7 +42,7 @@ def first_output(output: Tensor, extra: Tensor) -> Any:
 
 
 class BlocksModel(nn.Module):
-    """A model with a layer that is used twice, a frozen layer, a scalar factor, and a second head on the input.
+    """A model with a layer that is used twice, a frozen layer, a scalar factor, and a second head that reads the input.
 
     The model maps (batch, 16) to (batch, 16). Its forward takes three options. ``through(block, hidden)`` is the
     function that runs the block, for example under activation checkpointing. ``pack(output, extra)`` is the function
@@ -111,7 +111,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """Return the largest magnitude in the weight of ``by_attribute``, which is 1, without recording a graph."""
+        """Return the largest absolute value in the weight of ``by_attribute``, which is 1, without autograd."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -140,7 +140,7 @@ class OddParametersModel(BranchingModel):
 
 
 class CastingLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input; frozen layers may keep fp32 in a low-precision model."""
+    """A linear layer that casts its weight to the dtype of its input, because a frozen layer may keep fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -148,10 +148,12 @@ class CastingLinear(nn.Linear):
 
 
 class SimilarLayersModel(nn.Module):
-    """A model of parallel layers of one shape with a tied, a frozen and two tiny parameters, all with different values.
+    """A model of parallel layers of one shape, whose parameters all have different values.
 
-    The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). Reading one parameter in place of another one of its
-    shape shows in the values. The parameters ``factor`` and ``shift`` have ``tiny`` elements; a parameter of one
+    One parameter is tied, one is frozen, and two are tiny.
+
+    The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). An engine that reads the wrong parameter of the same
+    shape returns wrong values. The parameters ``factor`` and ``shift`` have ``tiny`` elements; a parameter of one
     element is owned by at most one rank.
     """
 

@@ -48,7 +48,7 @@ ProgramBatch = tuple[Program, ...]  # programs that run one after the other in t
 
 
 def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
-    """Return the candidates that form a legal model, in order, with a linear layer appended if none is trained."""
+    """Return the candidates that form a legal model, in order. If no candidate is trained, append a linear layer."""
     layers, shape = fit_layers(candidates, ModelShape())
     return layers if shape.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
 
@@ -76,7 +76,7 @@ def fit_layers(candidates: Sequence[Layer], model_shape: ModelShape) -> tuple[li
 def fit_block(block: Layer, model_shape: ModelShape) -> Layer:
     """Return ``block`` with only the inner layers that fit after a model of shape ``model_shape``.
 
-    If the block must not change the width and the remaining layers do, a linear layer that restores the width is
+    If the block must keep the width but the remaining layers change it, a linear layer that restores the width is
     appended.
     """
     inner, after = fit_layers(block.inner, model_shape)
@@ -108,7 +108,7 @@ def legal_verbs(
 def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> Iterator[ProgramBatch]:
     """Yield smaller versions of ``batch``, the largest reductions first.
 
-    Each version has fewer programs than ``batch``, or one program that was made smaller.
+    Each version has fewer programs than ``batch``, or makes one of its programs smaller.
     """
     if len(batch) > 1:
         yield from ((program,) for program in batch)
@@ -119,7 +119,7 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
-    """Yield legal programs that lack some verbs, a layer or a mark of ``program``, or have smaller layer sizes."""
+    """Yield legal programs like ``program`` that lack some verbs, a layer or a mark, or have smaller layer sizes."""
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
         verbs = legal_verbs(layers, candidate.verbs, limits, program.window, program.window_owner)

@@ -51,7 +51,7 @@ class Batch:
     """A micro-batch of one rank: the inputs of the model and the target of its loss, with equally many rows.
 
     ``inputs`` are a tensor, a tuple of positional arguments, or a mapping of keyword arguments. ``seed`` is the seed of
-    torch's generator for the forward (dropout needs one); if ``seed`` is None, the generator is not seeded.
+    torch's generator for the forward, which dropout needs. If ``seed`` is None, the generator is not seeded.
     """
 
     inputs: Any
@@ -93,7 +93,7 @@ class Batch:
             return torch.get_rng_state()
 
     def _call_with_inputs(self, call: Callable[..., Any]) -> Any:
-        """Call ``call``, and pass the inputs as keyword arguments, as positional arguments or as a single tensor."""
+        """Call ``call`` with the inputs as keyword arguments, as positional arguments or as a single tensor."""
         if isinstance(self.inputs, Mapping):
             return call(**self.inputs)
         return call(*self.inputs) if isinstance(self.inputs, tuple) else call(self.inputs)
@@ -105,8 +105,8 @@ class ModelSpec:
 
     ``build()`` returns the model, and is called with torch's generator seeded. ``batch(generator)`` draws a
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
-    inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order (each cell
-    verifies this claim).
+    inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
+    verifies this claim.
     """
 
     name: str
@@ -182,7 +182,7 @@ def _draw_aligned_batch(generator: torch.Generator) -> Batch:
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of the losses per sample, which are the model's output; the target does not change the result."""
+    """Return the mean of the model's output, which contains the loss of each sample. The target is not used."""
     return (output + 0 * target[:, :1]).mean()
 
 

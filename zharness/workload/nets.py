@@ -109,8 +109,8 @@ class StatefulModel(nn.Module):
 class FusedLinearLoss(torch.autograd.Function):
     """An autograd Function of a loss over ``hidden @ weight.T`` that computes the gradients in its forward.
 
-    Fused linear losses work in this way. The forward calls ``torch.func.grad_and_value`` on a weight of the model while
-    the model's forward runs, as in deepspeedai/DeepSpeed#7913.
+    Fused linear losses compute gradients in this way. The Function's forward calls ``torch.func.grad_and_value`` on a
+    weight of the model while the model's forward runs, as in deepspeedai/DeepSpeed#7913.
     """
 
     @staticmethod

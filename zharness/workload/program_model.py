@@ -1,4 +1,4 @@
-"""Modules for the layers of programs, and the builder that makes a program's model from them."""
+"""Modules for the layers of programs, and a builder that makes a program's model from such modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.workload.programs import Layer, LayerKind, join_words
 class ProgramModelBuilder:
     """A builder that makes the modules of a program's layers, in order.
 
-    It keeps track of the width of the last output and of the weights that a later layer may be tied to.
+    The builder keeps track of the width of the last output, and of the weights to which a later layer may be tied.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ProgramModelBuilder:
 
 
 class Chain(nn.Module):
-    """A sequence of modules, the body of a program's model and of each block.
+    """A sequence of modules, which a program's model and each of its blocks consist of.
 
     The forward's argument ``odd`` says whether the micro-batch is odd; blocks of kind ``sometimes`` use their inner
     layers only in odd micro-batches.
@@ -217,7 +217,7 @@ class ProgramModelSpec(ModelSpec):
 
 @lru_cache(maxsize=1)
 def build_initial_model(spec: ProgramModelSpec, seed: int) -> nn.Module:
-    """Build the model with initial weights drawn from ``seed``, and cache it; callers copy it and never train it."""
+    """Build the model with initial weights drawn from ``seed``, and cache it. Callers train only copies of it."""
     return ModelSpec.model(spec, seed)
 
 

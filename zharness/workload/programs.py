@@ -1,4 +1,4 @@
-"""Programs, which are a small model and a sequence of calls on it; a program can be written as one line of text.
+"""Programs: a small model and a sequence of calls of it, the verbs. A program can be written as one line of text.
 
 ``x(3) linear(2) relu | f b:retain b s`` is a model with three inputs, a linear layer with two outputs and a ReLU, whose
 caller runs a forward, two backwards on its graph and a step. A program is legal if plain PyTorch can run it.
@@ -52,7 +52,7 @@ SIZE_COUNTS = {LayerKind.TOKENS: 2, LayerKind.INPUTS: 1, **dict.fromkeys(SIZED_K
 
 
 class Act(Enum):
-    """The calls that a program can make. Every forward uses a new micro-batch."""
+    """The kinds of calls that a program can make. Every forward uses a new micro-batch."""
 
     FORWARD = "f"  # a forward whose output is kept
     BACKWARD = "b"  # a backward from the newest kept output
@@ -89,7 +89,7 @@ BETWEEN_STEPS_ACTS = (
 
 
 class Mark(Enum):
-    """The options that change an act from its default.
+    """The options of a call, of which a verb may have several.
 
     By default a backward is ``engine.backward`` of the mean squared error of the newest output, a forward takes the
     whole micro-batch as a positional argument, and a load reads the last checkpoint.
@@ -142,7 +142,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Verb:
-    """An act with its marks.
+    """A call that a program makes: the kind of call (``act``) and its options (``marks``).
 
     The marks are in the order of the members of Mark; ALLOWED_MARKS lists the marks that each act may have.
     """
@@ -213,7 +213,7 @@ def join_words(items: Iterable[object]) -> str:
 
 
 class PendingGradients(Enum):
-    """The states that the gradients can have between two verbs, since the last step or zero_grad."""
+    """The states that the gradients since the last step or zero_grad can have between two verbs."""
 
     NOTHING = "there is no gradient"
     REDUCED = "the gradients are reduced"
@@ -223,7 +223,7 @@ class PendingGradients(Enum):
 
 @dataclass(frozen=True)
 class CallerState:
-    """The state that the code that calls the engine has between two verbs.
+    """The state, between two verbs, of the code that calls the engine.
 
     ``outputs`` lists the micro-batch number of each kept output. ``pending`` is the state of the gradients. ``window``
     is the number of micro-batches per step, and ``micro_batches_counted`` is how many of the current window its owner
@@ -255,7 +255,7 @@ class CallerState:
         return self.is_boundary and self.pending in (PendingGradients.REDUCED, PendingGradients.UNSEEN)
 
     def select_output(self, verb: Verb) -> int:
-        """Return the number of the micro-batch whose output the backward ``verb`` differentiates."""
+        """Return the number of the micro-batch whose output is differentiated by the backward ``verb``."""
         return self.outputs[0 if Mark.OLD in verb.marks else -1]
 
 
@@ -295,7 +295,7 @@ def explain_illegal_verb(layers: Sequence[Layer], caller: CallerState, verb: Ver
 
 
 def explain_missing_input_gradient(layers: Sequence[Layer], act: Act) -> str:
-    """Return the reason why a program cannot differentiate by the inputs of its model with ``act``, or '' if it can.
+    """Return why a program cannot differentiate with respect to its model's inputs by ``act``, or '' if it can.
 
     If ``layers`` is empty, a law provides the model, whose inputs are floats.
     """
@@ -310,7 +310,7 @@ def explain_missing_input_gradient(layers: Sequence[Layer], act: Act) -> str:
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
-    """Return whether ``verb`` adds to gradients that wait for a step, although the engine does not own accumulation."""
+    """Return whether ``verb`` adds to gradients that wait for a step, without an accumulation window of the engine."""
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 
@@ -346,7 +346,7 @@ def apply_verb(caller: CallerState, verb: Verb) -> CallerState:
 
 
 def iter_verbs(program: Program) -> Iterator[tuple[int, Verb, CallerState]]:
-    """Yield, for each verb, its number from 1, the verb, and the state of the caller before the verb."""
+    """Yield a tuple for each verb: its number (from 1), the verb, and the state of the caller before the verb."""
     caller = CallerState(window=program.window, window_owner=program.window_owner)
     for number, verb in enumerate(program.verbs, start=1):
         yield number, verb, caller

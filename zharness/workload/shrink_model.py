@@ -69,13 +69,13 @@ def resize_model(model: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the model inside ``model`` if that is a PEFT wrapper, else ``model`` itself."""
+    """Return the model inside ``model`` if ``model`` is a PEFT wrapper, else ``model`` itself."""
     inner = getattr(model, "get_base_model", None)
     return inner() if inner is not None else model
 
 
 def omit_module(model: nn.Module, path: str) -> None:
-    """Delete the module at ``path`` if its parent is a ModuleList, else replace the module by nn.Identity.
+    """Delete the module at ``path`` if its parent is a ModuleList; otherwise replace the module by nn.Identity.
 
     The names of the other modules do not change.
     """

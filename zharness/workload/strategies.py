@@ -1,6 +1,7 @@
 """Hypothesis strategies that draw programs.
 
-Strategies draw arbitrary layers and verbs and keep those that are legal in their order, so no example is rejected.
+A strategy draws arbitrary layers and verbs and keeps those that are legal after the earlier ones, so no example is
+rejected.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def program_batches(
 
 
 def legal_models(repertoire: Repertoire) -> st.SearchStrategy[list[Layer]]:
-    """Return a strategy that draws legal models: an input or embedding layer, then layers of which some are trained."""
+    """Return a strategy that draws legal models, which begin with ``x`` or ``tokens`` and have a trained layer."""
     sources = [leaf_layer(kind) for kind in SOURCE_KINDS if kind in repertoire.kinds]
     inner = st.lists(any_layer(repertoire, MAX_DEPTH), min_size=1, max_size=MAX_LAYERS)
     return st.tuples(st.one_of(sources), inner).map(lambda drawn: legal_layers([drawn[0], *drawn[1]]))
@@ -110,7 +111,7 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """Return a strategy that draws a verb with any marks or a sequence of VERB_PHRASES, within ``repertoire``."""
+    """Return a strategy that draws a verb with any marks, or one of VERB_PHRASES, within ``repertoire``."""
     phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]

@@ -52,7 +52,7 @@ def draw_labels(
 
 
 def image_height_width(size: int | list[int] | tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of an image; ``size`` is both of them, or one number for a square image."""
+    """Return the height and width of an image; ``size`` is a pair of both, or one number for a square image."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 

@@ -68,7 +68,7 @@ def is_registered_factory(name: str) -> bool:
 
 
 def unregister_factory(name: str) -> None:
-    """Remove the factory that was registered under ``name``, and clear the cache of user models."""
+    """Remove the factory that is registered under ``name``, and clear the cache of user models."""
     _registered_factories.pop(name, None)
     user_model_spec.cache_clear()
 
@@ -89,7 +89,7 @@ def build_fresh_model(name: str, seed: int) -> nn.Module:
 
 
 def resolve_factory(name: str) -> Factory:
-    """Return the factory that was registered under ``name``, or import it. Raises UsageError if it cannot be imported.
+    """Return the factory that is registered under ``name``, or import it. Raises UsageError if the import fails.
 
     Changes in parentheses after the path make the model smaller: ``package.module:factory(num_hidden_layers=1)`` sets a
     key of the model's configuration, and ``package.module:factory(2=out)`` omits a module of a sequence.
@@ -106,7 +106,7 @@ def parse_user_model_name(name: str) -> tuple[str, dict[str, str]]:
 
 
 def format_user_model_name(path: str, changes: Mapping[str, str]) -> str:
-    """Return the model name that consists of the factory's ``path`` and the ``changes`` to its model."""
+    """Return the name of a user's model: the factory's ``path`` and the ``changes`` to its model."""
     return f"{path}({','.join(f'{key}={value}' for key, value in changes.items())})" if changes else path
 
 
@@ -193,7 +193,7 @@ def import_factory(name: str) -> Factory:
 
 
 def call_factory(name: str, factory: Factory) -> UserModelParts:
-    """Call ``factory``, and add the default draw and loss functions if it returns none.
+    """Call ``factory``, and add the default draw and loss functions if the factory returns no such functions.
 
     Raises UsageError if the factory raises, or returns anything other than what EXPECTED_RETURN describes.
     """
@@ -228,7 +228,7 @@ def default_draw(name: str, model: nn.Module) -> DrawInputs:
 
 
 def default_loss(output: Any, _batch: Any) -> Tensor:
-    """Return the loss that the model computes itself: the model's output, or the entry ``loss`` of that output."""
+    """Return the loss that the model computes itself: the output of the model, or the entry ``loss`` of the output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
         loss = output.get("loss")

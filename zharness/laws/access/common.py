@@ -29,7 +29,7 @@ STATE_OPTIMIZERS = {"momentum": MOMENTUM_SGD, "adam": EXACT_ADAM, "groups": ADAM
 
 
 class Kind(Enum):
-    """The kinds of tensors of a parameter that an engine reads and replaces."""
+    """The kinds of tensors that belong to a parameter and that an engine reads and replaces."""
 
     GRAD = "grad"
     PARAM = "param"
@@ -45,7 +45,7 @@ OWNER_FEATURES = {
 def access_law(
     name: str, statement: str, observe: Callable[..., None], judge: Callable[..., Any], **law_fields: Any
 ) -> Law:
-    """Build a law of the group ``access``. ``law_fields`` are further fields of Law."""
+    """Build a law of the group ``access``. ``law_fields`` are values for further fields of Law."""
     fields = {"tier": Tier.STAGED, "models": (SIMILAR,), **law_fields}
     return Law(name=f"access.{name}", statement=statement, observe=observe, judge=judge, **fields)
 
@@ -56,16 +56,16 @@ def trained_names(engine: Engine) -> list[str]:
 
 
 def read_all(names: Iterable[str], read: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """Return what ``read`` returns for each name, without None. The names are read in reverse order.
+    """Call ``read`` with each name, in reverse order, and return the tensors by name; results of None are left out.
 
-    An engine fills its buffers in the order of the model, so another order shows a dependence on it.
+    An engine fills its buffers in the order of the model, so another order finds an engine that depends on this order.
     """
     read_tensors = {name: read(name) for name in reversed(list(names))}
     return {name: tensor for name, tensor in read_tensors.items() if tensor is not None}
 
 
 def read_state(engine: SupportsReadOut, names: Iterable[str], optimizer: OptimizerSpec) -> dict[str, Tensor]:
-    """Return the optimizer's state that the engine reads by name and key, flat with keys ``parameter/key``."""
+    """Read the optimizer's state by name and key, and return a flat dictionary with keys ``parameter/key``."""
     paths = [f"{name}/{key}" for name in names for key in STATE_KEYS[optimizer.name]]
     return read_all(paths, lambda path: engine.read_optimizer_state(*path.rsplit("/", 1)))
 
@@ -82,7 +82,7 @@ def optimizer_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return new tensors of the shapes and dtypes of ``like``, which differ in every element and are exact in bf16.
+    """Return random tensors with the shapes and dtypes of ``like``, whose values are exact in bf16.
 
     The values are in {1, 2, 3, 4, 6, 8} times a power of two and a sign; another ``seed`` gives other values.
     """
@@ -97,7 +97,7 @@ def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of ``value`` that ``layout()`` assigns to this rank, padded with zeros like ``like``."""
+    """Return the elements of ``value`` that ``layout()`` assigns to this rank, zero-padded to the size of ``like``."""
     pieces = [value.flatten()[p.start : p.stop] for p in engine.layout()[name] if p.rank == dist.get_rank()]
     elements = torch.cat([value.new_empty(0), *pieces])
     return torch.cat([elements, elements.new_zeros(like.numel() - elements.numel())]).to(like.dtype)
@@ -109,5 +109,5 @@ def accumulation_window(boundary: int) -> range:
 
 
 def train_micro_batch(ctx: RankContext, engine: Engine, step: int) -> None:
-    """Run forward and backward of one micro-batch."""
+    """Run forward and backward of micro-batch ``step``, and record the loss."""
     engine.backward(ctx.loss(engine, step))

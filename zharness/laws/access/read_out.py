@@ -41,17 +41,17 @@ FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 
 
 def observe_read_grad(ctx: RankContext) -> None:
-    """Read every gradient between the backward and the step, in two steps of one micro-batch each."""
+    """Train two steps of one micro-batch each, and read every gradient between the backward and the step."""
     read_grads_of_steps(ctx, ctx.build_engine(optimizer=ZERO_LR_SGD, clip=CLIP if ctx.variant == CLIPPED else None))
 
 
 def observe_read_scaled_grad(ctx: RankContext) -> None:
-    """Read every gradient between the backward of a loss that the engine scales and the step, in two steps."""
+    """Train two steps with a loss that the engine scales, and read every gradient after each backward."""
     read_grads_of_steps(ctx, ctx.build_engine(optimizer=ZERO_LR_SGD, options=FP16_AUTOCAST))
 
 
 def read_grads_of_steps(ctx: RankContext, engine: Engine) -> None:
-    """Train two steps; before each, read every gradient, and record the full gradients and the loss scale beside it."""
+    """Train two steps. Before each step, read every gradient, and record the full gradients and the loss scale."""
     access, names = require_read_out(engine), trained_names(engine)
     for step in range(STEPS):
         train_micro_batch(ctx, engine, step)
@@ -65,7 +65,7 @@ def read_grads_of_steps(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean over ranks."""
+    """Compare the gradients that were read with the mean of the local gradients over ranks."""
     for step in range(STEPS):
         local = ctx.compute_local_grads(step)
         yield from ctx.compare_losses(step, local)
@@ -73,7 +73,7 @@ def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with those of ``full_grads()``, which other laws judge under a loss scale."""
+    """Compare the gradients that were read with ``full_grads()``, which other laws judge under a loss scale."""
     for step in range(STEPS):
         scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
         for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
@@ -93,7 +93,10 @@ def observe_read_grad_in_window(ctx: RankContext) -> None:
 
 
 def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bool) -> None:
-    """Train two accumulation windows, and read every gradient at the boundaries and, if asked to, inside."""
+    """Train two accumulation windows, and read every gradient at their boundaries.
+
+    If ``reads_inside`` is true, also read every gradient inside the windows.
+    """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, accumulation_steps=ACCUMULATION_STEPS, accumulation_owner=owner)
     access, names = require_read_out(engine), trained_names(engine)
     for boundary in range(STEPS):
@@ -111,7 +114,10 @@ def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bo
 
 
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean over ranks of the losses so far, each divided by the window's length."""
+    """Compare the gradients with the mean over ranks of the gradients so far.
+
+    Each loss is divided by the number of micro-batches in the accumulation window.
+    """
     for boundary in range(STEPS):
         window, params = accumulation_window(boundary), ctx.rank_records("params", boundary)[0]
         divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(ACCUMULATION_STEPS)) for micro in window]
@@ -125,7 +131,10 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_read_param(ctx: RankContext) -> None:
-    """Read every weight before training, after a backward and after the step, in a variant also inside a window."""
+    """Read every weight before training, after a backward and after the step.
+
+    One law variant also reads every weight inside an accumulation window.
+    """
     in_window = ctx.variant == WINDOW
     accumulation = {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": AccumulationOwner.ENGINE}
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, **(accumulation if in_window else {}))
@@ -149,7 +158,7 @@ def observe_read_param(ctx: RankContext) -> None:
 
 
 def judge_read_param(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights with those that the engine starts from, and after the step with SGD's formula."""
+    """Compare the weights before the step with the engine's initial weights, and those after it with SGD's formula."""
     for label in ("read", "read_in_window", "read_after_backward"):
         if ctx.has_record(label):
             yield from compare_records(ctx, "weights", label, 0, 0, Part.GATHER)
@@ -160,7 +169,7 @@ def judge_read_param(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_read_frozen(ctx: RankContext) -> None:
-    """Read gradient, weight and optimizer state of every frozen parameter after a step, between trained ones."""
+    """Read frozen parameters: gradients after a backward, and weights and optimizer state after the step."""
     optimizer = STATE_OPTIMIZERS["momentum"]
     engine = ctx.build_engine(optimizer=optimizer)
     access, params = require_read_out(engine), engine.full_params()
@@ -176,7 +185,7 @@ def observe_read_frozen(ctx: RankContext) -> None:
 
 
 def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that there is neither gradient nor state, and that a weight, if the engine keeps one, is the right one."""
+    """Check that gradients and state of frozen parameters are absent or 0, and that weights did not change."""
     for rank, (expected, read) in enumerate(zip(ctx.rank_records("expected"), ctx.rank_records("read"), strict=True)):
         for name, weight in expected.items():
             found = read.get(name, weight)
@@ -190,7 +199,7 @@ def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_read_state(ctx: RankContext) -> None:
-    """Read the optimizer's state after each of two steps, and record what the steps computed it from."""
+    """Read the optimizer's state after each of two steps, and record the numbers from which the steps computed it."""
     optimizer = STATE_OPTIMIZERS[ctx.variant]
     engine = ctx.build_engine(optimizer=optimizer)
     access, names = require_read_out(engine), trained_names(engine)

@@ -27,7 +27,7 @@ OPTIMIZER = STATE_OPTIMIZERS["adam"]
 
 
 def observe_read_shard(ctx: RankContext) -> None:
-    """Read this rank's shards of one kind of tensor in the second step, and record the full tensors beside them."""
+    """Read this rank's shards of one kind of tensor in the second step, and record the full tensors too."""
     engine, kind = ctx.build_engine(optimizer=OPTIMIZER), Kind(ctx.variant)
     access, names = require_shard_access(engine), trained_names(engine)
     train_micro_batch(ctx, engine, 0)

@@ -41,7 +41,7 @@ SHARD_VARIANTS = (SHARD, CLIPPED_SHARD)
 
 
 def observe_write_grad(ctx: RankContext) -> None:
-    """Replace gradients before the step, read them back, and record norm and weights after the step."""
+    """Replace gradients before the step, read the new gradients, and record norm and weights after the step."""
     owner = next((owner for owner in AccumulationOwner if owner.value == ctx.variant), None)
     accumulation = {} if owner is None else {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": owner}
     clip = CLIP if ctx.variant.startswith(CLIPPED) else None
@@ -74,7 +74,7 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace gradients by ``values``, by shards in the variants of shards."""
+    """Replace gradients by ``values``: write shards in the law variants of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -85,7 +85,7 @@ def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) 
 
 
 def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the new gradients are read back, and that norm, clipping and update use them."""
+    """Check that the engine returns the new gradients, and that the norm, the clipping and the update use them."""
     records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
     for rank, (before, written, read) in enumerate(records):
         for name, grad in {**before, **written}.items():
@@ -97,7 +97,7 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_write_param(ctx: RankContext) -> None:
-    """Replace every weight before the forward or before the step, read it back, and train a step."""
+    """Replace every weight before the forward or before the step, read the new weights, and train a step."""
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
     written = new_values(optimizer_weights(engine), ctx.seed)
     if ctx.variant == BEFORE_STEP:
@@ -122,7 +122,7 @@ def observe_write_param(ctx: RankContext) -> None:
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace weights by ``values``, by shards in the variant of shards."""
+    """Replace weights by ``values``: write shards in the law variant of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -133,7 +133,10 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
 
 
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the new weights are read back and that the step, or the forward too, starts from them."""
+    """Check that the engine returns the new weights, and that the step uses them.
+
+    In one law variant, check that the forward uses the new weights too.
+    """
     yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
     if ctx.variant == FORWARD:
         params = ctx.rank_records("params")[0]
@@ -152,7 +155,7 @@ def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_write_state(ctx: RankContext) -> None:
-    """Replace every entry of the optimizer's state after the first step, read it back, and make the second step."""
+    """Replace the optimizer's state after the first step, read the new state, and make the second step."""
     optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
     engine = ctx.build_engine(optimizer=optimizer)
     names = trained_names(engine)
@@ -176,12 +179,12 @@ def observe_write_state(ctx: RankContext) -> None:
 
 
 def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return new values for the entries of optimizer state, which are positive for second moments."""
+    """Return new values for the entries of optimizer state; second moments get positive values."""
     return {path: value.abs() if path.endswith("_sq") else value for path, value in new_values(state, seed).items()}
 
 
 def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
-    """Replace one entry of optimizer state by ``value``, by shards in the variants of shards."""
+    """Replace one entry of optimizer state by ``value``: write shards in law variants of shards, else full tensors."""
     if ctx.variant.endswith(SHARD):
         shards = require_shard_access(engine)
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))
@@ -191,7 +194,7 @@ def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Te
 
 
 def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the new state is read back, and that the second step starts from it."""
+    """Check that the engine returns the new state, and that the second step starts from it."""
     yield from compare_records(ctx, "written", "read", 1, 1, Part.OPTIMIZER)
     optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
     yield from judge_step(ctx, optimizer, ctx.rank_records("grads")[0], RecordedStep(1, "weights", "written"))
@@ -202,7 +205,7 @@ def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def write_variant(name: str = "", *features: Feature) -> Variant:
-    """Return a variant of a law that writes full tensors, or shards if its name says so."""
+    """Return a law variant that writes full tensors, or shards if its name ends in ``shard``."""
     written = (Feature.SHARD_ACCESS,) if name.endswith(SHARD) else (Feature.WRITE_IN,)
     return Variant(name, (*written, *features), compares_engine_with_itself=True)
 

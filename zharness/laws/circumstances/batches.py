@@ -29,7 +29,7 @@ def select_rows(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tenso
 
 
 def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Return an empty micro-batch on rank 0, and a whole one on the other ranks."""
+    """Return an empty micro-batch on rank 0, and the whole micro-batch on other ranks."""
     rows = 0 if rank == 0 else SAMPLES
     return batch.inputs[:rows], batch.target[:rows]
 
@@ -62,7 +62,7 @@ def make_shape_script(select: RowSelection) -> WindowScript:
 
 
 def make_shape_scenarios() -> dict[str, WindowScenario]:
-    """Return a scenario for each selection of rows, and one in which the micro-batches of a window differ."""
+    """Return a scenario for each selection of rows, and a scenario in which the micro-batches of a window differ."""
     scenarios = {name: WindowScenario(make_shape_script(select), WINDOWS) for name, select in SELECTIONS.items()}
     return scenarios | {"rows_2_by_engine": make_accumulated(scenarios["rows"], "2_by_engine")}
 

@@ -24,7 +24,7 @@ ACCUMULATIONS = {
 
 
 def make_accumulated(scenario: WindowScenario, accumulation: str) -> WindowScenario:
-    """Return ``scenario`` with the accumulation that has this name in ACCUMULATIONS."""
+    """Return ``scenario`` with the accumulation that has the name ``accumulation`` in ACCUMULATIONS."""
     micro_batches, owner = ACCUMULATIONS[accumulation]
     return replace(scenario, micro_batches=micro_batches, owner=owner)
 
@@ -41,5 +41,5 @@ def train_route(participant: Participant, batch_number: int, route: Sequence[int
 
 
 def train_whole_model(participant: Participant, window: int, micro: int) -> None:
-    """Run forward and backward of one micro-batch through every expert. Two micro-batches of a window differ."""
+    """Run forward and backward of one micro-batch through every expert. All micro-batches of a window differ."""
     train_route(participant, 2 * window + micro, ALL_EXPERTS)

@@ -1,4 +1,4 @@
-"""Define the law engines.one_closed: an engine trains on while another one in the same process is closed."""
+"""Define the law engines.one_closed: an engine trains on while another engine in the same process is closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCENARIO = WindowScenario(train, windows=2)
 
 
 def observe_one_closed(ctx: RankContext) -> None:
-    """Train two engines, close the first at the point that the variant names, and train a third one at the end."""
+    """Train two engines, close the first at the point that the law variant names, and then train a third engine."""
     ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum)})
     first, second = (ctx.build_engine(optimizer=UNIT_LR_SGD) for _ in range(2))
     if ctx.variant != BEFORE_STEPS:
@@ -46,7 +46,7 @@ def observe_one_closed(ctx: RankContext) -> None:
 
 
 def close_during(variant: str, engine: Engine) -> WindowScenario:
-    """Return the scenario with a call of ``engine.close()`` in its first window, or without if it is closed already."""
+    """Return a scenario that closes ``engine`` in its first window, except in the variant that closed it before."""
 
     def close_after_step(participant: Participant, window: int) -> None:
         """Close the engine after the first step."""

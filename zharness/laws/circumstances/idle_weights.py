@@ -43,10 +43,10 @@ def make_freezing_scenarios() -> dict[str, WindowScenario]:
 
 
 def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
-    """Return a script that uses every expert, and freezes one of them in the windows in which ``plan`` is false."""
+    """Return a script that uses every expert, and freezes one expert in the windows for which ``plan`` is false."""
 
     def train(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch; the first of a window freezes or unfreezes the expert before its forward."""
+        """Train one micro-batch. Before the first forward of a window, freeze or unfreeze the expert."""
         if micro == 0:
             participant.module.experts[TRAINED].requires_grad_(plan[window])
         train_route(participant, window + len(plan) * micro, ALL_EXPERTS)

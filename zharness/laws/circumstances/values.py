@@ -48,7 +48,7 @@ NOT_FINITE: Mapping[str, float] = {"inf": torch.inf, "nan": torch.nan}
 
 
 def make_discarding_script(value: float) -> WindowScript:
-    """Return a script that discards gradients of ``value`` on rank 0 before it trains an ordinary micro-batch."""
+    """Return a script that discards gradients that are ``value`` on rank 0, and then trains an ordinary micro-batch."""
 
     def train(participant: Participant, window: int, micro: int) -> None:
         """Run backward of a loss that is not finite, zero the gradients, and train one micro-batch."""

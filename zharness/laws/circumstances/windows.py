@@ -33,7 +33,7 @@ CHOICES_FOR_SOME_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
 def make_route_scenarios(
     choices: Mapping[str, tuple[RouteChoice, tuple[str, ...]]], is_uneven: bool
 ) -> dict[str, WindowScenario]:
-    """Return a scenario for each choice of the micro-batches that use the expert, and for each of its accumulations."""
+    """Return a scenario for each pair of a choice (which micro-batches use the expert) and one of its accumulations."""
     return {
         f"{name}_{accumulation}": make_route_scenario(choice, *ACCUMULATIONS[accumulation], is_uneven)
         for name, (choice, accumulations) in choices.items()
@@ -44,7 +44,10 @@ def make_route_scenarios(
 def make_route_scenario(
     choice: RouteChoice, micro_batches: int, owner: AccumulationOwner, is_uneven: bool
 ) -> WindowScenario:
-    """Return a scenario in which the first and last window use the expert as ``choice`` says, and the second never."""
+    """Return a scenario in which ``choice`` selects the micro-batches that use the expert.
+
+    No micro-batch of the second window uses the expert.
+    """
 
     def train(participant: Participant, window: int, micro: int) -> None:
         """Train one micro-batch with the expert or without it."""

@@ -1,6 +1,6 @@
 """Define laws of torch_autocast: its outputs, losses and gradients equal those under torch.autocast.
 
-The laws also cover a backward or a call of the engine inside the user's own autocast.
+The laws also cover a backward or a forward of the engine inside the user's own autocast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zharness.workload.user_model import is_user_model
 
 @contextmanager
 def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary to which every forward in the ``with`` block adds the dtypes of all modules' outputs."""
+    """Yield a dictionary to which every forward in the ``with`` block adds the output dtype of each module."""
     seen: dict[str, Tensor] = {}
 
     def make_hook(name: str) -> Any:
@@ -91,7 +91,7 @@ def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 
 def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare output dtypes, losses and gradients with torch.autocast's, and check that weights and state are fp32."""
+    """Compare output dtypes, losses and gradients with torch.autocast, and check that weights and state are fp32."""
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
     with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
         model(batch.inputs)
@@ -124,7 +124,7 @@ def list_autocast_states(spec: ModelSpec) -> Sequence[tuple[bool, bool]]:
     """Return pairs of booleans that say whether the forward and the backward run under autocast.
 
     For a user's model, whose forward may take minutes, the pair without autocast is left out, because the law
-    training.grads covers it.
+    training.grads covers this pair.
     """
     return [state for state in AUTOCAST_STATES if any(state) or not is_user_model(spec.name)]
 
@@ -179,7 +179,7 @@ def raise_interrupted(hidden: Tensor) -> Tensor:
 
 
 def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare outputs and their dtypes with bf16 autocast's, and check that an exception changed no global setting."""
+    """Compare outputs and their dtypes with bf16 autocast, and check that an exception changed no global setting."""
     for rank in range(ctx.world_size):
         with torch.autocast("cpu", LOW_DTYPE):
             expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()

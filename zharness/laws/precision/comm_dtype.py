@@ -30,7 +30,7 @@ COMM_DTYPES: Mapping[str, tuple[Mapping[str, Any], torch.dtype]] = {
 
 
 def observe_comm_dtype(ctx: RankContext) -> None:
-    """Run backward on two engines with different reduce dtypes, and record gradients and numbers of sent elements."""
+    """Run backward on two engines with different reduce dtypes, and record gradients and counts of sent elements."""
     engines = {
         name: ctx.build_engine(optimizer=ZERO_LR_SGD, options=options) for name, (options, _) in COMM_DTYPES.items()
     }

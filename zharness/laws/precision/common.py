@@ -83,7 +83,7 @@ def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Mod
 def judge_reduced_gradients(
     ctx: JudgeContext, label: str, locals_by_rank: Sequence[LocalResult], low_names: set[str]
 ) -> Iterator[Comparison]:
-    """Compare gradients with the mean over ranks, within the rounding of the dtype in which they are reduced.
+    """Compare gradients with the mean over ranks, within the rounding of each gradient's reduce dtype.
 
     The gradients of the parameters in ``low_names`` are reduced in bf16, and all others in fp32.
     """
@@ -137,14 +137,14 @@ REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """Return the names of the parameters that a forward uses under autocast. The module ``inner`` disables autocast."""
+    """Return the names of the parameters that a forward uses under autocast, which the module ``inner`` disables."""
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 
 def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
-    """Check that the elements of the parameters named for each dtype were sent once in it, plus padding of shards."""
+    """Check that the elements of the parameters listed for each dtype were sent once in that dtype, plus padding."""
     for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)

@@ -67,7 +67,7 @@ class Overflow(Enum):
     """The part of a rank's gradients that is infinite in one step.
 
     With PART, only one row of the first layer and one element of its bias are infinite. If gradients are sharded, a
-    single rank owns these elements, so it has to tell the other ranks to skip the step.
+    single rank owns these elements, so this rank has to tell the other ranks to skip the step.
     """
 
     NONE = "none"
@@ -76,7 +76,7 @@ class Overflow(Enum):
 
 
 def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
-    """Return which gradients overflow: all of the first rank's in step 1, and a part of the last rank's in step 4."""
+    """Return the overflow of a rank in a step: WHOLE on the first rank in step 1, PART on the last rank in step 4."""
     return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
@@ -91,7 +91,7 @@ def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
 
 
 def observe_scaler(ctx: RankContext) -> None:
-    """Train steps, two of which overflow, and record loss scale, skipped steps and learning rates after each step."""
+    """Train steps, of which two overflow, and record loss scale, skipped steps and learning rates after each step."""
     options, _, _ = SCALER_SETTINGS[ctx.variant]
     engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options)
     for step in range(STEPS):
@@ -142,10 +142,10 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
 
 
 def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare loss scale and skipped steps with those of a torch.amp.GradScaler, and judge each optimizer step.
+    """Compare loss scale and skipped steps with those of torch.amp.GradScaler, and judge each optimizer step.
 
-    The GradScaler gets a single gradient, which is finite in a step if plain PyTorch's gradients are finite on all
-    ranks.
+    The GradScaler gets a single gradient. In each step, this gradient is finite if plain PyTorch's gradients are finite
+    on all ranks.
     """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)

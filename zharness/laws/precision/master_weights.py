@@ -63,7 +63,7 @@ def observe_masters(ctx: RankContext) -> None:
 def judge_masters(ctx: JudgeContext) -> Iterator[Comparison]:
     """Judge the steps in the dtype of the master weights.
 
-    Weights have to equal rounded master weights, and gradients those of plain PyTorch in bf16.
+    Weights have to equal rounded master weights, and gradients have to equal those of plain PyTorch in bf16.
     """
     for rank, record in enumerate(ctx.rank_records("accepted")):
         yield compare_bitwise(ctx.location("input", Part.FORWARD, rank=rank), scalar(0), record["invalid"])
@@ -110,15 +110,15 @@ def is_config_refused(ctx: RankContext, options: Mapping[str, Any]) -> bool:
 
 
 def weigh_rank_0_loss(factor: float) -> LossWeighting:
-    """Return a function that multiplies rank 0's loss by ``factor`` and others by 0, so that sums do not round."""
+    """Return a function that multiplies rank 0's loss by ``factor`` and all others by 0, so that sums are exact."""
     return lambda loss, rank: loss * (factor * (rank == 0))
 
 
 def observe_fp32_accumulation(ctx: RankContext) -> None:
     """Run two backwards on bf16 weights whose gradients accumulate in fp32, and record the gradients.
 
-    Record nothing if the engine refuses the option, because it may then accumulate in the dtype of the weights as plain
-    PyTorch does.
+    Nothing is recorded if the engine refuses the option: such an engine may accumulate in the dtype of the weights, as
+    plain PyTorch does.
     """
     if ctx.capabilities.refusal(Feature.CALLER_ACCUMULATION) is not None or is_config_refused(
         ctx, FP32_GRAD_ACCUM_OPTIONS

@@ -50,8 +50,8 @@ PARAMETERS_AFTER_FORWARD = "parameters behind a forward"
 def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check a rank's bytes: psi for parameters, psi for gradients, and 2 psi for AdamW's optimizer state.
 
-    These are divided by N at the stages that shard them; padding and AdamW's step counts are added. If parameters are
-    sharded, the parameters of at most two modules may stay gathered between a forward and its backward.
+    Each of these numbers is divided by N at the stages that shard it; padding and AdamW's step counts are added. If
+    parameters are sharded, the parameters of at most two modules may stay gathered between a forward and its backward.
     """
     stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = [shape.numel() for shape in shapes.values()]
@@ -75,9 +75,9 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
-    """Return the number of elements in a parameter's largest padded shard.
+    """Return the number of elements in the largest padded shard of the parameter ``name``.
 
-    The parameter is cut into equal numbers of elements, or into rows if the engine's layout says so.
+    The parameter is split into equal numbers of elements, or into rows if the engine's layout says so.
     """
     even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
     declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
@@ -103,8 +103,8 @@ def observe_comm_volume(ctx: RankContext) -> None:
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check the bytes sent: 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
-    A is the number of micro-batches. All of these are multiplied by (N-1)/N, where N is the world size. Stage 3 sends
-    less than 3A psi if backward does not gather the parameters again.
+    A is the number of micro-batches. Each of these numbers is multiplied by (N-1)/N, where N is the world size. Stage 3
+    sends less than 3A psi if backward does not gather the parameters again.
     """
     stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
     ranks = ctx.world_size
@@ -127,7 +127,7 @@ PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collect
 
 
 def observe_gathered_bytes(ctx: RankContext) -> None:
-    """Train two steps with each bucket size, and record the bytes still gathered at the end, and their peak."""
+    """Train two steps with each bucket size, and record the final number and the peak of gathered bytes."""
     record_stage(ctx)
     for bucket in PREFETCH_BUCKET_SIZES:
         zero = {"zero_optimization": {"stage3_prefetch_bucket_size": bucket}}

@@ -1,4 +1,4 @@
-"""Define functions that several laws of resources use."""
+"""Define functions that several laws of the group ``resources`` use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_stage(ctx: JudgeContext) -> int:
 
 
 def two_largest_modules_bytes(ctx: JudgeContext) -> float:
-    """Return the number of bytes of the parameters in the two largest modules, without those of their submodules."""
+    """Return the bytes of the parameters in the two largest modules; parameters of submodules do not count."""
     modules = ctx.baseline.build_module().modules()
     return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
 

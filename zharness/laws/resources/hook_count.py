@@ -113,11 +113,12 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the number of calls grows linearly with the number of parameters and of checkpoints.
 
-    Ten times the parameters may make at most ten times the calls: a + bn calls never grow faster, nor do those for
-    buckets, of which n parameters fill at least a tenth as many as 10n do. If the number of calls were a + bn + cn^2,
-    the law would fail for c > a / 100,000 with parameters (100 and 1000) and for c > a / 3,000 with checkpoints (30 and
-    100). As a is a few hundred calls, one call for every pair of parameters is far above the limit. The last training
-    step may make fewer additional calls than there are parameters.
+    Ten times as many parameters may cause at most ten times as many calls. A number of a + bn calls never grows faster.
+    Calls for each bucket do not grow faster either, because n parameters fill at least a tenth of the buckets that 10n
+    parameters fill. If the number of calls were a + bn + cn^2, the law would fail for c > a / 100,000 with parameters
+    (100 and 1000) and for c > a / 3,000 with checkpoints (30 and 100). As a is a few hundred calls, one call for every
+    pair of parameters is far above the limit. The number of calls in the last training step may exceed that in an
+    earlier step by less than the number of parameters.
     """
     for rank in range(ctx.world_size):
         early, late = (ctx.rank_records("trained", at)[rank]["calls"] for at in (WARMUP_BACKWARDS, TRAINING_STEPS - 1))

@@ -26,7 +26,7 @@ SETTLING_BARRIERS = 8  # more than a backend has threads
 
 
 def observe_close(ctx: RankContext) -> None:
-    """Train, close and delete an engine, and record whether its model is unsharded, trains alone, and is freed."""
+    """Train, close and delete an engine, and record whether its model is unsharded, can train alone, and is freed."""
     model = ctx.spec.model(ctx.seed)
     left, shapes = weakref.ref(model), {name: p.shape for name, p in model.named_parameters()}
     train_and_close(ctx, ctx.build_engine_around(model, optimizer=PLAIN_ADAMW))
@@ -50,7 +50,7 @@ def is_true_on_all_ranks(ctx: RankContext, value: bool) -> bool:
 
 
 def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the model is freed, and that its backward without the engine is plain PyTorch's on every rank."""
+    """Check that the model is freed, and that its backward without the engine equals plain PyTorch's on every rank."""
     yield from compare_ranks(
         ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
     )

@@ -1,4 +1,4 @@
-"""Define the law resources.poisoned_memory: a step does not read memory before it has written to the memory."""
+"""Define the law resources.poisoned_memory: a step does not read memory that it has not written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collect the laws of the group ``state``: checkpoints restore training, and bad files are refused."""
+"""Collect the laws of the group ``state``: checkpoints restore training, and damaged files are refused."""
 
 from __future__ import annotations
 

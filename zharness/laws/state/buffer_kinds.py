@@ -36,7 +36,7 @@ def build_engine(ctx: RankContext, buffer: Tensor) -> Engine:
 
 
 def observe_buffer_kinds(ctx: RankContext) -> None:
-    """Train one engine and save it, load it into another one, and record the buffer in each state."""
+    """Train an engine, save a checkpoint, load it into another engine, and record the buffer in each state."""
     buffer = BUFFERS[ctx.variant]
     saved, loaded = build_engine(ctx, buffer), build_engine(ctx, torch.zeros_like(buffer))
     record_buffer(ctx, saved, 0)
@@ -59,14 +59,14 @@ def record_buffer(ctx: RankContext, engine: Engine, state: int) -> None:
 
 
 def describe_buffer(buffer: Tensor) -> dict[str, Tensor]:
-    """Return the values of a buffer in float64, which holds them all, and the number of its dtype."""
+    """Return the values of a buffer in float64, which represents them exactly, and the number of the buffer's dtype."""
     dtypes = [kind.dtype for kind in BUFFERS.values()]
     number = dtypes.index(buffer.dtype) if buffer.dtype in dtypes else -1
     return {"values": buffer.double(), "dtype": torch.tensor(float(number))}
 
 
 def judge_buffer_kinds(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the buffer of every rank, in every state, with the one that the model was built with."""
+    """Compare the buffer of every rank, in every state, with the buffer with which the model was built."""
     expected = describe_buffer(BUFFERS[ctx.variant])
     for state, description in enumerate(STATES):
         for rank, record in enumerate(ctx.rank_records(NAME, state)):

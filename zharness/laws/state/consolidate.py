@@ -19,7 +19,7 @@ from zharness.parity.compare import check_names
 
 
 def observe_consolidate(ctx: RankContext) -> None:
-    """Train one step, record the full state dict, overwrite the state dict with zeros, and run a forward."""
+    """Train one step, record the full state dict, overwrite the returned tensors with zeros, and run a forward."""
     engine = ctx.build_engine(optimizer=RESHARD_OPTIMIZER)
     train_steps(ctx, engine, range(1), "before")
     ctx.record_weights(engine, step=0)
@@ -33,7 +33,7 @@ def observe_consolidate(ctx: RankContext) -> None:
 
 
 def index_shared_memory(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return, for each name, the position of the first name whose tensor shares memory with the name's tensor."""
+    """Return, for each tensor of ``state``, the position of the first tensor that shares its memory."""
     first_positions: dict[int, int] = {}
     return {
         name: torch.tensor(

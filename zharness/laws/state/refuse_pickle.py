@@ -57,7 +57,7 @@ def observe_refuse_pickle(ctx: RankContext) -> None:
 
 
 def poison_file(content: bytes, marker: Path) -> bytes:
-    """Return a file that contains a command, written by torch.save if ``content`` was, and else by pickle."""
+    """Return the bytes of a file that contains a command, in the format (torch.save or pickle) of ``content``."""
     if not zipfile.is_zipfile(io.BytesIO(content)):
         return pickle.dumps(PickledCommand(marker))
     buffer = io.BytesIO()
@@ -66,7 +66,7 @@ def poison_file(content: bytes, marker: Path) -> bytes:
 
 
 def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that every such load raised, ran no command, and changed neither weights nor optimizer state."""
+    """Check that every load of a replaced file raised, ran no command, and changed no weight or optimizer state."""
     for rank, outcome in enumerate(ctx.rank_records("outcome")):
         for name, value in outcome.items():
             wanted = torch.tensor(float(name.startswith("command/raised")))

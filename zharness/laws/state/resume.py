@@ -74,7 +74,7 @@ def observe_resume(ctx: RankContext) -> None:
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the resumed engine is bitwise equal to the one that continued, in loss, weights, state and buffers.
+    """Check that the resumed and the continued engine have bitwise equal losses, weights, state and buffers.
 
     Saving and loading must not draw random numbers, and saving must not change the engine. The first forward after the
     load is an evaluation, like the last forward before the load, and it has to use the loaded weights.

@@ -42,7 +42,8 @@ def write_universal_checkpoint(
 ) -> None:
     """Write a universal checkpoint like DeepSpeed's ds_to_universal.
 
-    The files are those of a conversion from stage 3 if ``flat`` is true, and otherwise those from stage 1 or 2.
+    If ``flat`` is true, the files are like those of a conversion from stage 3, and otherwise like those from stage 1 or
+    2.
     """
     count = torch.tensor(float(step))
     for name, entries in values.items():
@@ -99,7 +100,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
     path, aside = folder / piece, folder / "aside"
 
     def damage_file() -> None:
-        """Rename the file or folder. If ``damage`` is "truncated", write the first half of the file to its place."""
+        """Rename the file or folder. If ``damage`` is "truncated", write the first half of the file under its name."""
         path.rename(aside)
         if damage == "truncated":
             content = aside.read_bytes()
@@ -116,7 +117,7 @@ def damage_piece(folder: Path, piece: str, damage: str) -> Iterator[None]:
 
 
 def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> Tensor:
-    """Return 1 if loading raises an exception, and otherwise 0, and record which weights and state the load changed."""
+    """Load a checkpoint, record which weights and state the load changed, and return 1 if the load raised, else 0."""
     before = collect_training_state(engine)
     raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
@@ -126,7 +127,7 @@ def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> 
 
 
 def judge_universal(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that damaged checkpoints are refused and change nothing, and judge the intact one and the next step."""
+    """Check that damaged checkpoints are refused and change nothing, and judge the load of an intact checkpoint."""
     for rank, refused in enumerate(ctx.rank_records("refused")):
         for name, raised in refused.items():
             yield compare_bitwise(ctx.location(f"refused/{name}", Part.GATHER, SAVE_STEP, rank), torch.ones(()), raised)

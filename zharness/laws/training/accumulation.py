@@ -37,7 +37,7 @@ CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 
 def observe_accumulation(ctx: RankContext) -> None:
-    """Train windows with several numbers of micro-batches, each on a new engine."""
+    """Train accumulation windows with several numbers of micro-batches, and build a new engine for each number."""
     owner = AccumulationOwner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
@@ -81,9 +81,9 @@ def choose_backward_calls(
 ) -> Sequence[Callable[[Tensor], object]]:
     """Return the ways to call backward, which successive windows use in turn.
 
-    One of them is ``engine.scale`` followed by torch's backward if the engine owns the accumulation, claims ``scale``,
-    and division by ``steps`` is exact. If the division rounds, this way is left out, because DeepSpeed's ``scale`` then
-    rounds the loss differently from its ``backward``, and the judge does not accept the result.
+    ``engine.scale`` followed by torch's backward is one of the ways if the engine owns the accumulation, claims
+    ``scale``, and division by ``steps`` is exact. If the division rounds, DeepSpeed's ``scale`` rounds the loss
+    differently from its ``backward``, and the judge would not accept the result.
     """
     scales = ctx.capabilities.refusal(Feature.SCALE_BACKWARD) is None and is_power_of_two(steps)
     if owner is AccumulationOwner.ENGINE and scales:
@@ -92,7 +92,7 @@ def choose_backward_calls(
 
 
 def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge the gradients, the norm and the optimizer step of every recorded window."""
+    """Judge the gradients, the norm and the optimizer step of every recorded accumulation window."""
     for optimizer_name, optimizer in OPTIMIZERS_BY_NAME.items():
         for steps in ACCUMULATION_STEPS[AccumulationOwner(ctx.variant)]:
             label = f"{optimizer_name}-{steps}"
@@ -109,10 +109,10 @@ def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> Iterator[Comparison]:
-    """Compare the losses and gradients of one window.
+    """Compare the losses and gradients of one accumulation window.
 
-    If the engine owns the accumulation, it may divide either the loss or the gradient. Both are right, but they round
-    differently unless the divisor is a power of two, so all gradients have to match the same one of the two.
+    If the engine owns the accumulation, it may divide either the loss or the gradient. Both ways are right, but they
+    round differently unless the divisor is a power of two, so all gradients have to match the same way.
     """
     window = range(boundary * steps, (boundary + 1) * steps)
     params: Mapping[str, Tensor] = ctx.rank_records(f"params-{label}", boundary)[0]

@@ -23,7 +23,7 @@ ADAMW = OptimizerSpec(name="adamw", args={"lr": 1e-2})
 
 @contextmanager
 def wide_default_dtype() -> Iterator[None]:
-    """Make float64 the default dtype within the block."""
+    """Make float64 the default dtype while the ``with`` block runs."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -34,7 +34,7 @@ def wide_default_dtype() -> Iterator[None]:
 
 @contextmanager
 def strict_algorithms() -> Iterator[None]:
-    """Turn on deterministic algorithms, faster matrix products and single-threaded backwards within the block."""
+    """Turn on deterministic algorithms, faster matrix products and single-threaded backwards in the ``with`` block."""
     deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
@@ -61,7 +61,7 @@ NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
 
 
 def observe_caller_modes(ctx: RankContext) -> None:
-    """Make every call once, and record the modes before and after it."""
+    """Call every method of the engine once, and record the modes before and after each call."""
     calls_mode = torch.no_grad if ctx.variant == NO_GRAD else nullcontext
     model, batch = ctx.spec.model(ctx.seed), ctx.batch(0)
     with shared_folder() as folder, MODES.get(ctx.variant, nullcontext)():
@@ -94,7 +94,7 @@ CALLS = (
 
 
 def list_calls(engine: Engine, folder: Path, inputs: Tensor) -> Iterator[tuple[Callable[[], object], bool]]:
-    """Yield a function for each of CALLS, and whether it needs the recording of gradients."""
+    """Yield, for each of CALLS, a function that makes the call, and whether the call needs an autograd graph."""
     outputs: list[Tensor] = []
     yield lambda: outputs.append(engine(inputs)), True
     yield lambda: engine.backward(outputs.pop().sum()), True

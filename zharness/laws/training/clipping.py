@@ -39,7 +39,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the norm with that of all gradients, and the weights with ``weight - factor * grad``.
 
-    The factor is that of torch.nn.utils.clip_grad_norm_.
+    The factor is that by which torch.nn.utils.clip_grad_norm_ would clip.
     """
     for at, clip in enumerate(CLIP_NORMS):
         grads, before = ctx.rank_records("grads", at)[0], ctx.rank_records("masters-before", at)[0]

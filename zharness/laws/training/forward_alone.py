@@ -49,7 +49,7 @@ def observe_forward_alone(ctx: RankContext) -> None:
 
 
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch's, and check that no parameter stays gathered after a forward."""
+    """Compare losses and gradients with plain PyTorch, and check that no parameter stays gathered after a forward."""
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):

@@ -45,9 +45,9 @@ def observe_free_running(ctx: RankContext) -> None:
 
 
 def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights after every step with those that the optimizer's formula gives from the initial weights.
+    """Compare the weights after every step with the result of the optimizer's formula from the initial weights on.
 
-    Elements whose bound exceeds the distance by which they have changed are counted as undetermined.
+    An element counts as undetermined if its bound exceeds its distance from the initial weight.
     """
     initial = {name: p.detach() for name, p in ctx.baseline.spec.model(ctx.baseline.seed).named_parameters()}
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
@@ -78,7 +78,7 @@ def judge_free_running(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_rounded_start(ctx: JudgeContext, comparison: Comparison, weight: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch of initial master weights if they were rounded to the cell's dtype."""
+    """Add a hint to a mismatch if the initial master weights were rounded to the cell's dtype."""
     rounded = torch.equal(weight.to(ctx.dtype).to(actual.dtype), actual)
     return add_hint(comparison, f"they are the initial weights, rounded to {ctx.dtype}") if rounded else comparison
 

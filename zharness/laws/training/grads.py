@@ -27,7 +27,7 @@ def observe_grads(ctx: RankContext) -> None:
 
 
 def judge_grads(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the losses with plain PyTorch's, and the gradients with the mean over ranks."""
+    """Compare the losses with those of plain PyTorch, and the gradients with the mean over ranks."""
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
@@ -46,7 +46,7 @@ def observe_one_hot_rank(ctx: RankContext) -> None:
 
 
 def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the gradients are bitwise equal to one rank's, because those of all other ranks are zero."""
+    """Check that the gradients are bitwise equal to those of one rank, because all other ranks' gradients are zero."""
     for chosen in range(ctx.world_size):
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)

@@ -83,7 +83,7 @@ def observe_config_invariance(ctx: RankContext) -> None:
 
 
 def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare gradients with plain PyTorch's, and with those without options.
+    """Compare gradients with those of plain PyTorch, and with those of the engine without options.
 
     The second comparison is bitwise, and is made only if every order of summation gives the same result.
     """

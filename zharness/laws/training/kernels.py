@@ -22,7 +22,7 @@ from zharness.parity.compare import attach_plain_values, check_names
 
 
 def observe_kernels(ctx: RankContext) -> None:
-    """Run one backward for each rank, in which only this rank's loss counts, and one in which all losses count.
+    """Run a backward for each rank, in which only this rank's loss counts, and a backward in which all losses count.
 
     Each of the first backwards gives the local gradient of one rank, divided by the world size.
     """
@@ -42,7 +42,7 @@ def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the local ones."""
+    """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the local gradients."""
     size = ctx.world_size
     engine_grads = []
     for rank in range(size):

@@ -30,7 +30,7 @@ def observe_loss_scale_power(ctx: RankContext) -> None:
 def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare gradients bitwise with the power of two times those of the unscaled loss.
 
-    If the order of summation may change from step to step, compare them with the baseline within a bound.
+    If the order of summation may change from step to step, compare the gradients with the baseline within a bound.
     """
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], exact=ctx.certify_exactness(range(1)))
     for at, power in enumerate(LOSS_POWERS):

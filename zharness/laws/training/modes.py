@@ -53,8 +53,8 @@ def get_training_modes(engine: Engine) -> dict[str, Tensor]:
 def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses, gradients, buffers, the random state after dropout, and the training flag of every module.
 
-    If the engine claims that ranks keep their own running statistics, those of every rank are compared in every step.
-    Otherwise, after step 0, only those of rank 0 are compared.
+    If the engine claims that ranks keep their own running statistics, the statistics of every rank are compared in
+    every step. Otherwise, after step 0, only the statistics of rank 0 are compared.
     """
     ranks_keep_buffers = bool(ctx.rank_records("case")[0]["own"])
     buffers: list[Mapping[str, Tensor]] = [{} for _ in range(ctx.world_size)]
@@ -110,7 +110,7 @@ def compute_loss(ctx: JudgeContext, module: nn.Module, rank: int, micro: int) ->
 
 
 def compare_buffers(ctx: JudgeContext, rank: int, step: int, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
-    """Compare the recorded buffers of one rank with the expected ones."""
+    """Compare the recorded buffers of one rank with the expected buffers."""
     for name, buffer in expected.items():
         recorded = ctx.rank_records("buffers", step)[rank][name]
         yield compare_bitwise(

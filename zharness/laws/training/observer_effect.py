@@ -51,7 +51,7 @@ def query_engine(engine: Engine) -> None:
 
 
 def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare both engines bitwise, because their settings, collectives and orders of summation are the same."""
+    """Compare the engines bitwise, because their settings, collectives and orders of summation are the same."""
     for step in range(STEPS):
         yield from compare_records(ctx, "loss-unseen", "loss-seen", step, step, Part.FORWARD)
         yield from compare_records(ctx, "grads-once", "grads-twice", step, step, Part.REDUCTION)

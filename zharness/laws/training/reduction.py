@@ -39,9 +39,9 @@ FINAL_WINDOW = range(10, 11)
 
 
 def observe_no_sync(ctx: RankContext) -> None:
-    """Train two windows with no_sync blocks, discard two windows, raise in a block, and train one more window.
+    """Train two accumulation windows with no_sync blocks, discard two windows, raise in a block, and train one more.
 
-    If the discarded windows or the exception leave anything in the engine, the last gradients are wrong.
+    If the discarded windows or the exception leave gradients in the engine, the last gradients are wrong.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for at, (first, second, third, last) in enumerate(WINDOWS):
@@ -65,7 +65,7 @@ def observe_no_sync(ctx: RankContext) -> None:
 
 
 def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of each window with the mean over all its micro-batches and ranks."""
+    """Compare the gradients of each accumulation window with the mean over all micro-batches and ranks."""
     for at, steps in enumerate((*WINDOWS, FINAL_WINDOW)):
         yield from ctx.compare_reduced_grads(
             "grads", [ctx.compute_local_grads(step) for step in steps], at, ctx.certify_exactness(steps)

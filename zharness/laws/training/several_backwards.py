@@ -29,7 +29,7 @@ ABANDONED_WINDOWS = (
 
 
 def observe_several_backwards(ctx: RankContext) -> None:
-    """Run two forwards and three backwards of three losses before one step, or the steps of another law variant."""
+    """Run two forwards and three backwards of three losses before one step, or what another law variant runs."""
     if ctx.variant:
         (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
         return
@@ -48,7 +48,7 @@ def observe_several_backwards(ctx: RankContext) -> None:
 
 
 def observe_window(ctx: RankContext) -> None:
-    """Run backward of two losses in each micro-batch of a window whose micro-batches the engine counts."""
+    """Run backward of two losses in each micro-batch of an accumulation window of the engine."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -66,7 +66,7 @@ def observe_window(ctx: RankContext) -> None:
 
 
 def observe_abandoned_windows(ctx: RankContext) -> None:
-    """Discard a window after its first micro-batch, train a full window, and do both again."""
+    """Discard an accumulation window after its first micro-batch, train a full window, and do both again."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -85,7 +85,7 @@ def observe_abandoned_windows(ctx: RankContext) -> None:
 
 
 def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the optimizer state recorded within a window is zero, because no step was made yet."""
+    """Check that the optimizer state recorded within an accumulation window is zero, because no step was made yet."""
     for rank, record in enumerate(ctx.rank_records("state")):
         for name, tensor in record.items():
             comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), torch.zeros_like(tensor), tensor)
@@ -93,7 +93,7 @@ def judge_no_step_made(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the gradients of a window contain only its own micro-batches, not those of a discarded window."""
+    """Check that the gradients of an accumulation window do not contain micro-batches of a discarded window."""
     yield from judge_no_step_made(ctx)
     for at, (_, *steps) in enumerate(ABANDONED_WINDOWS):
         micros = [ctx.compute_local_grads(step) for step in steps]
@@ -101,7 +101,7 @@ def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of the window, and check that no step was made before its second micro-batch."""
+    """Check the gradients of an accumulation window, and that no step was made before its second micro-batch."""
     yield from judge_no_step_made(ctx)
     losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
     yield from ctx.compare_reduced_grads(
@@ -118,9 +118,9 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients before the step with the sum over all losses, and those of the backward after it.
+    """Compare the gradients before the step with the sum over all losses, and those of the backward after the step.
 
-    For another law variant, call the judge of this variant.
+    Another law variant is judged by its own function.
     """
     if ctx.variant:
         yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)

@@ -28,7 +28,7 @@ EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
 
 
 def observe_sgd_step(ctx: RankContext) -> None:
-    """Make one step while the ranks' random generators differ, and record each rank's shards before and after it."""
+    """Make one step while the ranks' random generators differ, and record the shards of each rank before and after."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
         ctx.record("switches", read_process_state(), 0)
@@ -74,7 +74,8 @@ def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the layout's pieces cover every element equally often, and that all ranks report the same layout.
 
-    With replicas of shards every element is on as many ranks as there are replicas, and otherwise on one.
+    If shards have replicas, each element is on as many ranks as there are replicas. Otherwise, each element is on one
+    rank.
     """
     for name, weight in ctx.rank_records("masters")[0].items():
         layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]

@@ -84,9 +84,9 @@ def observe_optimizers(ctx: RankContext) -> None:
 
 
 def observe_training_run(ctx: RankContext, run: TrainingRun) -> None:
-    """Train several steps and record what the engine reports, with zero_grad between forward and backward.
+    """Train several steps, with zero_grad between forward and backward, and record what the engine reports.
 
-    Many training loops call zero_grad there.
+    Many training loops call zero_grad at this point.
     """
     engine = ctx.build_engine(optimizer=run.optimizer, clip=run.clip)
     for step in range(run.steps):
@@ -109,7 +109,7 @@ def judge_trajectory(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge every step of the training that the law variant names, or every step with each of its optimizers."""
+    """Judge every step of the training, which uses the law variant's optimizer or each of its optimizers in turn."""
     if ctx.variant in OPTIMIZER_RUNS:
         yield from judge_training_run(ctx, OPTIMIZER_RUNS[ctx.variant])
         return

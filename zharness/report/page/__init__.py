@@ -2,7 +2,7 @@
 
 The charts of a cell use Observable Plot, inlined with d3 (490 KB together): axes, scales and labels of four kinds of
 chart are more code than this package should own, and pictures drawn by matplotlib would take 50 KB and more for every
-failing cell. A content security policy lets the browser run only these scripts and fetch nothing.
+failing cell. A content security policy lets the browser run only these scripts, and forbids all requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ PLOT_STYLE = """:where(.chart) {
 
 
 def require_page_writable(path: Path) -> None:
-    """Raise UsageError if no page can be written to ``path``, or jinja2 is missing. Call it before a long run."""
+    """Raise UsageError if no page can be written to ``path``, or jinja2 is missing.
+
+    Call this function before a long run.
+    """
     if find_spec("jinja2") is None:
         raise UsageError(MISSING_JINJA_MESSAGE)
     require_writable(path)
@@ -66,7 +69,7 @@ def write_page(
     skipped: Sequence[str] = (),
     comparison: RunComparison | None = None,
 ) -> None:
-    """Write the page. Raises UsageError if it cannot be written, or jinja2 is missing."""
+    """Write the page. Raises UsageError if the file cannot be written, or jinja2 is missing."""
     write_atomically(render_page(records, seconds, skipped, comparison), path)
 
 
@@ -96,12 +99,12 @@ def render_page(
 
 
 def read_asset(name: str) -> str:
-    """Read a file of assets/."""
+    """Read the file ``name`` in assets/."""
     return files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """Return a Content-Security-Policy that allows only these scripts and styles, and forbids to fetch anything."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, and forbids all requests."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -115,5 +118,5 @@ def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> st
 
 
 def csp_hash(text: str) -> str:
-    """Return the policy's source expression for an inline element: the hash of its text."""
+    """Return the policy's source expression for an inline element, which contains the hash of the element's text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

@@ -67,8 +67,8 @@ def record_as_row(record: Record) -> dict[str, Any]:
 def records_as_columns(records: Sequence[Record]) -> dict[str, Any]:
     """Return the columns of the records.
 
-    ``size`` is the number of records. ``texts`` has dictionary-encoded columns, and ``numbers`` has lists. ``sparse``
-    has dictionaries from the index of a record to its value, without empty values.
+    ``size`` is the number of records. ``texts`` contains dictionary-encoded columns, and ``numbers`` contains lists.
+    ``sparse`` contains dictionaries from the index of a record to its value, without empty values.
     """
     rows = [record_as_row(record) for record in records]
     return {
@@ -92,10 +92,10 @@ def describe_laws(records: Sequence[Record]) -> dict[str, str]:
 
 
 def comparison_as_json(comparison: RunComparison, records: Sequence[Record]) -> dict[str, Any]:
-    """Return the differences as rows of kind, index of the current record, and index of the earlier one.
+    """Return the differences as rows of kind, index of the current record, and index of the earlier record.
 
-    An index is None if that run lacks the cell. Current records are indexed in ``records``, which has to contain them;
-    earlier records are returned under ``before``.
+    An index is None if the run lacks the cell. The index of a current record is its position in ``records``. The index
+    of an earlier record is its position in the list ``before`` of the result.
     """
     before = [difference.before for difference in comparison.differences if difference.before is not None]
     current_index, earlier_index = ({record: i for i, record in enumerate(group)} for group in (records, before))
@@ -131,7 +131,7 @@ def build_payload(
 def compress_payload(plain: Mapping[str, Any]) -> str:
     """Return the data as JSON, deflated (RFC 1950) and base64-encoded.
 
-    The result has a quarter of the size, and cannot contain the end tag of a script element.
+    The result has a quarter of the size of plain JSON, and cannot contain the end tag of a script element.
     """
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 9)).decode("ascii")
