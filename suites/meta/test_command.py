@@ -136,7 +136,7 @@ WRONG = {
     "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
     "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected integers separated by commas"]),
     "an unknown dtype": (["--dtype", "fp8"], ["unknown dtype 'fp8'", "allowed: fp32, bf16, fp16"]),
-    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: blocks, changing, conv"]),
+    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: aligned, blocks, changing, conv"]),
     "a world size of nothing": (["--world-size", "0"], ["world size 0 cannot be started here", "allowed: 1 to"]),
     "a world size too large": (["--world-size", "99999"], ["world size 99999 cannot be started", "allowed: 1 to"]),
     "a factory that does not import": (

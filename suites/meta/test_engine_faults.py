@@ -98,7 +98,7 @@ def test_an_engine_that_replaces_a_torch_function_is_reported_and_does_not_affec
     record = run_one(runner, Cell("training.grads", BROKEN + "replaces_linear", 0, 2, "fp32", "mlp"))
     assert record.verdict is Verdict.PASS, record.cause
     (note,) = record.notes
-    assert "torch.nn.functional.linear replaced by suites.meta.broken.ReplacesLinear" in note
+    assert "torch.nn.functional.linear is replaced by suites.meta.broken.ReplacesLinear" in note
 
 
 @pytest.mark.parametrize(("fault", "message"), BUILD_ERRORS.items(), ids=BUILD_ERRORS)

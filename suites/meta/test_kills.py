@@ -69,7 +69,7 @@ def test_a_first_divergence_is_right_if_it_names_the_part_and_the_parameter() ->
     assert make_matrix(right).check_named_divergences() == (1, [])
     killed_count, messages = make_matrix(wrong).check_named_divergences()
     assert killed_count == 1
-    assert "expected reduction of first.weight" in messages[0]
+    assert "in reduction of first.weight" in messages[0]
 
 
 def test_a_killed_run_is_resumed_from_its_complete_lines(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def draw_verbs(random: Random, repertoire: Repertoire, window: Setting, wanted: 
     phrases = [draw_phrase(random, repertoire, window) for _ in range(random.randint(1, MAX_PHRASES))]
     if wanted is not None:
         act = make_verb(random, repertoire, wanted)
-        before = [Verb(Act.SAVE)] if wanted is Act.LOAD else []
+        before = [Verb(Act.SAVE)] if wanted is Act.LOAD and Act.SAVE in repertoire.acts else []
         phrases.insert(random.randint(0, len(phrases)), [*before, act])
     return [verb for phrase in [*phrases, list(window_verbs(window))] for verb in phrase]
 
