@@ -97,7 +97,11 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
 }
 OPTIONS_AT_STAGE_3 = {
     "root_kept_after_forward": EngineOption({"reshard_after_forward": AUTO}),
-    "resharded_to_two": EngineOption({"reshard_after_forward": 2}, world_size_factor=2),
+    "resharded_to_two": EngineOption(
+        {"reshard_after_forward": 2},
+        excludes=dict.fromkeys(("two_replicas", "all_reduce_last"), "each replica of two ranks has one shard"),
+        world_size_factor=2,
+    ),
 }
 OPTIONS = {
     **GROUPING_OPTIONS,
