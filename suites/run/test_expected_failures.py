@@ -192,7 +192,7 @@ def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:
     second = replace(ENTRY_OF_ANY_SETTING, signatures=("another cause",), engine_variants=("overlap_comm",))
     cell = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", "tiny_buckets+overlap_comm")
     causes = ("another cause", "new", "one cause")
-    found = [find_setting_failure(cell, "1.0", cause, "", (first, second)) for cause in causes]
+    found = [find_setting_failure(cell, "1.0", "fail", cause, "", (first, second)) for cause in causes]
     assert found == [second, first, first]
 
 

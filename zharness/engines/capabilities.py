@@ -77,6 +77,8 @@ class EngineOption:
     - ``absent`` is the reason why this machine cannot run the option (no compiler, no libaio); it is empty if it can.
     - ``changes_numbers`` is the reason why the option may change numbers, for example a narrower reduce dtype; it is
       empty if the option must not change any number.
+    - ``known_bug`` is what the engine gets wrong under the option in every training, so that
+      ``training.config_invariance`` leaves the option out; it is empty if nothing is known.
     - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
     - ``has_torch_kernels`` is True if local gradients come from torch's kernels while the option is set, although the
       engine has kernels of its own otherwise.
@@ -89,6 +91,7 @@ class EngineOption:
     excludes: Mapping[str, str] = field(default_factory=dict)
     absent: str = ""
     changes_numbers: str = ""
+    known_bug: str = ""
     wires: Mapping[str, str] = field(default_factory=dict)
     has_torch_kernels: bool = False
     world_size_factor: int = 1
@@ -162,7 +165,8 @@ class Capabilities:
         return {
             name: dict(option.options)
             for name, option in self.engine_options.items()
-            if option.world_size_factor == 1 and not (option.dtypes or option.absent or option.changes_numbers)
+            if option.world_size_factor == 1
+            and not (option.dtypes or option.absent or option.changes_numbers or option.known_bug)
         }
 
     def with_options(self, names: Sequence[str]) -> Capabilities:

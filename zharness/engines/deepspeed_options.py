@@ -91,7 +91,7 @@ PREDIVISION_OPTIONS: Mapping[str, StagedOption] = {
         f"predivide_by_{factor}": staged(
             frozenset({0, 1, 2, 3}),
             {"gradient_predivide_factor": float(factor), **zero_optimization(reduce_scatter=False)},
-            changes_numbers=_PREDIVIDED_TWICE if factor == 2 else "",
+            known_bug=_PREDIVIDED_TWICE if factor == 2 else "",
         )
         for factor in (2, 4)
     },
@@ -133,9 +133,7 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
 }
 
 STAGE_1_AND_2_OPTIONS: Mapping[str, StagedOption] = {
-    "round_robin_gradients": staged(
-        STAGES_1_AND_2, zero_optimization(round_robin_gradients=True), changes_numbers=_MISNAMED
-    ),
+    "round_robin_gradients": staged(STAGES_1_AND_2, zero_optimization(round_robin_gradients=True), known_bug=_MISNAMED),
     "parameter_alignment": staged(STAGES_1_AND_2, zero_optimization(parameter_alignment=True)),
     "single_rank_buckets": staged(STAGES_1_AND_2, zero_optimization(use_multi_rank_bucket_allreduce=False)),
     "gather_bucket_0": staged(STAGES_1_AND_2, zero_optimization(allgather_bucket_size=0)),
@@ -165,7 +163,7 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
         STAGE_3,
         zero_optimization(stage3_module_granularity_threshold=10**9),
         refuses=_LEAF_REFUSALS,
-        changes_numbers="the whole model is a leaf module, whose gradients are wrong if its inputs need no gradient",
+        known_bug="the whole model is a leaf module, whose gradients are wrong if its inputs need no gradient",
     ),
     "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2), world_size_factor=2),
     "torch_linear": staged(STAGE_3, zero_optimization(memory_efficient_linear=False), has_torch_kernels=True),

@@ -60,12 +60,12 @@ class Axes:
             )
         )
 
-    def are_compatible(self, stage: int, names: Sequence[str]) -> bool:
-        """Return whether the engine has the options ``names`` at ``stage``, and they can be set together."""
+    def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
+        """Return whether a cell of this stage, world size and dtype can set the options ``names`` together."""
         known = self.claims_at[stage].engine_options
-        return all(name in known and not known[name].absent for name in names) and not find_exclusion(
-            {name: known[name] for name in names}
-        )
+        return all(
+            name in known and not known[name].refusal_at(world_size, dtype) for name in names
+        ) and not find_exclusion({name: known[name] for name in names})
 
 
 def list_values(cell: Cell) -> tuple[Value, ...]:
@@ -98,15 +98,19 @@ def build_settings(axes: Axes) -> list[Cell]:
         # The same two options in the other order, and one option in the first column, are another row's.
         if len(row) > 1 and row[0] and options.index(row[0]) >= options.index(row[1]):
             return False
-        return any(axes.are_compatible(stage, names) for stage in stages)
+        sizes, dtypes = row[5:6] or axes.world_sizes, row[6:7] or axes.dtypes
+        return any(axes.are_compatible(stage, names, *rest) for stage, *rest in product(stages, sizes, dtypes))
 
     cells = [make_setting_cell(axes.engine, row) for row in AllPairs(columns, filter_func=is_compatible)]
     covered = set().union(*map(list_pairs, cells))
     # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
-    defaults = (axes.world_sizes[0], axes.dtypes[0])
     for stage, *names in product(axes.claims_at, options, options):
-        row = (*names, stage, WINDOWS[0], BackwardCall.ENGINE, *defaults)
-        if is_compatible(row[:3]):
+        rows = [
+            (*names, stage, WINDOWS[0], BackwardCall.ENGINE, size, dtype)
+            for size, dtype in product(axes.world_sizes, axes.dtypes)
+        ]
+        row = next(filter(is_compatible, rows), None)
+        if row is not None:
             cell = make_setting_cell(axes.engine, row)
             if not list_pairs(cell) <= covered:
                 cells.append(cell)
@@ -209,7 +213,7 @@ def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))
     options = dict.fromkeys((setting.options, setting.options[:1], setting.options[1:], ()))
     sizes = dict.fromkeys((cell.world_size, axes.world_sizes[0]))
-    dtypes = dict.fromkeys((cell.dtype, axes.dtypes[0]))
+    dtypes = dict.fromkeys((cell.dtype, *axes.dtypes))
     for names, size, dtype, (steps, owner), call in product(options, sizes, dtypes, windows, calls):
         relaxed = Setting(names, steps, owner, call)
         yield replace(cell, world_size=size, dtype=dtype, engine_variant=relaxed.label)

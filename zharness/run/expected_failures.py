@@ -246,9 +246,9 @@ def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] 
 
 
 def find_setting_failure(
-    cell: Cell, version: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
-    """Return the first expected failure that covers ``cell`` and matches its ``cause`` and ``details``.
+    """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
 
     Under a setting a cell may fail in the way of any entry, not only of the first one that covers it. Returns the first
     entry that covers the cell if none matches, and None if none covers it.
@@ -256,7 +256,7 @@ def find_setting_failure(
     covering = [
         entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)
     ]
-    matching = (entry for entry in covering if entry.matches_failure(cause, details))
+    matching = (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details))
     return next(matching, covering[0] if covering else None)
 
 

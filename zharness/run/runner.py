@@ -142,7 +142,7 @@ class Runner:
         record = self._run_once(cell, blank_record, {}, isolation)
         version, user_failures = blank_record.engine_version, self.user_expected_failures
         expected = (
-            find_setting_failure(cell, version, record.cause, record.details, user_failures)
+            find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
             if cell.engine_variant
             else find_expected_failure(cell, version, user_failures)
         )

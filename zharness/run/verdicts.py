@@ -124,7 +124,7 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
     """Return a record with the verdict ``contract`` if the law holds under the documented remedy.
 
     ``remedy_record`` is the record of the same cell, run with the remedy. If it did not pass, the failure of ``record``
-    is no longer expected.
+    is no longer expected. A note keeps the cause of ``record``.
     """
     if remedy_record.verdict is Verdict.PASS:
         return replace(
@@ -132,6 +132,10 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
             verdict=Verdict.CONTRACT,
             documentation_url=expected_failure.documented,
             cause=expected_failure.reason,
+            notes=(
+                *remedy_record.notes,
+                f"without the remedy: {record.verdict.value}: {' '.join(record.cause.split())}",
+            ),
         )
     return replace(
         record,
