@@ -33,6 +33,7 @@ from zharness.laws.access.common import (
     trained_names,
 )
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
+from zharness.parity.compare import check_names
 
 SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, WINDOW = "clipped", "window"
@@ -221,6 +222,8 @@ def judge_read_state(ctx: JudgeContext) -> Iterator[Comparison]:
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, STATE_OPTIMIZERS[ctx.variant], grads, RecordedStep(step, "weights", "read"))
         read = ctx.rank_records("read", step + 1)
+        for record in read:
+            check_names("read_optimizer_state", read[0], record)
         for name in read[0]:
             yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in read])
 

@@ -32,6 +32,7 @@ from zharness.laws.access.common import (
     trained_names,
 )
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
+from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
 BEFORE_FORWARD, BEFORE_STEP, FORWARD = "before_forward", "before_step", "forward"
@@ -88,7 +89,9 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new gradients, and that the norm, the clipping and the update use them."""
     records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
     for rank, (before, written, read) in enumerate(records):
-        for name, grad in {**before, **written}.items():
+        expected = {**before, **written}
+        check_names("read_grad", expected, {name: grad for name, grad in read.items() if name in expected})
+        for name, grad in expected.items():
             yield compare_bitwise(ctx.location(name, Part.REDUCTION, 0, rank), grad.to(read[name].dtype), read[name])
     grads = {**ctx.rank_records("grads")[0], **ctx.rank_records("written")[0]}
     factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)

@@ -74,8 +74,8 @@ def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the layout's pieces cover every element equally often, and that all ranks report the same layout.
 
-    If shards have replicas, each element is on as many ranks as there are replicas. Otherwise, each element is on one
-    rank.
+    Under options of the engine, shards may have replicas, so that each element is on as many ranks as there are
+    replicas. Otherwise, each element is on one rank.
     """
     for name, weight in ctx.rank_records("masters")[0].items():
         layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]
@@ -86,7 +86,8 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                yield compare_bitwise(place, times[:1].clamp(min=1).expand_as(times), times)
+                replicas = times[:1].clamp(min=1) if ctx.setting.options else torch.ones(1)
+                yield compare_bitwise(place, replicas.expand_as(times), times)
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
