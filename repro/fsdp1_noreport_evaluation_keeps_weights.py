@@ -8,7 +8,7 @@ affects: >=2.13.0
 fixed: not yet
 ranks: 2
 law: training.forward_alone
-signature: output is 1
+signature: output is
 ok: repro: a forward after evaluation and step OK.
 
 Run it with nothing but torch installed:

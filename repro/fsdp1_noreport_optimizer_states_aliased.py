@@ -8,7 +8,7 @@ affects: >=2.13.0
 fixed: not yet
 ranks: 2
 law: training.trajectory
-signature: exp_avg is 4
+signature: exp_avg is
 ok: repro: full optimizer states OK.
 
 Run it with nothing but torch installed:

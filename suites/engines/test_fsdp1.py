@@ -31,6 +31,10 @@ class Nested(nn.Module):
         self.head.weight = self.tokens.weight
         self.register_buffer("offset", torch.ones(5))
 
+    def reset_parameters(self) -> None:
+        """Give the buffer its values, if it was created on the meta device."""
+        torch.nn.init.ones_(self.offset)
+
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.layers(self.tokens(ids))) + self.offset  # type: ignore[no-any-return]
 

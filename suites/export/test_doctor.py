@@ -69,13 +69,13 @@ def test_a_function_of_torch_that_somebody_replaced_is_named(monkeypatch: pytest
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: None)
     (found,) = (each for each in process.inspect_torch_settings() if each.title == "functions of torch")
     assert found.severity is Severity.PROBLEM
-    assert "torch.nn.functional.linear replaced by" in found.observation
+    assert "torch.nn.functional.linear is replaced by" in found.observation
 
 
 def test_replaced_functions_are_all_told() -> None:
     assert process.inspect_replaced_functions(
-        ProcessConditions({}, ("a replaced by b", "c replaced by d"))
-    ).observation == ("a replaced by b; c replaced by d")
+        ProcessConditions({}, ("a is replaced by b", "c is replaced by d"))
+    ).observation == ("a is replaced by b; c is replaced by d")
 
 
 def test_the_limits_of_a_control_group_are_read_in_both_versions(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:
-    with pytest.raises(UsageError, match=r"a script cannot contain .*, a object"):
+    with pytest.raises(UsageError, match=r"a script cannot contain .*, which is a object"):
         render_literal({"a": [object()]}, DefinitionCollection(), [])
 
 

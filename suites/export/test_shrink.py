@@ -35,7 +35,7 @@ def test_a_planted_failure_shrinks_to_one_layer_and_its_script_shows_it(tmp_path
     run = programs.run("-m", "zharness", "shrink", KILLED.id, "-o", str(script), spares=1)
     assert run.returncode == 0, run.stderr
     assert "fail: x(1) linear(1) | f b" in run.stderr
-    assert "it shows the same verdict" in run.stderr
+    assert "the script shows the same verdict" in run.stderr
     assert "nn.Sequential(nn.Identity(), nn.Linear(1, 1))" in script.read_text()
 
 

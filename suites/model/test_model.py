@@ -111,4 +111,4 @@ def test_a_run_without_any_supported_law_is_false_and_says_why() -> None:
     found = zharness.verify(factory, engine="ddp", dtype="fp16", stages=(0,), jobs=1)
     assert not found
     assert {record.verdict for record in found.records} == {Verdict.UNSUPPORTED}
-    assert "no law passed (ddp claims" in found.first_divergence
+    assert "no law passed (ddp supports" in found.first_divergence

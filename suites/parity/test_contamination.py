@@ -54,8 +54,8 @@ def test_a_replaced_function_is_noticed_and_the_baseline_refused(
     monkeypatch.setattr(owner, name, replacement(getattr(owner, name)), raising=False)
     here = read_process_conditions()
     assert len(here.replacements) == 1
-    assert here.replacements[0].startswith(f"{where} replaced by ")
-    with pytest.raises(HarnessFault, match=f"the baseline cannot run here: {where} replaced by"):
+    assert here.replacements[0].startswith(f"{where} is replaced by ")
+    with pytest.raises(HarnessFault, match=f"the baseline cannot run here: {where} is replaced by"):
         require_clean_torch(here)
 
 

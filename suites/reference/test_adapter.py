@@ -95,5 +95,5 @@ def test_options_override_the_configuration_and_unclaimed_features_are_refused()
     with pytest.raises(UsageError, match=r"zero_optimization\.nonsense"):
         factory(net(), EngineConfig(options={"zero_optimization": {"nonsense": 1}}))
     whole, shards = {Feature.REDUCED_WEIGHT_GRADIENTS}, {Feature.OWN_WEIGHT_GRADIENTS}
-    wanted = [whole, whole, {Feature.NO_SYNC} | whole, {Feature.NO_SYNC} | shards]
+    wanted = [whole | {Feature.SHARD_ACCESS}, whole, {Feature.NO_SYNC} | whole, {Feature.NO_SYNC} | shards]
     assert [set(capabilities_at(stage).refuses) for stage in range(4)] == wanted

@@ -260,7 +260,7 @@ def test_a_release_that_another_one_hides_is_not_kept(cache: Path, monkeypatch: 
         made_up(folder, wanted, "__version__ = '0.9'\n__file__ = 'elsewhere'")
 
     monkeypatch.setattr(overlay, "_install", other)
-    with pytest.raises(UsageError, match="remove the folder that shadows it"):
+    with pytest.raises(UsageError, match="remove any other folder with this package"):
         overlay.ensure_overlay("made_up", "1.0")
     assert left_in(cache) == []
 

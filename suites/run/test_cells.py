@@ -97,7 +97,15 @@ def test_an_engine_with_its_own_kernels_is_judged_on_exact_models_and_by_laws_th
     runs = {(cell.cell.law, cell.cell.model) for cell in cells if not cell.unsupported_reason}
     exact = {(f"training.{name}", "exact") for name in ("grads", "one_hot_rank", "accumulation", "config_invariance")}
     calibrated = {("training.kernels", "mlp"), ("training.kernels", "transformer")}
-    own_numbers = ("optimizers", "sgd_step", "ranks_agree", "clip_and_norm", "looked_at")
+    own_numbers = (
+        "optimizers",
+        "optimizer_options",
+        "caller_modes",
+        "sgd_step",
+        "ranks_agree",
+        "clip_and_norm",
+        "looked_at",
+    )
     own = {(f"training.{name}", "mlp") for name in own_numbers}
     of_both = {(f"training.{name}", "transformer") for name in ("sgd_step", "clip_and_norm")}
     assert runs == exact | calibrated | own | of_both

@@ -46,7 +46,7 @@ REFUSES = {
     Feature.EDITS: (
         f"'Parameters are never broadcast between processes', so all ranks must make the same edit ({DOCUMENTATION})"
     ),
-    Feature.SHARD_ACCESS: "nothing is sharded",
+    Feature.SHARD_ACCESS: "nothing is sharded, so that a rank has no shards of its own",
     Feature.DEFERRED: "its constructor broadcasts the values of rank 0, and parameters on the meta device have none",
     Feature.RESOURCES: (
         "its buckets, a second copy of the gradients without gradient_as_bucket_view, are not counted "

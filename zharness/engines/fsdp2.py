@@ -134,6 +134,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     from torch.distributed.fsdp import fully_shard
 
     validate_config(config, CAPABILITIES, OPTIONS)
+    build_precision_policy(config)  # raises ConfigError for an unknown dtype before anything is sharded
     device = infer_device(model, Comm())
     mesh = build_mesh(config, device)
     values = initial_state_on_rank0(model, device)

@@ -242,16 +242,53 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
         ),
-        *(
-            ModelSpec(
-                name=f"odd_{kind}",
-                summary=f"an exact model of two linear layers and one unusual parameter, of the kind {kind!r}",
-                build=partial(exact_blocks.OneOddParameterModel, kind),
-                batch=_draw_ternary_batch,
-                loss=exact_mlp.linear_loss,
-                exact=True,
-            )
-            for kind in exact_blocks.ODD_PARAMETERS
+        ModelSpec(
+            name="odd_transposed",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'transposed'",
+            build=partial(exact_blocks.OneOddParameterModel, "transposed"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd_one",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'one'",
+            build=partial(exact_blocks.OneOddParameterModel, "one"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd_scalar",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'scalar'",
+            build=partial(exact_blocks.OneOddParameterModel, "scalar"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd_empty",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'empty'",
+            build=partial(exact_blocks.OneOddParameterModel, "empty"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd_narrow",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'narrow'",
+            build=partial(exact_blocks.OneOddParameterModel, "narrow"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
+            name="odd_wide",
+            summary="an exact model of two linear layers and one unusual parameter, of the kind 'wide'",
+            build=partial(exact_blocks.OneOddParameterModel, "wide"),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
         ),
         ModelSpec(
             name="experts",

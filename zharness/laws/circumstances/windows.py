@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.scenarios import Participant
@@ -15,18 +16,39 @@ ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
 
 RouteChoice = Callable[[Participant, int, int], bool]  # (participant, micro-batch, their number) -> is the expert used
 
+
+def is_first(_participant: Participant, micro: int, _count: int) -> bool:
+    """Return whether a micro-batch is the first of its window."""
+    return micro == 0
+
+
+def is_last(_participant: Participant, micro: int, count: int) -> bool:
+    """Return whether a micro-batch is the last of its window."""
+    return micro == count - 1
+
+
+def is_first_of_rank_0(participant: Participant, micro: int, _count: int) -> bool:
+    """Return whether a micro-batch is the first of its window, and this rank is rank 0."""
+    return micro == 0 and participant.rank == 0
+
+
+def is_turn_of_rank(participant: Participant, micro: int, count: int) -> bool:
+    """Return whether a micro-batch is the one of its window in which this rank uses the expert."""
+    return micro == participant.rank % count
+
+
 # Which micro-batches of a window use the expert, and the accumulations with which the law tries it.
 CHOICES_FOR_ALL_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
-    "first": (lambda participant, micro, count: micro == 0, ("2_by_engine", "2_by_caller", "4_by_engine")),
-    "last": (lambda participant, micro, count: micro == count - 1, ("2_by_engine", "4_by_caller")),
+    "first": (is_first, ("2_by_engine", "2_by_caller", "4_by_engine")),
+    "last": (is_last, ("2_by_engine", "4_by_caller")),
 }
 
 CHOICES_FOR_SOME_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
     "first_of_rank_0": (
-        lambda participant, micro, count: micro == 0 and participant.rank == 0,
+        is_first_of_rank_0,
         ("2_by_engine", "4_by_caller"),
     ),
-    "in_turns": (lambda participant, micro, count: micro == participant.rank % count, ("2_by_caller", "4_by_engine")),
+    "in_turns": (is_turn_of_rank, ("2_by_caller", "4_by_engine")),
 }
 
 
@@ -41,6 +63,18 @@ def make_route_scenarios(
     }
 
 
+@dataclass(frozen=True)
+class TrainChosenRoute:
+    """Train one micro-batch with the expert, if ``choice`` selects the micro-batch, or without the expert."""
+
+    choice: RouteChoice
+    micro_batches: int
+
+    def __call__(self, participant: Participant, window: int, micro: int) -> None:
+        used = window != 1 and self.choice(participant, micro, self.micro_batches)
+        train_route(participant, window * self.micro_batches + micro, ALL_EXPERTS if used else ALWAYS_USED)
+
+
 def make_route_scenario(
     choice: RouteChoice, micro_batches: int, owner: AccumulationOwner, is_uneven: bool
 ) -> WindowScenario:
@@ -48,12 +82,7 @@ def make_route_scenario(
 
     No micro-batch of the second window uses the expert.
     """
-
-    def train(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch with the expert or without it."""
-        used = window != 1 and choice(participant, micro, micro_batches)
-        train_route(participant, window * micro_batches + micro, ALL_EXPERTS if used else ALWAYS_USED)
-
+    train = TrainChosenRoute(choice, micro_batches)
     return WindowScenario(train, micro_batches=micro_batches, owner=owner, is_uneven=is_uneven)
 
 
