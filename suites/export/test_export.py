@@ -123,7 +123,8 @@ def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> No
     for case, text in write_scripts(cases, tmp_path):
         judge = LAWS[case.law].judge.__name__
         assert f"def {judge}(" in text, case.id
-        assert f"\njudge = {judge}\n" in text, case.id
+        # The judge of windows is defined inside the function that makes it.
+        assert f"\njudge = {judge}\n" in text or re.search(r"^judge = make_\w+_judge\(", text, re.MULTILINE), case.id
 
 
 @pytest.mark.parametrize("text", ["state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "training.grads[ddp-zero0-w2-fp16-mlp]"])
