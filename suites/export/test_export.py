@@ -128,9 +128,6 @@ def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> No
     assert len(cases) > 20
     closures = [case for case in cases if case.law in CLOSURE_LAWS]
     assert {case.law for case in closures} == CLOSURE_LAWS
-    for case in closures:
-        with pytest.raises(UsageError, match="defined inside a function or a class"):
-            render_cell_script(make_record(case), get_claims(case.engine, case.stage), "x.py")
     for case, text in write_scripts([case for case in cases if case not in closures], tmp_path):
         judge = LAWS[case.law].judge.__name__
         assert f"def {judge}(" in text, case.id
