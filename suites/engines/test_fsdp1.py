@@ -20,7 +20,7 @@ SHARDED_STAGES = (2, 3)
 ADAM = OptimizerSpec("adam", {"lr": 1.0, "betas": (0.5, 0.75)})
 
 
-class Nested(nn.Module):
+class TiedEmbeddingModel(nn.Module):
     """Two linear layers, tied to an embedding, and a buffer: ids (batch,) to (batch, 5)."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def on_ranks(function: Any, *args: Any, world_size: int = 2) -> list[Any]:
 def build(stage: int, options: dict[str, Any], device: str = "cpu") -> fsdp1.FSDP1Engine:
     torch.manual_seed(torch.distributed.get_rank())
     with torch.device(device):
-        model = Nested()
+        model = TiedEmbeddingModel()
     if device == "cpu":
         for param in model.parameters():
             nn.init.ones_(param)
@@ -73,7 +73,7 @@ def read_names(stage: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", SHARDED_STAGES)
 def test_modules_parameters_and_buffers_keep_their_names(stage: int) -> None:
-    plain = Nested()
+    plain = TiedEmbeddingModel()
     for names in on_ranks(read_names, stage):
         assert names["parameters"] == [name for name, _ in plain.named_parameters()]
         assert names["buffers"] == ["offset"]
@@ -146,7 +146,7 @@ def build_deferred(stage: int) -> dict[str, Tensor]:
 
 def test_a_model_on_the_meta_device_gets_the_weights_of_rank_0() -> None:
     torch.manual_seed(0)
-    expected = dict(Nested().named_parameters())
+    expected = dict(TiedEmbeddingModel().named_parameters())
     for params in on_ranks(build_deferred, 3):
         assert params.keys() == expected.keys()
         assert all(torch.equal(params[name], expected[name]) for name in params)

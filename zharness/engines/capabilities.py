@@ -171,6 +171,8 @@ class Capabilities:
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set."""
+        if not names:
+            return self
         chosen = [self.engine_options[name] for name in names]
         refuses, wires = dict(self.refuses), dict(self.wires)
         for option in chosen:

@@ -259,14 +259,12 @@ def require_any_model_law(law: Law, cell: Cell) -> None:
 
 def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
     """Plan one cell: decide from the engine's claims whether it is unsupported, and why."""
-    not_stated, not_comparable = (
-        reason_not_stated(law, cell, capabilities),
-        reason_not_comparable(law, cell, claims_with_known_options(cell, capabilities)),
-    )
+    not_stated = reason_not_stated(law, cell, capabilities)
     if not_stated:
         return PlannedCell(cell, not_stated)
     setting = cell_setting(cell.engine_variant)
     with_options = capabilities.with_options(setting.options)
+    not_comparable = reason_not_comparable(law, cell, with_options)
     for feature in (*setting.required_features(), *law.required_features(cell.variant)):
         refusal = with_options.refusal(feature)
         if refusal is not None:
@@ -310,12 +308,6 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
-
-
-def claims_with_known_options(cell: Cell, capabilities: Capabilities) -> Capabilities:
-    """Return the capabilities with those options of the cell that the engine has."""
-    names = cell_setting(cell.engine_variant).options
-    return capabilities.with_options([name for name in names if name in capabilities.engine_options])
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
