@@ -176,7 +176,7 @@ def plan_covering_cells(
         claims_at,
         request.array_world_sizes or request.world_sizes,
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
-        lambda law, cell: not plan_cell(law, cell, claims(engine, cell.stage)).unsupported_reason,
+        lambda law, cell: not plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
         lambda law: list(select_models(law, request.models)),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
