@@ -158,7 +158,7 @@ def test_a_failure_of_used_ranks_alone_is_reported_as_such(tmp_path: Path) -> No
 
 
 @dataclass(frozen=True)
-class Recorded:
+class FailureCase:
     """A failure of a program, and whether expected failures record its cause."""
 
     options: tuple[str, ...]
@@ -174,13 +174,13 @@ EARLY_STEP = "step 5, optimizer: 1.weight[0, 0] expected 1, got 2 (bound 0); a s
 @pytest.mark.parametrize(
     "case",
     [
-        Recorded((), 1, EARLY_STEP, Verdict.FAIL, is_known=True),
-        Recorded(("overlap_comm",), 1, EARLY_STEP, Verdict.FAIL, is_known=False),
-        Recorded((), 1, EARLY_STEP, Verdict.CRASH, is_known=False),
-        Recorded((), 1, "step 5, optimizer: 1.weight[0, 0] expected 1, got 2", Verdict.FAIL, is_known=False),
+        FailureCase((), 1, EARLY_STEP, Verdict.FAIL, is_known=True),
+        FailureCase(("overlap_comm",), 1, EARLY_STEP, Verdict.FAIL, is_known=False),
+        FailureCase((), 1, EARLY_STEP, Verdict.CRASH, is_known=False),
+        FailureCase((), 1, "step 5, optimizer: 1.weight[0, 0] expected 1, got 2", Verdict.FAIL, is_known=False),
     ],
 )
-def test_a_known_cause_is_told_from_a_new_one(case: Recorded) -> None:
+def test_a_known_cause_is_told_from_a_new_one(case: FailureCase) -> None:
     program = Program((), (), stage=case.stage, options=case.options)
     claims = engines.capabilities("deepspeed", case.stage)
     assert claims is not None
