@@ -227,7 +227,7 @@ def test_a_law_without_moving_steps_is_written_in_bf16_with_the_wire_that_the_en
     claims = get_claims("deepspeed", 1)
     text = render_cell_script(make_record(case), claims, "x.py").text
     assert "DTYPE = torch.bfloat16" in text
-    assert f"REDUCE_DTYPE = {DTYPES[claims.wires.get('bf16', 'bf16')]}" in text
+    assert f"REDUCE_DTYPE = {DTYPES[claims.reduce_dtypes.get('bf16', 'bf16')]}" in text
     assert 'EngineConfig(stage=1, dtype="bf16"' in text
     assert "EXACT = False" in text
 

@@ -99,11 +99,15 @@ def test_a_norm_that_is_reported_is_taken_by_its_word_and_no_number_spreads_as_t
 
 
 def reduced(
-    name: str, given: Tensor, terms: list[Tensor], dtype: torch.dtype = torch.float32, wire: torch.dtype | None = None
+    name: str,
+    given: Tensor,
+    terms: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
 ) -> list[Comparison]:
     """Judge ``given`` as the mean of ``terms`` over three ranks."""
     evidence = RankEvidence((Snapshot("grads", 0, {name: given}),), {}, ProcessConditions({}, ()))
-    trial = JudgeContext(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, declared_reduce_dtype=wire)
+    trial = JudgeContext(Baseline(model_spec("odd"), 0, 3), (evidence,) * 3, dtype, declared_reduce_dtype=reduce_dtype)
     return list(trial.compare_reduced_grads("grads", [[LocalResult(torch.zeros(()), {name: term}) for term in terms]]))
 
 

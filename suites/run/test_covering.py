@@ -143,9 +143,9 @@ def test_an_expected_failure_covers_a_cell_by_one_part_of_its_setting() -> None:
 
 
 def test_an_option_takes_its_refusals_to_the_claims() -> None:
-    option = EngineOption({"a": 1}, refuses={Feature.CLIP: "a cannot clip"}, wires={"fp32": "bf16"})
+    option = EngineOption({"a": 1}, refuses={Feature.CLIP: "a cannot clip"}, reduce_dtypes={"fp32": "bf16"})
     claims = engines.Capabilities(frozenset({0}), variants={"a": option, "b": {"b": 1}})
     assert claims.with_options(("a",)).refusal(Feature.CLIP) == "a cannot clip"
-    assert claims.with_options(("a",)).wires == {"fp32": "bf16"}
+    assert claims.with_options(("a",)).reduce_dtypes == {"fp32": "bf16"}
     assert claims.with_options(("b",)).refusal(Feature.CLIP) is None
     assert set(claims.neutral_options) == {"a", "b"}

@@ -53,7 +53,7 @@ class Feature(Enum):
     LOSS_SCALER = "a dynamic loss scale that skips steps with an overflow"
     AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
     MASTERS = "master weights, gradients and optimizer state in configured dtypes"
-    WIRES = "a configured reduce dtype, and a count of the elements sent in each dtype"
+    REDUCE_DTYPES = "a configured reduce dtype, and a count of the elements sent in each dtype"
     VARIATIONS = "training in which one setting varies"
     VARIANTS = "named sets of options that must not change a number"
     STEADINESS = "global state restored at close, and no read of uninitialized memory"
@@ -79,7 +79,7 @@ class EngineOption:
       empty if the option must not change any number.
     - ``known_bug`` is what the engine gets wrong under the option in every training, so that
       ``training.config_invariance`` leaves the option out; it is empty if nothing is known.
-    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
+    - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
     - ``has_torch_kernels`` is True if local gradients come from torch's kernels while the option is set, although the
       engine has kernels of its own otherwise.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
@@ -92,7 +92,7 @@ class EngineOption:
     absent: str = ""
     changes_numbers: str = ""
     known_bug: str = ""
-    wires: Mapping[str, str] = field(default_factory=dict)
+    reduce_dtypes: Mapping[str, str] = field(default_factory=dict)
     has_torch_kernels: bool = False
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
@@ -114,8 +114,8 @@ class Capabilities:
       possible. Every other feature is claimed.
     - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
       C judge such gradients.
-    - ``wires`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. It determines
-      the bound of the reduction.
+    - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. The
+      bound of the reduction follows from it.
     - ``variants`` are named options that a cell may set, alone or together: an EngineOption, or the bare options if
       they must not change a number and need no more facts.
     - ``absent`` is the reason why the engine cannot be built in this environment, so that no cell runs; it is empty if
@@ -133,7 +133,7 @@ class Capabilities:
     dtypes: frozenset[str] = frozenset({"fp32"})
     refuses: Mapping[Feature, str] = field(default_factory=dict)
     own_kernels: Mapping[int, str] = field(default_factory=dict)
-    wires: Mapping[str, str] = field(default_factory=dict)
+    reduce_dtypes: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, EngineOption | Mapping[str, Any]] = field(default_factory=dict)
     absent: str = ""
     own_model: Mapping[str, Any] = field(default_factory=dict)
@@ -174,9 +174,9 @@ class Capabilities:
         if not names:
             return self
         chosen = [self.engine_options[name] for name in names]
-        refuses, wires = dict(self.refuses), dict(self.wires)
+        refuses, reduce_dtypes = dict(self.refuses), dict(self.reduce_dtypes)
         for option in chosen:
             refuses.update(option.refuses)
-            wires.update(option.wires)
+            reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
-        return replace(self, refuses=refuses, wires=wires, own_kernels=own_kernels)
+        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels)

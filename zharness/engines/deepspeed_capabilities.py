@@ -31,7 +31,7 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     f"the meta device ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
     Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section: 'Type fp16 is not supported on your device.' "
     "(engine.py, _do_sanity_check)",
-    Feature.WIRES: "its comms_logger counts calls and bytes of each collective, but not by dtype "
+    Feature.REDUCE_DTYPES: "its comms_logger counts calls and bytes of each collective, but not by dtype "
     "(https://www.deepspeed.ai/tutorials/comms-logging/)",
     Feature.NO_GRADIENT: "missing gradients are filled with zeros for the flat partition; parameters.branch still "
     "requires None, and is an expected failure",

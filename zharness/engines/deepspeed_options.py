@@ -119,7 +119,7 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
         frozenset({0, 1, 2, 3}),
         {"communication_data_type": "bf16"},
         changes_numbers="gradients are reduced in bf16",
-        wires={"fp32": "bf16"},
+        reduce_dtypes={"fp32": "bf16"},
         dtypes=frozenset({"fp32"}),
         refuses={Feature.AUTOCAST: "torch_autocast determines the reduce dtype itself"},
     ),
@@ -127,7 +127,7 @@ DTYPE_OPTIONS: Mapping[str, StagedOption] = {
         frozenset({0, 1, 2, 3}),
         {"communication_data_type": "fp32"},
         changes_numbers="gradients of a bf16 model are reduced in fp32",
-        wires={"bf16": "fp32"},
+        reduce_dtypes={"bf16": "fp32"},
         dtypes=frozenset({"bf16"}),
     ),
 }

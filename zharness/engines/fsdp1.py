@@ -83,10 +83,12 @@ VARIANTS = {
     "gathers_not_limited": EngineOption({"limit_all_gathers": False}),
     "inputs_cast": EngineOption({"cast_forward_inputs": True}, changes_numbers="under bf16 more inputs are rounded"),
     "reduced_in_fp32": EngineOption(
-        {"reduce_dtype": "fp32"}, wires={"bf16": "fp32"}, changes_numbers="under bf16 gradients are summed in fp32"
+        {"reduce_dtype": "fp32"},
+        reduce_dtypes={"bf16": "fp32"},
+        changes_numbers="under bf16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(
-        {"reduce_dtype": "bf16"}, wires={"fp32": "bf16"}, changes_numbers="gradients are summed in bf16"
+        {"reduce_dtype": "bf16"}, reduce_dtypes={"fp32": "bf16"}, changes_numbers="gradients are summed in bf16"
     ),
     # MixedPrecision does not cast ignored parameters, so F.linear gets two dtypes.
     "vectors_ignored": EngineOption({"ignored_params": True}, dtypes=frozenset({"fp32"})),

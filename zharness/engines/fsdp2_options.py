@@ -63,11 +63,13 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "inputs_not_cast": EngineOption({"cast_forward_inputs": False}),
     "outputs_in_fp32": EngineOption({"output_dtype": "fp32"}, changes_numbers="under bf16 the loss is in fp32"),
     "reduced_in_fp32": EngineOption(
-        {"reduce_dtype": "fp32"}, wires={"bf16": "fp32"}, changes_numbers="under bf16 gradients are summed in fp32"
+        {"reduce_dtype": "fp32"},
+        reduce_dtypes={"bf16": "fp32"},
+        changes_numbers="under bf16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
-        wires={"fp32": "bf16"},
+        reduce_dtypes={"fp32": "bf16"},
         changes_numbers="gradients are summed in bf16",
     ),
     "vectors_ignored": EngineOption(

@@ -115,7 +115,7 @@ class Observations:
     """The values that an engine reports between steps; they are identical on all ranks.
 
     - ``gathered_bytes`` is the number of bytes of the unsharded copies of sharded parameters that exist now.
-    - ``wire`` is the number of elements sent since the engine was built, by collective and dtype, as in
+    - ``sent_elements`` is the number of elements sent since the engine was built, by collective and dtype, as in
       ``"reduce_scatter bfloat16"``.
     - ``masters`` are the weights that the optimizer updates, if these are not the parameters themselves.
     """
@@ -124,7 +124,7 @@ class Observations:
     skipped_steps: int | Absent
     learning_rates: tuple[float, ...] | Absent
     gathered_bytes: int | Absent = Absent("the engine does not count gathered bytes")
-    wire: Mapping[str, int] | Absent = Absent("the engine does not count the elements that it sends")
+    sent_elements: Mapping[str, int] | Absent = Absent("the engine does not count the elements that it sends")
     masters: Mapping[str, Tensor] | Absent = Absent("the optimizer works on the parameters themselves")
     resources: Resources | Absent = Absent("the engine does not count allocated bytes")
     traffic: Traffic | Absent = Absent("the engine does not count the bytes that it sends")

@@ -46,7 +46,7 @@ TORCH_REFUSES: Mapping[Feature, str] = {
     Feature.UNIVERSAL_CHECKPOINT: "universal checkpoints have a format of DeepSpeed, which torch's engines do not read",
     Feature.LOSS_SCALER: _CALLER_OWNS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLER_OWNS_SCALER,
-    Feature.WIRES: "torch's engines do not count the elements that they send",
+    Feature.REDUCE_DTYPES: "torch's engines do not count the elements that they send",
     Feature.TRAFFIC: "torch's engines do not count the bytes that they send and gather",
     Feature.MASTERS: (
         "only DeepSpeed has configuration sections for the dtypes of masters, gradients and optimizer state; torch's "

@@ -104,7 +104,7 @@ def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities)
         training=repr(configuration_for(cell.engine_variant).training),
         dtype_name=cell.dtype,
         dtype=DTYPES[cell.dtype],
-        reduce_dtype=DTYPES[claims.wires.get(cell.dtype, cell.dtype)],
+        reduce_dtype=DTYPES[claims.reduce_dtypes.get(cell.dtype, cell.dtype)],
         has_junctions=has_junctions(cell, claims),
     )
 

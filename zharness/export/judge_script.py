@@ -170,7 +170,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
         configuration_for(cell.engine_variant),
         engine_options(cell, claims),
     )
-    scale, reduce_dtype = LOSS_SCALES[cell.dtype], claims.wires.get(cell.dtype)
+    scale, reduce_dtype = LOSS_SCALES[cell.dtype], claims.reduce_dtypes.get(cell.dtype)
     return JudgeScriptSpec(
         engine=cell.engine,
         claims=claims,
@@ -193,7 +193,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
 def build_program_script_spec(engine: str, program: Program, claims: Capabilities) -> JudgeScriptSpec:
     """Return the description of a script that runs and judges a program in the same way as the laws ``any_order``."""
     options, claims = program_options(program, claims), claims.with_options(program.options)
-    scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.wires.get(program.dtype)
+    scale, reduce_dtype = LOSS_SCALES[program.dtype], claims.reduce_dtypes.get(program.dtype)
 
     def render_lambda(function: Callable[..., Any], writing: ScriptWriter) -> str:
         """Return the text of a lambda that calls ``function`` with the context and the program."""

@@ -87,7 +87,7 @@ def render_program_script(
         seed=SEED,
         claims=claims,
         options=options,
-        reduce_dtype=DTYPES[claims.wires.get(program.dtype, program.dtype)],
+        reduce_dtype=DTYPES[claims.reduce_dtypes.get(program.dtype, program.dtype)],
         exact=False,
         zeros_allowed=claims.refusal(Feature.NO_GRADIENT) is not None,
         element_count=sum(p.numel() for p in program_model_spec(program.layers).model(SEED).parameters()),

@@ -35,7 +35,7 @@ def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str
     The dictionary is empty if the model has no such part.
     """
     if any(layer.kind is LayerKind.SOMETIMES for layer in program.walk()):
-        return {"odd": micro % 2 == 1}
+        return {"odd_micro_batch": micro % 2 == 1}
     return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}
 
 

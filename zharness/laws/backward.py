@@ -64,7 +64,7 @@ def auxiliary_loss(participant: Participant) -> None:
         losses.append(participant.module.last.weight.sum() + hidden.sum())
         return block(hidden)
 
-    loss = participant.loss(participant.call(participant.inputs(), through=run_block))
+    loss = participant.loss(participant.call(participant.inputs(), run_block=run_block))
     backward(losses[0], retain_graph=True)
     backward(loss + losses[0])
 
@@ -158,9 +158,9 @@ def backward_in_forward(participant: Participant) -> None:
 def abort_and_retry(participant: Participant) -> NamedTensors:
     """Raise an error halfway through three backwards (two retain the graph), zero the gradients, and train again."""
     raised = backward_raises(
-        participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
+        participant.loss(participant.call(participant.inputs(), run_block=run_with_raising_backward))
     )
-    loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_backward))
+    loss = participant.loss(participant.call(participant.inputs(), run_block=run_with_raising_backward))
     values = {"raised": raised, "again": backward_raises(loss, True), "and_again": backward_raises(loss, True)}
     participant.zero_grad()
     backward(participant.training_loss())

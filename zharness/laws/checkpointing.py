@@ -34,7 +34,9 @@ def make_checkpoint_runner(participant: Participant) -> BlockRunner:
 
 def block(participant: Participant) -> None:
     """Checkpoint a block in the middle of the model, which uses one layer twice."""
-    backward(participant.loss(participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant))))
+    backward(
+        participant.loss(participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant)))
+    )
 
 
 def nested(participant: Participant) -> None:
@@ -45,7 +47,7 @@ def nested(participant: Participant) -> None:
         """Run the block within two nested checkpoints."""
         return run_checkpointed(lambda h: run_checkpointed(block, h), hidden)
 
-    backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_nested)))
+    backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_nested)))
 
 
 def whole_model(participant: Participant) -> NamedTensors:
@@ -62,7 +64,8 @@ def two_regions(participant: Participant) -> None:
     backward(
         participant.loss(
             participant.call(
-                participant.leaf_inputs(), through=lambda block, h: run_checkpointed(block, run_checkpointed(block, h))
+                participant.leaf_inputs(),
+                run_block=lambda block, h: run_checkpointed(block, run_checkpointed(block, h)),
             )
         )
     )
@@ -78,7 +81,7 @@ def frozen(participant: Participant) -> None:
             lambda h: block(participant.module.frozen(h)), run_checkpointed(participant.module.frozen, hidden)
         )
 
-    backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_regions)))
+    backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_regions)))
 
 
 def plain_inputs(participant: Participant) -> None:
@@ -96,7 +99,7 @@ def accumulation(participant: Participant) -> None:
     for micro in (0, 2):
         backward(
             participant.loss(
-                participant.call(participant.leaf_inputs(micro), through=make_checkpoint_runner(participant)), micro
+                participant.call(participant.leaf_inputs(micro), run_block=make_checkpoint_runner(participant)), micro
             )
         )
 
@@ -104,7 +107,7 @@ def accumulation(participant: Participant) -> None:
 def non_scalar(participant: Participant) -> None:
     """Call ``out.backward(g)`` on an output that is computed by a checkpointed block."""
     backward(
-        participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant)),
+        participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant)),
         participant.get_batch(0).target,
     )
 
@@ -133,7 +136,7 @@ def exception(participant: Participant) -> NamedTensors:
         return result  # type: ignore[no-any-return]
 
     try:
-        backward(participant.loss(participant.call(participant.leaf_inputs(), through=run_raising_region)))
+        backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_raising_region)))
         raised = torch.zeros(1)
     except DeliberateError:
         raised = torch.ones(1)
@@ -146,7 +149,7 @@ def dropout(participant: Participant) -> None:
     """Checkpoint a block with dropout. The recomputation has to use the same dropout mask as the forward."""
     torch.manual_seed(participant.rank)
     loss = participant.loss(
-        participant.call(participant.leaf_inputs(), through=make_checkpoint_runner(participant), dropping=True)
+        participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant), with_dropout=True)
     )
     torch.manual_seed(100)
     backward(loss)

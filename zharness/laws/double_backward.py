@@ -91,7 +91,7 @@ def retained_same_loss(participant: Participant) -> None:
 
 def retain_leaks_nothing(participant: Participant) -> NamedTensors:
     """Run two backwards with retained graphs, the second of which raises, then zero the gradients and train again."""
-    loss = participant.loss(participant.call(participant.inputs(), through=run_with_raising_second_backward))
+    loss = participant.loss(participant.call(participant.inputs(), run_block=run_with_raising_second_backward))
     torch.autograd.backward(loss, retain_graph=True)
     raised = backward_raises(loss, True)
     participant.zero_grad()

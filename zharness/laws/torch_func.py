@@ -182,7 +182,7 @@ def inside_forward(participant: Participant) -> None:
         fused: Tensor = FusedLinearLoss.apply(block(hidden), participant.module.shared.weight)  # type: ignore[no-untyped-call]
         return block(hidden) + fused
 
-    backward(participant.loss(participant.call(participant.inputs(), through=run_block)))
+    backward(participant.loss(participant.call(participant.inputs(), run_block=run_block)))
     backward(FusedLinearLoss.apply(participant.call(participant.inputs(2)), participant.module.head.weight))  # type: ignore[no-untyped-call]
 
 

@@ -184,14 +184,7 @@ def buffers_of_rank_0_after_load(model: nn.Module, config: EngineConfig) -> Refe
 
     The other ranks do not continue from their own running statistics.
     """
-
-    class Loads(ReferenceEngine):
-        def load(self, path: Path) -> None:
-            super().load(path)
-            for buffer in seams.persistent_buffers(self).values():
-                seams.broadcast_tensors([buffer], seams.comm(self))
-
-    return seams.build(model, config, Loads)
+    return seams.build(model, config, _LoadShares)
 
 
 @mutant_factory(

@@ -182,17 +182,7 @@ def sparse_rows_overwrite(model: nn.Module, config: EngineConfig) -> ReferenceEn
     A token that occurs twice in a micro-batch contributes only its last gradient row.
     """
     engine = seams.build(model, config)
-
-    def make_dense(gradient: Tensor) -> Tensor:
-        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-            return gradient
-        dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
-        indices, values = seams_engines.sparse_entries(gradient)
-        for row, value in zip(indices[0].tolist(), values, strict=True):
-            dense[row] = value
-        return dense
-
-    seams.change_local_grads(engine, make_dense)
+    seams.change_local_grads(engine, _overwrite_sparse_rows)
     return engine
 
 
@@ -209,17 +199,18 @@ def sparse_rows_overwritten(model: nn.Module, config: EngineConfig) -> Reference
     If an embedding with ``sparse=True`` looks a row up twice, all but one of the row's gradients are lost.
     """
     engine = seams.build(model, config)
-
-    def make_dense(gradient: Tensor) -> Tensor:
-        if not gradient.is_sparse:
-            return gradient
-        dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
-        indices, values = seams_engines.sparse_entries(gradient)
-        dense[tuple(indices)] = values
-        return dense
-
-    seams.change_local_grads(engine, make_dense)
+    seams.change_local_grads(engine, _overwrite_sparse_rows)
     return engine
+
+
+def _overwrite_sparse_rows(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient as a dense one that has one entry of each row, not their sum; others are unchanged."""
+    if not gradient.is_sparse:
+        return gradient
+    dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
+    indices, values = seams_engines.sparse_entries(gradient)
+    dense[tuple(indices)] = values
+    return dense
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.edited", Part.LOCAL_GRADIENT, model="changing"), origin=Origin.GRAPHS)

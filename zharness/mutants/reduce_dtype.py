@@ -73,7 +73,7 @@ class ReducesLowerThanDeclared(Around):
 
     @classmethod
     def claims(cls, right: Capabilities) -> Capabilities:
-        return replace(super().claims(right), wires={"bf16": "fp32"})
+        return replace(super().claims(right), reduce_dtypes={"bf16": "fp32"})
 
 
 @mutant(

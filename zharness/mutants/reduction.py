@@ -309,10 +309,7 @@ def fsdp2_root_averages(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     Gradients of tied weights and of parameters of the outermost module are too small by a factor of the world size.
     """
-    engine = fsdp2.factory(model, config)
-    if config.reduction is Reduction.SUM:
-        cast(Any, model).set_gradient_divide_factor(float(dist.get_world_size()))
-    return engine
+    return _build_with_averaging_root(model, config)
 
 
 @mutant_factory(FaultKind.SCALE, Target("training.sum_or_mean"), over="fsdp2", stages=(2, 3), origin=Origin.BLIND_3)
@@ -341,6 +338,11 @@ def sum_but_in_the_root(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     Gradients of the root module's group are averaged, and all other gradients are summed.
     """
+    return _build_with_averaging_root(model, config)
+
+
+def _build_with_averaging_root(model: nn.Module, config: EngineConfig) -> TorchEngine:
+    """Build an FSDP2 engine that averages the gradients of the root module's group, also under reduction by sum."""
     engine = fsdp2.factory(model, config)
     if config.reduction is Reduction.SUM:
         cast(Any, model).set_gradient_divide_factor(float(dist.get_world_size()))

@@ -209,7 +209,7 @@ def build_judge_context(
     baseline: Baseline, evidence_dir: Path, dtype: str, capabilities: Capabilities, variant: str = ""
 ) -> JudgeContext:
     """Read the evidence of every rank from ``evidence_dir``, and combine it with the baseline."""
-    reduce_dtype = capabilities.wires.get(dtype)
+    reduce_dtype = capabilities.reduce_dtypes.get(dtype)
     return JudgeContext(
         baseline=baseline,
         evidence=tuple(read_evidence(evidence_dir, rank) for rank in range(baseline.world_size)),

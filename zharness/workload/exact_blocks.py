@@ -44,10 +44,10 @@ def first_output(output: Tensor, extra: Tensor) -> Any:
 class BlocksModel(nn.Module):
     """A model with a layer that is used twice, a frozen layer, a scalar factor, and a second head that reads the input.
 
-    The model maps (batch, 16) to (batch, 16). Its forward takes three options. ``through(block, hidden)`` is the
+    The model maps (batch, 16) to (batch, 16). Its forward takes three options. ``run_block(block, hidden)`` is the
     function that runs the block, for example under activation checkpointing. ``pack(output, extra)`` is the function
     that makes the return value from the output and from the second head's output ``extra``, of shape (batch, 3), which
-    shares no graph with ``output``. ``dropping`` says whether dropout is applied to the block's output.
+    shares no graph with ``output``. ``with_dropout`` says whether dropout is applied to the block's output.
     """
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class BlocksModel(nn.Module):
     def forward(
         self,
         x: Tensor,
-        through: Callable[[Block, Tensor], Tensor] = call_block,
+        run_block: Callable[[Block, Tensor], Tensor] = call_block,
         pack: Callable[[Tensor, Tensor], Any] = first_output,
-        dropping: bool = False,
+        with_dropout: bool = False,
     ) -> Any:
-        hidden = through(self.block_with_dropout if dropping else self.block, self.first(x))
+        hidden = run_block(self.block_with_dropout if with_dropout else self.block, self.first(x))
         output = self.last(self.frozen(hidden))
         return output if pack is first_output else pack(output, self.head(x))
 

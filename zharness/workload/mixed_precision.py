@@ -37,8 +37,8 @@ class MixedPrecisionModel(nn.Module):
         self.register_buffer("shift", torch.randn(HIDDEN))
         self.register_buffer("steps", torch.tensor(7))
 
-    def forward(self, x: Tensor, through: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
-        hidden = nn.functional.gelu(self.norm(through(self.first(x))))
+    def forward(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
+        hidden = nn.functional.gelu(self.norm(transform(self.first(x))))
         hidden = hidden * self.gain.to(hidden.dtype) + self.shift.to(hidden.dtype)
         with torch.autocast(x.device.type, enabled=False):
             hidden = torch.tanh(self.inner(hidden.to(x.dtype)))

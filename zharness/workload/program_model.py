@@ -73,8 +73,8 @@ class ProgramModelBuilder:
 class Chain(nn.Module):
     """A sequence of modules, which a program's model and each of its blocks consist of.
 
-    The forward's argument ``odd`` says whether the micro-batch is odd; blocks of kind ``sometimes`` use their inner
-    layers only in odd micro-batches.
+    The forward's argument ``odd_micro_batch`` says whether the number of the micro-batch is odd. Blocks of kind
+    ``sometimes`` use their inner layers only in odd micro-batches.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -82,9 +82,9 @@ class Chain(nn.Module):
         for number, module in enumerate(modules):
             self.add_module(str(number), module)
 
-    def forward(self, x: Tensor, odd: bool = False) -> Tensor:
+    def forward(self, x: Tensor, odd_micro_batch: bool = False) -> Tensor:
         for module in self.children():
-            x = module(x, odd) if isinstance(module, LayerBlock) else module(x)
+            x = module(x, odd_micro_batch) if isinstance(module, LayerBlock) else module(x)
         return x
 
 
@@ -159,24 +159,24 @@ class LayerBlock(nn.Module):
 class ResidualBlock(LayerBlock):
     """A block that adds the output of its inner layers to its input."""
 
-    def forward(self, x: Tensor, odd: bool) -> Tensor:
-        inner: Tensor = self.inner(x, odd)
+    def forward(self, x: Tensor, odd_micro_batch: bool) -> Tensor:
+        inner: Tensor = self.inner(x, odd_micro_batch)
         return x + inner
 
 
 class RepeatedBlock(LayerBlock):
     """A block that applies its inner layers twice."""
 
-    def forward(self, x: Tensor, odd: bool) -> Tensor:
-        output: Tensor = self.inner(self.inner(x, odd), odd)
+    def forward(self, x: Tensor, odd_micro_batch: bool) -> Tensor:
+        output: Tensor = self.inner(self.inner(x, odd_micro_batch), odd_micro_batch)
         return output
 
 
 class AlternatingBlock(LayerBlock):
     """A block that applies its inner layers in odd micro-batches, and returns its input in even micro-batches."""
 
-    def forward(self, x: Tensor, odd: bool) -> Tensor:
-        output: Tensor = self.inner(x, odd) if odd else x
+    def forward(self, x: Tensor, odd_micro_batch: bool) -> Tensor:
+        output: Tensor = self.inner(x, odd_micro_batch) if odd_micro_batch else x
         return output
 
 
@@ -185,8 +185,8 @@ class CheckpointBlock(LayerBlock):
 
     reentrant = False
 
-    def forward(self, x: Tensor, odd: bool) -> Tensor:
-        output: Tensor = checkpoint(self.inner, x, odd, use_reentrant=self.reentrant)
+    def forward(self, x: Tensor, odd_micro_batch: bool) -> Tensor:
+        output: Tensor = checkpoint(self.inner, x, odd_micro_batch, use_reentrant=self.reentrant)
         return output
 
 

@@ -168,7 +168,7 @@ def observe_nested(ctx: RankContext) -> None:
     engine = ctx.build_engine(options=AUTOCAST_OPTIONS)
     ctx.record("switches", read_process_state(), 0)
     with suppress(InterruptedError):
-        engine(inputs, through=raise_interrupted)
+        engine(inputs, transform=raise_interrupted)
     ctx.record("switches", read_process_state(), 1)
     engine.close()
 

@@ -63,7 +63,7 @@ LAWS = (
         "gradients are reduced in exactly the configured dtype, also by two engines of different dtypes in one process",
         observe_comm_dtype,
         judge_comm_dtype,
-        features=(Feature.WIRES,),
+        features=(Feature.REDUCE_DTYPES,),
         kept_because="two engines in one process, which shows process-wide state",
     ),
 )

@@ -114,10 +114,10 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
 
     Raise EngineContractError if the engine claims that it counts the elements but does not report the numbers.
     """
-    sent = engine.observe().wire
+    sent = engine.observe().sent_elements
     if isinstance(sent, Absent):
         raise EngineContractError(
-            f"engine.observe() returned no element counts (wire): {sent.reason}; "
+            f"engine.observe() returned no element counts (sent_elements): {sent.reason}; "
             "expected the number of elements by collective and dtype"
         )
     return sent

@@ -82,7 +82,7 @@ def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
 
 def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow) -> Tensor:
     """Run the forward of a model or engine, and make a part of its gradients infinite if ``overflow_kind`` is PART."""
-    return model(inputs, through=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
+    return model(inputs, transform=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
 
 
 def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:

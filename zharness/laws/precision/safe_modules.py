@@ -73,7 +73,7 @@ LAWS = (
         "only gradients of lower_precision_safe_modules are reduced in low precision, and each only once",
         observe_safe_modules,
         judge_safe_modules,
-        features=(Feature.WIRES,),
+        features=(Feature.REDUCE_DTYPES,),
         variants=tuple(map(Variant, SAFE_MODULE_LISTS)),
         kept_because="the only law that counts sent elements by dtype for lists of safe modules",
     ),
