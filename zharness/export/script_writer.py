@@ -80,7 +80,7 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """The constants of a script: the engine, the seed and the settings of the cell, and how its numbers are compared.
+    """The constants of a script that repeats one cell: engine, seed and settings, and how its numbers are compared.
 
     With ``exact``, numbers have to be bitwise equal. With ``zeros_allowed``, a gradient of zeros passes where ``.grad``
     is None in plain PyTorch. ``element_count`` is the number of elements of all parameters. ``dtype_name`` is the

@@ -282,9 +282,10 @@ def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, 
 
 
 def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """Yield the program that an ``any_order`` law runs in this cell, first with default settings, then with its own.
+    """Yield two versions of the program that an ``any_order`` law runs in this cell. Yield nothing for other laws.
 
-    Yield nothing if the cell runs another law.
+    The first version has default settings: no gradient clipping, no accumulation and mean reduction. The second version
+    has the settings of the law variant.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
     if template is None or not get_law(cell.law).steps_are_verbs:

@@ -1,4 +1,4 @@
-"""Run a program (a random sequence of engine calls) on an engine, and record tensors after every call for the judge."""
+"""Run a program (a random sequence of calls of an engine, its verbs), and record tensors after every call."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
     """Run ``program`` on an engine, and train ``other_engine_count`` further engines in the same process.
 
-    Every rank has to call this function.
+    Every rank has to call this function, because it is a collective.
     """
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)

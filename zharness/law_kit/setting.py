@@ -38,7 +38,7 @@ OWNER_FEATURES = {
 
 
 class SettingSupport(Enum):
-    """The settings for which a law is stated, besides engine options."""
+    """The settings, apart from engine options, for which a law is stated."""
 
     OPTIONS_ONLY = "the law has accumulation windows and backward calls of its own"
     WINDOWS = "the law's scenario runs in each micro-batch of a window"
@@ -47,10 +47,10 @@ class SettingSupport(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine options that a cell sets, its accumulation window, and its call of backward.
+    """The engine options that a cell sets, its accumulation window, and the way in which it calls backward.
 
-    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` divides the losses and
-    ends the window; it has a meaning only for more than one micro-batch.
+    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` is who divides the
+    losses and ends the accumulation window, the engine or its caller; it matters only for more than one micro-batch.
     """
 
     options: tuple[str, ...] = ()

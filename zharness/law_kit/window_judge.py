@@ -1,6 +1,7 @@
 """Compare the weights that an engine recorded in a window scenario with those of plain PyTorch.
 
-The judge starts each accumulation window from the engine's weights, so the first wrong step is the one reported.
+A window scenario trains several accumulation windows. The judge starts each of them from the engine's weights, so the
+first wrong step is the one reported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WindowResult:
 
 
 class PlainRanks:
-    """The plain models of all ranks, which run every accumulation window in one dtype."""
+    """The plain models of all ranks, which train every accumulation window in one dtype."""
 
     def __init__(self, ctx: JudgeContext, scenario: WindowScenario, dtype: torch.dtype) -> None:
         self._scenario = scenario
@@ -148,7 +149,7 @@ def sum_terms(name: str, result: WindowResult) -> Tensor:
 
 
 def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:
-    """Check that the step subtracted ``grads`` from the weights, and did not change any weight without a gradient."""
+    """Check that the step subtracted ``grads`` from the weights, and left every weight without a gradient unchanged."""
     before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
     for rank, record in enumerate(after):
         check_names("full_params", before[0], record)

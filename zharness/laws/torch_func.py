@@ -141,7 +141,7 @@ def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor
     """Return two differences that have to be 0.
 
     The first difference is jacrev minus the rows that autograd.grad computes one by one. The second difference is
-    vmap(grad) minus the number of samples times grad.
+    between the per-sample gradients of vmap(grad) and the gradient of the mean loss times the number of samples.
     """
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])

@@ -133,7 +133,7 @@ def is_nonzero(grad: Tensor | None) -> bool:
     origin=Origin.CIRCUMSTANCES,
 )
 class StepsFrozenWeights(StepsWithOldGradients):
-    """Updates a weight that was frozen after a step with its gradient from before."""
+    """Keeps updating a weight after the caller has frozen it, once with the gradient of the step before."""
 
     def step(self) -> None:
         with torch.no_grad():

@@ -90,7 +90,7 @@ class ReadsTheScaledGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadingEndsTheWindow(AroundSharded):
-    """Drops the gradients of a window's earlier micro-batches when they were read inside the window."""
+    """If a gradient is read inside an accumulation window, drops the gradients of all earlier micro-batches."""
 
     backwards, was_read = 0, False
 
@@ -270,7 +270,10 @@ class WritesAWeightThatNoStepUses(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightForTheStepOnly(AroundSharded):
-    """Replaces the weight that the optimizer updates, and leaves the model's own weight as it was for the forward."""
+    """Writes only the shard of the weight that this rank's optimizer updates.
+
+    The next forward still uses the old values of the other ranks' shards.
+    """
 
     def write_param(self, name: str, value: Tensor) -> None:
         start, stop = seams.model_params(self.right)[name].layout.shard_bounds(dist.get_rank())

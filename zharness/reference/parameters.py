@@ -28,7 +28,7 @@ def refuse_owned_modules(module: nn.Module) -> None:
         if submodule in OWNED_MODULES:
             raise ConfigError(
                 f"module {name!r} of the model belongs to another engine already: close() that engine first; at stage "
-                "3 its parameters stay shards, so pass a copy.deepcopy(engine.module) that was made before close()"
+                "3, where parameters stay shards after close(), pass copy.deepcopy(engine.module), made before close()"
             )
 
 

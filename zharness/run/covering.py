@@ -124,7 +124,7 @@ def list_option_names(row: Sequence[Any]) -> list[str]:
 
 
 def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
-    """Return the cell without a law that a row of the covering array describes."""
+    """Return the cell that has the settings of a row of the covering array. The cell has no law and no model."""
     stage, (steps, owner), call, world_size, dtype = row[2:]
     setting = Setting(tuple(list_option_names(row)), steps, owner, call)
     return Cell("", engine, stage, world_size, dtype, "", "", setting.label)

@@ -88,7 +88,10 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
 
 
 def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
-    """Return the cells of ``request`` and the pairs that they cover. Raises UsageError as ``plan`` does."""
+    """Return the cells of ``request``, with the pairs of settings that they cover at depth 2 and above.
+
+    Raises UsageError as ``plan`` does.
+    """
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))

@@ -121,10 +121,11 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
 
 
 def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_record: Record) -> Record:
-    """Return a record with the verdict ``contract`` if the law holds under the documented remedy.
+    """Return the record of a documented failure after the same cell ran again with the documented remedy.
 
-    ``remedy_record`` is the record of the same cell, run with the remedy. If it did not pass, the failure of ``record``
-    is no longer expected. A note keeps the cause of ``record``.
+    ``record`` is the failure and ``remedy_record`` the second run. If the second run passed, the returned record has
+    the verdict ``contract``, and a note with the cause of the failure. If it did not pass, the returned record is the
+    failure, which no longer counts as expected.
     """
     if remedy_record.verdict is Verdict.PASS:
         return replace(

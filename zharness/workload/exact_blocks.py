@@ -214,11 +214,12 @@ class OneOddParameterModel(nn.Module):
 
 
 class ExpertsModel(nn.Module):
-    """A model that adds the outputs of those of its experts that the caller names, in the order of the names.
+    """A model that adds the outputs of some of its experts. ``forward`` takes the indices of the experts as ``route``.
 
-    The model maps (..., 16) to (..., 16), with any leading dimensions. The forward's argument ``route`` has the indices
-    of the experts to use. No gradient depends on more than one layer's weights, so that several optimizer steps with a
-    learning rate of 1 remain exact. ``offset`` has one element, fewer than there are ranks.
+    The model maps (..., 16) to (..., 16), with any leading dimensions. The outputs are added in the order of ``route``,
+    by default all of them. No gradient depends on more than one layer's weights, so that several optimizer steps with a
+    learning rate of 1 remain exact. The parameter ``offset`` has one element, so that only one rank owns an element of
+    it.
     """
 
     def __init__(self) -> None:

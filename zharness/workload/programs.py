@@ -118,10 +118,10 @@ ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a program's model.
+    """A layer of the model that a program runs on.
 
-    ``sizes`` are the numbers that the comments in LayerKind describe. ``inner`` are the inner layers of a block; all
-    other layers have none.
+    ``sizes`` are the layer's integer arguments, such as the outputs of ``linear(outputs)``; LayerKind lists them.
+    ``inner`` are the inner layers of a block; all other layers have none.
     """
 
     kind: LayerKind

@@ -1,4 +1,4 @@
-"""Define the laws in which an engine reads out gradients, weights and optimizer state of named parameters."""
+"""Define the laws in which the engine returns the gradient, weight and optimizer state of a parameter by name."""
 
 from __future__ import annotations
 

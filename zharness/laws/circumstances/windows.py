@@ -1,4 +1,4 @@
-"""Define the laws of the group ``window``: micro-batches of one accumulation window that use different parameters."""
+"""Define the laws in which the micro-batches of one accumulation window use different parameters."""
 
 from __future__ import annotations
 

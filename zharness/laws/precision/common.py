@@ -117,8 +117,8 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
     sent = engine.observe().sent_elements
     if isinstance(sent, Absent):
         raise EngineContractError(
-            f"engine.observe() returned no element counts (sent_elements): {sent.reason}; "
-            "expected the number of elements by collective and dtype"
+            f"engine.observe() did not report sent_elements: {sent.reason}; "
+            "expected the number of elements that this rank sent, by collective and dtype"
         )
     return sent
 
@@ -137,7 +137,10 @@ REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """Return the names of the parameters that a forward uses under autocast, which the module ``inner`` disables."""
+    """Return the names of the parameters that a forward uses under autocast: all except those of the module ``inner``.
+
+    The model disables autocast while it calls ``inner``.
+    """
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 

@@ -1,4 +1,8 @@
-"""Define the law precision.master_weights: the optimizer updates master weights, and weights are rounded masters."""
+"""Define the law precision.master_weights.
+
+The optimizer has to update master weights, the weights of the model have to equal the rounded master weights, and
+gradients have to accumulate in the configured dtype.
+"""
 
 from __future__ import annotations
 
