@@ -184,7 +184,7 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state and then the weight after the step with the bounded result of the optimizer's formula."""
+        """Compare the state and then the weight after the step with the optimizer's formula, within error bounds."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)

@@ -175,7 +175,7 @@ class ProgramExecutor:
             self.engine.zero_grad()
 
     def inspect_engine(self, position: int, caller: CallerState) -> None:
-        """Read all tensors of the engine two times, record the second reading, and overwrite all returned tensors."""
+        """Read all tensors of the engine twice, record the second reading, and overwrite every returned tensor."""
         readings: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters

@@ -1,7 +1,7 @@
 """Build the laws of the group ``checkpointing``: activation checkpointing does not change any gradient.
 
-``Participant.recompute`` does not checkpoint on the plain model, except in the scenario in which torch's reentrant
-checkpointing itself changes the gradients.
+A participant is the engine or the plain model on which a law runs. ``Participant.recompute`` does not checkpoint on the
+plain model, except in the scenario in which torch's reentrant checkpointing itself changes the gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define the laws of a user's model: its configured training and its activation checkpointing match plain PyTorch."""
+"""Define the laws of a user's model: configured training and activation checkpointing give plain PyTorch's numbers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
 
 
 def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
-    """Return ``call`` with a 1-D, a 2-D and a 3-D input, by the name of the shape."""
+    """Return pairs of ``call`` and an input with 1, 2 or 3 dimensions, by the name of the shape."""
     return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
 
 

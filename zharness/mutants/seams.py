@@ -150,7 +150,7 @@ def replace_persistent_buffers(engine: ReferenceEngine, buffers: Callable[[], An
 def wrap_make_empty_tensors(
     engine: ReferenceEngine, wrap: Callable[[Callable[..., Mapping[str, Tensor]]], Callable[..., Any]]
 ) -> None:
-    """Apply the decorator ``wrap`` to the function that allocates the tensors, by checkpoint key, that a load fills."""
+    """Apply the decorator ``wrap`` to the function that allocates, by checkpoint key, the tensors that a load fills."""
     state = engine.engine._training_state
     replace_attribute(state, "make_empty_tensors", wrap(state.make_empty_tensors))
 

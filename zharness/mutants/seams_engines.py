@@ -74,7 +74,7 @@ def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
 
 
 def reset_window(engine: TorchEngine) -> None:
-    """Begin a new accumulation window by resetting its count of micro-batches to 0."""
+    """Begin a new accumulation window by resetting the count of its micro-batches to 0."""
     engine._micro_batches_counted = 0
 
 

@@ -19,7 +19,7 @@ MODEL = "similar"
 
 
 def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each parameter the next trained one of its shape, or the parameter itself if there is no other."""
+    """Map each parameter's name to the next trained parameter of its shape, or to itself if there is no other."""
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     names = [*trained, *trained]
     found = {}
@@ -31,7 +31,7 @@ def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str
 
 
 class AroundSharded(Around):
-    """The base class of mutants of stage 2, where gradients and optimizer state are shards and weights are not."""
+    """The base class of mutants of stage 2, which shards gradients and optimizer state but not weights."""
 
     stages = (2,)
 
@@ -56,7 +56,7 @@ class ReadsTheNeighboursGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheSumOfTheWindow(AroundSharded):
-    """Reads the gradient multiplied by the number of micro-batches."""
+    """Reads the gradient multiplied by the number of micro-batches in the accumulation window."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(name)
@@ -65,7 +65,7 @@ class ReadsTheSumOfTheWindow(AroundSharded):
 
 @mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
 class ReadsTheClippedGrad(AroundSharded):
-    """Reads a gradient as clipping to the configured norm will leave it, if the engine clips."""
+    """If clipping is configured, reads gradients as they will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(name)
@@ -172,7 +172,7 @@ class ReadsZerosOfLaterGroups(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAGradThatNoStepUses(AroundSharded):
-    """Returns a replaced gradient when it is read again, but steps with the old one."""
+    """Returns the new gradient if the caller reads it after a write, but steps with the gradient before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -251,7 +251,7 @@ class OnlyRank0WritesShards(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightThatNoStepUses(AroundSharded):
-    """Returns a replaced weight when it is read again, but steps from the old one."""
+    """Returns the new weight if the caller reads it after a write, but steps from the weight before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -298,7 +298,7 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesStateThatNoStepUses(AroundSharded):
-    """Returns replaced optimizer state until the next step, which starts from the old state."""
+    """Returns the new optimizer state until the next step, which starts from the state before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -1,4 +1,4 @@
-"""Define the laws in which an engine's gradients, weights and optimizer state are replaced by new tensors."""
+"""Define the laws in which the engine replaces gradients, weights and optimizer state by new tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace gradients by ``values``: write shards in the law variants of shards, else full tensors."""
+    """Replace gradients by ``values``: write this rank's shards in the law variants of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -125,7 +125,7 @@ def observe_write_param(ctx: RankContext) -> None:
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace weights by ``values``: write shards in the law variant of shards, else full tensors."""
+    """Replace weights by ``values``: write this rank's shards in the law variant of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Collect the laws about circumstances of training: what a step uses, and what gradients and batches look like."""
+"""Collect the laws about unusual steps: unused weights, special gradient values, and batches that change in shape."""
 
 from __future__ import annotations
 

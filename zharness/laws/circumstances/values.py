@@ -19,7 +19,10 @@ CLIP = 4.0  # far below the norm of every window's gradient
 
 
 def make_zero_script(is_zero: Callable[[int], bool]) -> WindowScript:
-    """Return a script in which the losses of one window are zero on the ranks for which ``is_zero`` is true."""
+    """Return a script in which all losses of one accumulation window are zero on some ranks.
+
+    These are the ranks for which ``is_zero`` is true.
+    """
 
     def train(participant: Participant, window: int, micro: int) -> NamedTensors:
         """Train one micro-batch, and return its loss."""

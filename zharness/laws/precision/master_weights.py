@@ -141,7 +141,7 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
 def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the accumulated gradients bitwise with those computed in float64.
 
-    At world sizes that are not powers of two, compare them within the bound of the reduction.
+    At world sizes that are not powers of two, compare them within the rounding error bound of the reduction.
     """
     if ctx.has_record("added"):
         low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)

@@ -1,4 +1,4 @@
-"""Define the law training.loss_scale_power: multiplying a loss by a power of two multiplies the gradients by it."""
+"""Define the law training.loss_scale_power: a power of two as a factor of the loss is a factor of the gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Define the law training.several_backwards: the gradients of all backwards before a step add up.
 
-The variants run several losses in each micro-batch, or discard windows in which the engine counts micro-batches.
+Some law variants run several losses in each micro-batch; others discard accumulation windows in which the engine counts
+micro-batches.
 """
 
 from __future__ import annotations
