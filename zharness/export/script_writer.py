@@ -1,4 +1,4 @@
-"""Assemble a script from definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
+"""Assemble a script: definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
 
 
 class ScriptWriter:
-    """A collector of the definitions and imports of one script, which also assembles the script."""
+    """Collects the definitions and imports of one script, and assembles the script."""
 
     def __init__(
         self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()

@@ -103,7 +103,7 @@ def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[Judg
 
 
 def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "") -> Iterator[Comparison]:
-    """Compare the values and weights of every window, which were recorded under labels that end in ``suffix``."""
+    """Compare the values and weights of every accumulation window, recorded under labels that end in ``suffix``."""
     narrow, wide = (PlainRanks(ctx, scenario, dtype) for dtype in (ctx.dtype, torch.float64))
     is_exact = bool(ctx.rank_records("setting")[0]["exact"])
     for window in range(scenario.windows):

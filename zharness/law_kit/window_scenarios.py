@@ -79,7 +79,10 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
 
 
 def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, suffix: str = "") -> None:
-    """Train every window of ``scenario`` on ``engine``, and record weights and values under labels with ``suffix``."""
+    """Train every accumulation window of ``scenario`` on ``engine``, and record weights and values.
+
+    The labels of the records end in ``suffix``.
+    """
     participant = scale_losses(make_engine_participant(ctx, engine, None), scenario, ctx.world_size)
     engine_owns = scenario.owner is AccumulationOwner.ENGINE
     for window in range(scenario.windows):

@@ -104,7 +104,7 @@ def load_tensors(
 
 
 def wrap_unscale_and_clip(engine: ReferenceEngine, wrap: Callable[[UnscaleAndClip], UnscaleAndClip]) -> None:
-    """Apply the decorator ``wrap`` to ``_unscale_and_clip``, which returns False for an overflow on any rank."""
+    """Apply the decorator ``wrap`` to ``unscale_and_clip``, which returns False for an overflow on any rank."""
     clipper = engine.engine._clipper
     replace_attribute(clipper, "unscale_and_clip", wrap(clipper.unscale_and_clip))
 

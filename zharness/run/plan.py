@@ -170,7 +170,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
 def plan_covering_cells(
     engine: str, request: Request, laws: Sequence[Law], claims: ClaimsLookup, matrix: Sequence[PlannedCell]
 ) -> Covering:
-    """Choose the cells that cover pairs on one engine, beside the cells of its ``matrix``."""
+    """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``."""
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
     claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
@@ -189,7 +189,7 @@ def plan_covering_cells(
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
     """Return the requested stages that the engine has, or all of its stages if none was requested.
 
-    Raises UsageError if it has none of them.
+    Raises UsageError if the engine has none of the requested stages.
     """
     engine_stages = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
     selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
@@ -219,7 +219,7 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """Return the claims at the first of ``stages`` at which the engine can be built.
 
-    Raises UsageError if the engine cannot be built at any of them.
+    Raises UsageError if the engine cannot be built at any of these stages.
     """
     for stage in stages[:-1]:
         try:
@@ -250,7 +250,7 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
-    """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
+    """Raise UsageError unless ``law``, in the law variant of ``cell``, applies to users' models."""
     if not law.get_variant(cell.variant).applies_to_user_models:
         applicable = [
             f"{applicable_law.name}{variant and f' ({variant})'}"
@@ -299,7 +299,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the engine or the law has no such setting at this stage, or '' if they have it."""
+    """Return the reason why the engine or the law does not support the cell's setting, or '' if both support it."""
     setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
     for name in setting.options:
         if name not in known:

@@ -41,9 +41,10 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The number of programs that ran, and the smallest failing batch with its outcome, if one failed.
+    """The number of programs that ran, and the smallest failing batch with its outcome, if a batch failed.
 
-    The batch has several programs if none of them fails alone: then the last one fails in ranks that ran the others.
+    The batch has several programs if none of them fails alone: the last program then fails on ranks that ran the
+    others.
     """
 
     program_count: int

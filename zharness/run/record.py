@@ -1,4 +1,4 @@
-"""The record of a cell: its axes, its outcome, and the command that runs it again. A record is one line of JSON."""
+"""Define the record of a cell: its axes, its outcome, and its command. A record is one line of JSON."""
 
 from __future__ import annotations
 

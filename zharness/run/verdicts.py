@@ -100,8 +100,8 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
     """Mark ``record`` as an expected failure, or mark the expected failure as stale if the law holds.
 
-    A record that failed in another way than expected is returned unchanged. If the law holds, ``record`` is also
-    returned unchanged unless the entry is stale on its cell.
+    If the law failed in another way than expected, ``record`` is returned unchanged. If the law holds, ``record`` is
+    also returned unchanged unless the entry is stale on its cell.
     """
     if record.verdict is Verdict.ERROR:
         return record
@@ -146,7 +146,7 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
 
 
 def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
-    """Return ``record``, which remains an expected failure, with the reason why the release has no such remedy."""
+    """Return ``record``, still an expected failure, with the reason ``lacking`` why the release has no such remedy."""
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 

@@ -1,4 +1,4 @@
-"""Exact models (every sum in them is exact) for the laws about autograd and about unusual parameters."""
+"""Define exact models, in which no sum is rounded, for the laws about autograd and about unusual parameters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Block = Callable[[Tensor], Tensor]
 def call_block(block: Block, hidden: Tensor) -> Tensor:
     """Return ``block(hidden)``.
 
-    This is the default of BlocksModel's argument ``through``, for which a law may pass a function that runs the block
-    under activation checkpointing.
+    This function is the default of ``run_block``, an argument of the forward of BlocksModel. A law may pass a function
+    that runs the block under activation checkpointing.
     """
     return block(hidden)
 
 
 def first_output(output: Tensor, extra: Tensor) -> Any:
-    """Return ``output`` and ignore ``extra``; this is the default of BlocksModel's argument ``pack``."""
+    """Return ``output``. This function is the default of ``pack``, an argument of the forward of BlocksModel."""
     return output
 
 

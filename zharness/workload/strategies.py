@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw programs.
+"""Define Hypothesis strategies that draw programs.
 
 A strategy draws arbitrary layers and verbs and keeps those that are legal after the earlier ones, so no example is
 rejected.

@@ -187,7 +187,7 @@ def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
-    """Replace one entry of optimizer state by ``value``: write shards in law variants of shards, else full tensors."""
+    """Replace an entry of optimizer state by ``value``: write a shard in variants of shards, else a full tensor."""
     if ctx.variant.endswith(SHARD):
         shards = require_shard_access(engine)
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))

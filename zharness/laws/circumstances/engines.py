@@ -54,7 +54,7 @@ def close_during(variant: str, engine: Engine) -> WindowScenario:
             engine.close()
 
     def close_before_backward(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch; in the first window, close the engine between forward and backward."""
+        """Train one micro-batch; in the first accumulation window, close the engine between forward and backward."""
         batch = participant.get_batch(window)
         loss = sum_loss(participant.call(batch.inputs), batch.target)
         close_after_step(participant, window)

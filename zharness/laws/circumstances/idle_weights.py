@@ -49,7 +49,7 @@ def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
     """
 
     def train(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch. Before the first forward of a window, freeze or unfreeze the expert."""
+        """Train one micro-batch. Before the first forward of an accumulation window, freeze or unfreeze the expert."""
         if micro == 0:
             participant.module.experts[TRAINED].requires_grad_(plan[window])
         train_route(participant, window + len(plan) * micro, ALL_EXPERTS)

@@ -99,7 +99,7 @@ class TensorAccess:
         return self._engine._parameters.leaves[self._find(name).name]
 
     def _reduce(self) -> dict[str, Tensor]:
-        """Reduce the gradients of this window so far, and return them by name in the shapes of the leaves."""
+        """Reduce the gradients accumulated so far, and return them by name in the shapes of the leaves."""
         return self._engine._gradients.reduce_pending()
 
     def _state(self, name: str, key: str) -> Tensor:
