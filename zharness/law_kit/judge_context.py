@@ -42,7 +42,8 @@ class JudgeContext:
 
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
-    configured. ``setting`` contains the cell's accumulation window, in which every micro-batch is the same one.
+    configured. ``setting`` contains the cell's accumulation window, which repeats one micro-batch until the window is
+    full.
     """
 
     baseline: Baseline

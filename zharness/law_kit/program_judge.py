@@ -219,7 +219,7 @@ class ProgramJudge:
     def judge_look(self, position: int, caller: CallerState) -> Iterator[Comparison]:
         """Compare the weights, state and gradients that the engine reported between other verbs with the expected ones.
 
-        Weights and state are those recorded after the last change of the weights.
+        The expected weights and state are those that were recorded after their last change.
         """
         if caller.has_reduced_gradients:
             yield from self.compare_window_grads(position)

@@ -118,7 +118,10 @@ class Scenario:
 
     @property
     def setting_support(self) -> SettingSupport:
-        """The settings for which the scenario's law is stated: only options if the scenario has its own window."""
+        """The settings for which the scenario's law is stated.
+
+        If the scenario has several micro-batches in a step or an ``own_window``, these are only engine options.
+        """
         has_window = self.own_window or self.accumulation_steps > 1
         return SettingSupport.OPTIONS_ONLY if has_window else SettingSupport.WINDOWS
 

@@ -123,15 +123,18 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
-    """Raise HarnessFault if ``result`` and ``wide`` differ, because a number in the window is then rounded."""
+    """Raise HarnessFault if ``result`` and ``wide`` differ, because some number in this window is then rounded."""
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
-            raise HarnessFault(f"the scenario is not exact: window {window} rounds, so no engine can be judged by it")
+            raise HarnessFault(
+                f"the scenario is not exact: a number in accumulation window {window} is rounded, so no engine can be "
+                "judged by it"
+            )
 
 
 def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResult, is_exact: bool) -> BoundedGrads:
-    """Return the reduced gradient, with an error bound, of each parameter that some rank used in the window."""
+    """Return the reduced gradient, with an error bound, of each parameter that some rank used in this window."""
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in result.grads]
     scale = scenario.micro_batches / scenario.divisor
     grads = ctx.compute_expected_grads(micros, scale, {})

@@ -47,7 +47,7 @@ class WindowScenario:
 
     @property
     def divisor(self) -> int:
-        """The number by which the engine divides the sum over the micro-batches of a window."""
+        """The number by which the engine divides the sum of gradients over the micro-batches of a window."""
         return self.micro_batches if self.owner is AccumulationOwner.ENGINE else 1
 
     def get_loss_factor(self, world_size: int) -> int:

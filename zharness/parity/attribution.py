@@ -1,4 +1,4 @@
-"""Explain a wrong gradient: find a known fault that would give the same numbers, and the part of the step it is in."""
+"""Explain a wrong gradient: find a known fault that gives the same numbers, and the part of the step with the fault."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Choose cells that cover pairs of a law and a value of an axis, and pairs of values of two axes.
 
 The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
-dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs. Each law then
-takes the settings that cover the most pairs that no earlier cell covered. If a law or an engine does not support some
-values of a setting, defaults replace these values; further cells cover the pairs that are missing after that.
+dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
+options that allpairspy leaves out gets a setting of its own. Each law then takes the settings that cover the most pairs
+that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults replace these
+values.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
 
 @dataclass(frozen=True)
 class Covering:
-    """The cells that were chosen, and the pairs that these and the matrix cover, of all that any setting can cover."""
+    """The chosen cells, the pairs that these cells and the matrix cover, and all pairs that some cell could cover."""
 
     cells: tuple[Cell, ...]
     covered: frozenset[Pair]

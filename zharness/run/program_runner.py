@@ -144,7 +144,10 @@ class ProgramRunner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
+        """Return the capabilities that ``engine`` claims at ``stage``.
+
+        Raises UsageError if the engine cannot be built.
+        """
         if (engine, stage) not in self._claims:
             self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]

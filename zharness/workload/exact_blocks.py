@@ -218,8 +218,8 @@ class ExpertsModel(nn.Module):
 
     The model maps (..., 16) to (..., 16), with any leading dimensions. The outputs are added in the order of ``route``,
     by default all of them. No gradient depends on more than one layer's weights, so that several optimizer steps with a
-    learning rate of 1 remain exact. The parameter ``offset`` has one element, so that only one rank owns an element of
-    it.
+    learning rate of 1 remain exact. The parameter ``offset`` has one element, so that it has fewer elements than there
+    are ranks.
     """
 
     def __init__(self) -> None:

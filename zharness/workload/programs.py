@@ -226,9 +226,9 @@ class CallerState:
     """The state, between two verbs, of the code that calls the engine.
 
     ``outputs`` lists the micro-batch number of each kept output. ``pending`` is the state of the gradients. ``window``
-    is the number of micro-batches in an accumulation window, and ``micro_batches_counted`` is the number of those that
-    were counted already: if ``window_owner`` is the engine, it counts calls of ``step``, and the caller counts
-    backwards. ``micro_batches_drawn`` and ``save_count`` count from the start of the program.
+    is the number of micro-batches in an accumulation window, and ``micro_batches_counted`` says how many of them
+    ``window_owner`` has counted: the engine counts calls of ``step``, the caller counts backwards.
+    ``micro_batches_drawn`` and ``save_count`` count from the start of the program.
     """
 
     outputs: tuple[int, ...] = ()
@@ -312,7 +312,7 @@ def explain_missing_input_gradient(layers: Sequence[Layer], act: Act) -> str:
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
     """Return whether ``verb`` is a backward that adds to gradients that wait for a step.
 
-    The result is False if a step has several micro-batches, because they accumulate gradients by design.
+    The result is False if the accumulation window has several micro-batches, which accumulate gradients in any case.
     """
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 

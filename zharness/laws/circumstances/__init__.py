@@ -1,4 +1,4 @@
-"""Collect the laws about unusual steps: unused weights, special gradient values, and batches that change in shape."""
+"""Collect the laws about unusual training: unused weights, special gradients, changing batches and closed engines."""
 
 from __future__ import annotations
 

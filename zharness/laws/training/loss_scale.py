@@ -1,4 +1,4 @@
-"""Define the law training.loss_scale_power: a power of two as a factor of the loss is a factor of the gradients."""
+"""Define the law training.loss_scale_power: a loss times a power of two gives gradients times the same power."""
 
 from __future__ import annotations
 
