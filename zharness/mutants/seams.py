@@ -278,7 +278,7 @@ def wrap_cast_for_reduce(
     engine: ReferenceEngine,
     wrap: Callable[[ModelParam, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
 ) -> None:
-    """Wrap each parameter's function that casts its local gradient to the reduce dtype in ``wrap(param, function)``."""
+    """Replace the function that casts each parameter's local gradient for reduction by ``wrap(param, function)``."""
     for param in model_params(engine).values():
         replace_attribute(param, "cast_for_reduce", wrap(param, param.cast_for_reduce))
 
