@@ -56,7 +56,7 @@ class ForwardResult:
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the micro-batch has other values than before the forward, or a tensor that requires grad."""
+        """Return whether a tensor of the micro-batch changed its values since the forward, or requires a gradient."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 

@@ -22,7 +22,10 @@ from zharness.workload import Batch
 def make_plain_participant(
     baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
 ) -> Participant:
-    """Return a plain model in ``dtype`` as a participant: it runs a scenario with the data of rank ``rank``."""
+    """Wrap a plain model in a Participant, the interface through which scripts call engines and plain models.
+
+    The model has the dtype ``dtype`` and gets the data of rank ``rank``.
+    """
     module = baseline.build_module().to(dtype)
 
     def get_batch(step: int) -> Batch:
@@ -92,7 +95,10 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype, repeats: int = 1
 ) -> ScenarioResult:
-    """Run a scenario on plain models as rank ``rank``, ``repeats`` times, and then an ordinary micro-batch as often."""
+    """Run a scenario on plain models as rank ``rank``, and then the follow-up training, each ``repeats`` times.
+
+    The follow-up training is one ordinary micro-batch.
+    """
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(

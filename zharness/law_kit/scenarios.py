@@ -199,7 +199,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
 
 
 def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participant | None) -> Participant:
-    """Return the participant through which a scenario uses ``engine`` on this rank."""
+    """Wrap ``engine`` in a Participant, the interface through which scripts call engines and plain models."""
     return Participant(
         call=engine,
         module=engine.module,

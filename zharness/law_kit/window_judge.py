@@ -90,7 +90,7 @@ def load_weights(participant: Participant, weights: Mapping[str, Tensor]) -> Non
 
 
 def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Return a judge that compares the weights after every window bitwise with those of plain PyTorch."""
+    """Return a judge that compares weights after every accumulation window bitwise with those of plain PyTorch."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
         """Compare the values and weights of every window, and check that no weight stays gathered."""

@@ -1,4 +1,4 @@
-"""Mutants whose own functions read or replace a wrong gradient, weight or optimizer state."""
+"""Mutants that return or replace a wrong tensor if the caller reads or replaces one of a parameter by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AroundSharded(Around):
 
 @mutant(FaultKind.SHARDS, Target("access.read_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursGrad(AroundSharded):
-    """Reads the gradient of the next parameter of the same shape."""
+    """If the caller reads a gradient, returns the gradient of the next parameter of the same shape."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(self.neighbour_of[name])
@@ -56,7 +56,7 @@ class ReadsTheNeighboursGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheSumOfTheWindow(AroundSharded):
-    """Reads the gradient multiplied by the number of micro-batches in the accumulation window."""
+    """If the caller reads a gradient, returns it multiplied by the number of micro-batches per step."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(name)
@@ -65,7 +65,7 @@ class ReadsTheSumOfTheWindow(AroundSharded):
 
 @mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
 class ReadsTheClippedGrad(AroundSharded):
-    """If clipping is configured, reads gradients as they will be after clipping."""
+    """If the caller reads a gradient, returns the gradient as it will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(name)
@@ -77,7 +77,7 @@ class ReadsTheClippedGrad(AroundSharded):
 
 @mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheScaledGrad(AroundSharded):
-    """Reads the gradient of the scaled loss, which the step will divide by the loss scale."""
+    """If the caller reads a gradient, returns the gradient of the scaled loss, not divided by the loss scale."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad: Tensor | None = self.right.read_grad(name)
@@ -108,7 +108,7 @@ class ReadingEndsTheWindow(AroundSharded):
 
 @mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursWeight(AroundSharded):
-    """Reads the master weight of the next parameter of the same shape."""
+    """If the caller reads a weight, returns the weight of the next parameter of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
         weight: Tensor | None = self.right.read_param(self.neighbour_of[name])
@@ -117,7 +117,7 @@ class ReadsTheNeighboursWeight(AroundSharded):
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheFirstWeight(AroundSharded):
-    """Reads each weight once and returns it again after a step."""
+    """If the caller reads a weight again after a step, returns the value from the first reading."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -129,7 +129,7 @@ class ReadsTheFirstWeight(AroundSharded):
 
 @mutant(FaultKind.PARAMETERS, Target("access.read_frozen", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsATrainedWeightForAFrozenOne(AroundSharded):
-    """Reads a trained parameter of the same shape if a frozen one is named."""
+    """If the caller reads a frozen weight, returns a trained weight of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
         frozen = not dict(self.module.named_parameters())[name].requires_grad
@@ -144,7 +144,7 @@ class ReadsATrainedWeightForAFrozenOne(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursState(AroundSharded):
-    """Reads the optimizer state of the next parameter of the same shape."""
+    """If the caller reads optimizer state, returns the state of the next parameter of the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         state: Tensor | None = self.right.read_optimizer_state(self.neighbour_of[name], key)
@@ -157,7 +157,7 @@ class ReadsTheNeighboursState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsZerosOfLaterGroups(AroundSharded):
-    """Reads zeros as the optimizer state of parameters that are not in the first parameter group."""
+    """If the caller reads optimizer state of a parameter outside the first parameter group, returns zeros."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         state = self.right.read_optimizer_state(name, key)
@@ -187,7 +187,7 @@ class WritesAGradThatNoStepUses(AroundSharded):
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
 class WritesTheNeighboursGradToo(AroundSharded):
-    """Replaces the gradient of the next parameter of the same shape as well."""
+    """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.right.write_grad(self.neighbour_of[name], value)
@@ -201,7 +201,7 @@ class WritesTheNeighboursGradToo(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class NormFromBeforeTheWrite(AroundSharded):
-    """Clips by the norm of the gradients that backward computed, although they were replaced."""
+    """Clips by the norm of the gradients that backward computed, although the caller has replaced gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -209,7 +209,7 @@ class NormFromBeforeTheWrite(AroundSharded):
         seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
 
     def remember_norm(self) -> None:
-        """Compute the norm of the gradients that backward computed, once."""
+        """Record the norm of the gradients that backward computed, unless a norm is recorded already."""
         if self.norm_before is None:
             self.norm_before = compute_norm(self.right.full_grads())
 
@@ -229,7 +229,7 @@ class NormFromBeforeTheWrite(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class DividesAWrittenGrad(AroundSharded):
-    """Divides a replaced gradient by the number of micro-batches."""
+    """If the caller replaces a gradient, divides the new gradient by the number of micro-batches."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.right.write_grad(name, value / self.config.accumulation_steps)
@@ -337,7 +337,7 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursShards(AroundSharded):
-    """Reads this rank's shard of the next parameter of the same shape."""
+    """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:
         shard: Tensor = self.right.read_grad_shard(self.neighbour_of[name])

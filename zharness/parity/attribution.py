@@ -29,7 +29,7 @@ def attribute_mismatch(
     suspects: SuspectedGradients,
     reduce_dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """Return ``comparison`` with the part and the hint that explain its mismatch, if it has a mismatch.
+    """Add to the mismatch of ``comparison``, if any, the part of the step and the hint that explain the mismatch.
 
     ``actual`` is the wrong gradient as one rank reports it, and ``rank_copies`` contains the full gradient as each rank
     reports it. ``terms`` and ``suspects`` contain plain PyTorch's local gradients. Gradients are reduced in

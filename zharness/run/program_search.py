@@ -62,8 +62,8 @@ class SearchResult:
 def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) -> SearchResult:
     """Run programs until one fails, then smaller ones until no smaller one fails in the same way.
 
-    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes, HarnessFault if
-    the harness itself failed.
+    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes. Raises
+    HarnessFault if the harness itself failed.
     """
     try:
         from hypothesis import HealthCheck, Phase, find, settings

@@ -111,7 +111,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """Return the largest absolute value in the weight of ``by_attribute``, which is 1, without autograd."""
+        """Return the largest absolute value in the weight of ``by_attribute``, computed without autograd. It is 1."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:

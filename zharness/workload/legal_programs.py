@@ -122,7 +122,10 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
-    """Yield legal programs like ``program`` that lack some verbs, a layer or a mark, or have smaller layer sizes."""
+    """Yield smaller legal programs: ``program`` without some verbs, a layer or a mark, or with smaller layer sizes.
+
+    A mark is an option of a verb.
+    """
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
         verbs = legal_verbs(layers, candidate.verbs, limits, program.window, program.window_owner)

@@ -119,7 +119,7 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients before the step with the sum over all losses, and those of the backward after the step.
+    """Compare the gradients before the step with the sum over all losses, and check those of the next backward too.
 
     Another law variant is judged by its own function.
     """
