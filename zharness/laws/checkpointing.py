@@ -33,7 +33,7 @@ def make_checkpoint_runner(participant: Participant) -> BlockRunner:
 
 
 def block(participant: Participant) -> None:
-    """Checkpoint a block in the middle of the model, which uses one layer twice."""
+    """Checkpoint a block that is in the middle of the model and uses one layer twice."""
     backward(
         participant.loss(participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant)))
     )

@@ -301,7 +301,7 @@ def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> ReferenceE
 
 
 class _ByName(dict[Any, Any]):
-    """A dictionary with pairs of a name and a grad mode as keys, which ignores the grad mode."""
+    """A dictionary whose keys are pairs of a name and a grad mode; pairs with the same name are the same key."""
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key[0])

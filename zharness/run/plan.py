@@ -64,7 +64,10 @@ class PlannedCell:
 
 
 def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the patterns of the parameter ``laws`` or of its older name ``checks``. Raises UsageError for both."""
+    """Return the patterns of the parameter ``laws`` or of its older name ``checks``.
+
+    Raises UsageError if both are given.
+    """
     if laws and checks:
         raise UsageError(f"got laws={laws!r} and checks={checks!r}; expected laws, or its older name checks, not both")
     return laws or checks

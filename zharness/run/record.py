@@ -252,7 +252,7 @@ class JsonLine(Protocol):
 
 
 class RecordFile:
-    """A file of JSON lines. Each line is flushed at once, so the file always contains all finished records."""
+    """A file of JSON lines. Each line is flushed immediately, so the file always contains all finished records."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

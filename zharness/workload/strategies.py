@@ -111,7 +111,7 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """Return a strategy that draws a verb with any marks, or one of VERB_PHRASES, within ``repertoire``."""
+    """Return a strategy that draws a verb with any of its options, or one of VERB_PHRASES, within ``repertoire``."""
     phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]

@@ -74,7 +74,7 @@ def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients that were read with ``full_grads()``, which other laws judge under a loss scale."""
+    """Compare gradients read by name to the result of ``full_grads()``, which other laws judge under a loss scale."""
     for step in range(STEPS):
         scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
         for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
