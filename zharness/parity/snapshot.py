@@ -60,7 +60,7 @@ def evidence_path(folder: Path, rank: int) -> Path:
 
 
 class EvidenceWriter:
-    """Writes one rank's evidence file: each tensor's bytes at once, and the descriptions of all tensors at the end.
+    """Writes one rank's evidence file: each tensor's bytes immediately, and the descriptions of all tensors at the end.
 
     The use of memory does not grow with the number of snapshots, and no tensor is copied twice. torch.save is not used,
     because its archives take three times as long to write and to read.

@@ -35,7 +35,7 @@ MAX_DEPTH = 2  # depth to which blocks are nested
 
 @dataclass(frozen=True)
 class Repertoire:
-    """The layers, acts, marks and settings that programs for one engine may use at one stage.
+    """The layers, calls (acts), call options (marks) and settings that programs for one engine may use at one stage.
 
     If an example fails, Hypothesis replaces values by earlier members of these tuples, so the simplest member comes
     first. ``limits`` are the engine's limits on kept outputs and on several backwards per step.
