@@ -2,8 +2,10 @@
 
 from collections.abc import Container
 
+import pytest
+
 from zharness.cell import Cell
-from zharness.run.check_loop import RunOptions, run_cells
+from zharness.run.check_loop import ProgressLog, RunOptions, run_cells
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import RankPool, rank_pool
@@ -46,3 +48,14 @@ def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
     assert [next(records).cell.world_size for _ in cells]
     assert {1, 2} in runner.open_pools
     assert 1 not in runner.open_pools[-1]
+
+
+def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([100.0, 110.0, 115.0, 116.0, 131.0])
+    log = ProgressLog(9, clock=lambda: next(times))
+    for unexpected in (0, 0, 1, 1):
+        log.count(unexpected)
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 9 cells in 15 s, 0 unexpected",
+        "4 of 9 cells in 31 s, 1 unexpected",
+    ]
