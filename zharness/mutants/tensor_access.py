@@ -1,4 +1,4 @@
-"""Mutants that return or replace a wrong tensor if the caller reads or replaces one of a parameter by name."""
+"""Mutants that return or replace a wrong gradient, weight or optimizer state if the caller names a parameter."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def mean_and_bound(
 
 
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
-    """Return an upper limit of the error bound of a scaled mean, which is faster to compute than ``mean_and_bound``.
+    """Return an upper limit, faster to compute than ``mean_and_bound``, of the error bound of a scaled mean.
 
     The scaled mean is ``mean``, computed from ``scale`` times each of ``terms``. The limit is in float32. Use this
     function only for numbers that are known to be right, for which the size of the bound is merely reported. The factor

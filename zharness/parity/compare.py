@@ -251,7 +251,10 @@ def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Co
 
 
 def check_names(subject: str, expected: Mapping[str, object], actual: Mapping[str, object]) -> None:
-    """Raise EngineContractError, which begins with ``subject``, unless both dictionaries have the same keys."""
+    """Raise EngineContractError unless ``expected`` and ``actual`` have the same keys.
+
+    The message begins with ``subject``.
+    """
     missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or extra:
         raise EngineContractError(

@@ -28,7 +28,7 @@ JsonNumber = float | str
 
 
 class HeatMap(TypedDict):
-    """The largest ratio of error to bound in each block of a parameter with ``rows`` x ``columns`` blocks.
+    """The largest ratio of error to bound in each of the ``rows`` x ``columns`` blocks of a parameter.
 
     The parameter is viewed as a matrix: a one-dimensional parameter has one row, and for other parameters the first
     dimension gives the rows. ``block`` contains the number of matrix rows and the number of matrix columns in a block;

@@ -104,7 +104,7 @@ def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
 
 
 def accumulation_window(boundary: int) -> range:
-    """Return the numbers of the micro-batches in the accumulation window that ends at number ``boundary``."""
+    """Return the numbers of the micro-batches of accumulation window number ``boundary``, counted from 0."""
     return range(boundary * ACCUMULATION_STEPS, (boundary + 1) * ACCUMULATION_STEPS)
 
 
