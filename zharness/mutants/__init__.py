@@ -32,6 +32,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     master_weights,
     memory,
     no_sync,
+    not_finite,
     optimizer,
     optimizer_checkpoint,
     outputs_and_options,
@@ -44,6 +45,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     side_effects,
     stale_graphs,
     tensor_access,
+    tensor_ownership,
     transforms,
     unused_parameters,
 )

@@ -84,3 +84,86 @@ class WantsGradientsOfInputs(Around):
             if isinstance(value, Tensor) and value.is_floating_point() and value.is_leaf and torch.is_grad_enabled():
                 value.requires_grad_()
         return self.right(*args, **kwargs)
+
+
+def modes_target(parameter: str, variant: str = "") -> Target:
+    """Return the target in training.caller_modes whose mode or state is named ``parameter``."""
+    return Target("training.caller_modes", Part.FORWARD, variant=variant, parameter=parameter)
+
+
+@mutant(FaultKind.AUTOCAST, modes_target("default dtype after full_state_dict", "float64"), origin=Origin.BLIND_7)
+class ResetsTheDefaultDtype(Around):
+    """Sets torch's default dtype to float32 in ``full_state_dict``."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        torch.set_default_dtype(torch.float32)
+        state: dict[str, Tensor] = self.right.full_state_dict()
+        return state
+
+
+@mutant(FaultKind.STATE, modes_target("random state after step", "clipped"), origin=Origin.BLIND_7)
+class DrawsNumbersToClip(Around):
+    """Draws a random number in a step if clipping is configured."""
+
+    over = "ddp"
+
+    def step(self) -> None:
+        if self.config.clip is not None:
+            torch.rand(1)
+        self.right.step()
+
+
+class EnablesGradientsAtTheEnd(Around):
+    """The base class of mutants that disable gradients; ``close`` enables them for the next cell of the process."""
+
+    over = "ddp"
+
+    def close(self) -> None:
+        torch.set_grad_enabled(True)
+        self.right.close()
+
+
+@mutant(FaultKind.AUTOCAST, modes_target("gradient mode after step", "clipped"), origin=Origin.BLIND_7)
+class EndsClippingWithoutGradients(EnablesGradientsAtTheEnd):
+    """Leaves gradients disabled after a step if clipping is configured."""
+
+    def step(self) -> None:
+        self.right.step()
+        torch.set_grad_enabled(self.config.clip is None)
+
+
+@mutant(FaultKind.AUTOCAST, modes_target("gradient mode after read_param", "read_out"), origin=Origin.BLIND_7)
+class ReadsWithoutGradients(EnablesGradientsAtTheEnd):
+    """Leaves gradients disabled after ``read_param``."""
+
+    def read_param(self, name: str) -> Tensor:
+        torch.set_grad_enabled(False)
+        weight: Tensor = self.right.read_param(name)
+        return weight
+
+
+@mutant(FaultKind.AUTOCAST, modes_target("training flag of * after evaluation"), origin=Origin.BLIND_7)
+class StaysInEvaluation(Around):
+    """Switches the model to evaluation mode after a forward without gradients."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.module.eval()
+        return output
+
+
+@mutant(FaultKind.AUTOCAST, modes_target("training flag of * after a forward that raises"), origin=Origin.BLIND_7)
+class EvaluatesAfterErrors(Around):
+    """Switches the model to evaluation mode after a forward that raised."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.right(*args, **kwargs)
+        except Exception:
+            self.module.eval()
+            raise

@@ -64,6 +64,16 @@ def read_all(names: Iterable[str], read: Callable[[str], Tensor | None]) -> dict
     return {name: tensor for name, tensor in read_tensors.items() if tensor is not None}
 
 
+def write_copy(write: Callable[[Tensor], None], value: Tensor) -> None:
+    """Call ``write`` with a copy of ``value`` and then overwrite the copy, as its owner may do.
+
+    A matrix is passed with the strides of a transposed tensor.
+    """
+    copy = value.t().clone(memory_format=torch.contiguous_format).t() if value.dim() == 2 else value.clone()
+    write(copy)
+    copy.fill_(torch.nan)
+
+
 def read_state(engine: SupportsReadOut, names: Iterable[str], optimizer: OptimizerSpec) -> dict[str, Tensor]:
     """Read the optimizer's state by name and key, and return a flat dictionary with keys ``parameter/key``."""
     paths = [f"{name}/{key}" for name in names for key in STATE_KEYS[optimizer.name]]

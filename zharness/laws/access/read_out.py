@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.accumulation import judge_engine_divided_gradients
@@ -141,7 +143,10 @@ def observe_read_param(ctx: RankContext) -> None:
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, **(accumulation if in_window else {}))
     access, names = require_read_out(engine), trained_names(engine)
     ctx.record("weights", optimizer_weights(engine))
-    ctx.record("read", read_all(names, access.read_param), 0)
+    read = read_all(names, access.read_param)
+    ctx.record("read", read, 0)
+    for copy in read.values():
+        copy.fill_(torch.nan)  # the caller owns what it has read
     if in_window:
         train_micro_batch(ctx, engine, 0)
         engine.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from zharness.laws.access.common import (
     read_state,
     train_micro_batch,
     trained_names,
+    write_copy,
 )
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
 from zharness.parity.compare import check_names
@@ -82,7 +84,7 @@ def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) 
             shards.write_grad_shard(name, own_shard(engine, name, value, shards.read_grad_shard(name)))
     else:
         for name, value in values.items():
-            require_write_in(engine).write_grad(name, value)
+            write_copy(partial(require_write_in(engine).write_grad, name), value)
 
 
 def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -132,7 +134,7 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
             shards.write_param_shard(name, own_shard(engine, name, value, shards.read_param_shard(name)))
     else:
         for name, value in values.items():
-            require_write_in(engine).write_param(name, value)
+            write_copy(partial(require_write_in(engine).write_param, name), value)
 
 
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -193,7 +195,7 @@ def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Te
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))
         shards.write_optimizer_state_shard(name, key, shard)
     else:
-        require_write_in(engine).write_optimizer_state(name, key, value)
+        write_copy(partial(require_write_in(engine).write_optimizer_state, name, key), value)
 
 
 def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:

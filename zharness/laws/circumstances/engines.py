@@ -18,6 +18,7 @@ from zharness.parity import Comparison, Tier
 from zharness.parity.certificate import is_power_of_two
 
 BEFORE_STEPS, BETWEEN_STEPS, BEFORE_BACKWARD = "before_any_step", "between_steps", "before_backward"
+AFTER_BACKWARD = "after_backward"
 
 FIRST, SECOND, THIRD = "-first", "-second", "-third"  # suffixes of the labels under which the engines are recorded
 
@@ -48,8 +49,8 @@ def observe_one_closed(ctx: RankContext) -> None:
 def close_during(variant: str, engine: Engine) -> WindowScenario:
     """Return a scenario that closes ``engine`` in its first window, unless the law variant closes it beforehand."""
 
-    def close_after_step(participant: Participant, window: int) -> None:
-        """Close the engine after the first step."""
+    def close_in_first_window(participant: Participant, window: int) -> None:
+        """Close the engine in the first accumulation window."""
         if window == 0:
             engine.close()
 
@@ -57,13 +58,14 @@ def close_during(variant: str, engine: Engine) -> WindowScenario:
         """Train one micro-batch; in the first accumulation window, close the engine between forward and backward."""
         batch = participant.get_batch(window)
         loss = sum_loss(participant.call(batch.inputs), batch.target)
-        close_after_step(participant, window)
+        close_in_first_window(participant, window)
         participant.backward(loss)
 
     changes: Mapping[str, WindowScenario] = {
         BEFORE_STEPS: SCENARIO,
-        BETWEEN_STEPS: replace(SCENARIO, after_step=close_after_step),
+        BETWEEN_STEPS: replace(SCENARIO, after_step=close_in_first_window),
         BEFORE_BACKWARD: replace(SCENARIO, train=close_before_backward),
+        AFTER_BACKWARD: replace(SCENARIO, before_step=close_in_first_window),
     }
     return changes[variant]
 
@@ -83,7 +85,7 @@ LAWS = (
         observe=observe_one_closed,
         judge=judge_one_closed,
         features=(Feature.PARAMETERS,),
-        variants=tuple(map(Variant, (BEFORE_STEPS, BETWEEN_STEPS, BEFORE_BACKWARD))),
+        variants=tuple(map(Variant, (BEFORE_STEPS, BETWEEN_STEPS, BEFORE_BACKWARD, AFTER_BACKWARD))),
         dtypes=("fp32",),
         kept_because="the only law that closes one of several engines and goes on training",
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict
+from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.process_state import read_process_state
@@ -58,6 +59,10 @@ MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast": bf16_autocast,
 }
 NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
+CLIPPED = "clipped"  # the step clips gradients
+READ_OUT = "read_out"  # tensors are read by name, too
+
+CLIP = 2.0**-6  # far below the norm of the gradients
 
 
 def observe_caller_modes(ctx: RankContext) -> None:
@@ -66,17 +71,18 @@ def observe_caller_modes(ctx: RankContext) -> None:
     model, batch = ctx.spec.model(ctx.seed), ctx.batch(0)
     with shared_folder() as folder, MODES.get(ctx.variant, nullcontext)():
         before = read_process_state()
-        engine = ctx.build_engine_around(model, optimizer=ADAMW)
+        engine = ctx.build_engine_around(model, optimizer=ADAMW, clip=CLIP if ctx.variant == CLIPPED else None)
         record_modes(ctx, 0, before, read_process_state())
         next(engine.module.children()).eval()
-        for number, (call, needs_graph) in enumerate(list_calls(engine, folder, batch.inputs), start=1):
-            with nullcontext() if needs_graph else calls_mode():
+        calls = make_calls(engine, folder, batch.inputs)
+        for number, name in enumerate(list_calls(ctx.variant), start=1):
+            with nullcontext() if name in NEED_GRAPH else calls_mode():
                 before = read_modes(engine)
-                call()
+                calls[name]()
                 record_modes(ctx, number, before, read_modes(engine))
         before = read_process_state()
         engine.close()
-        record_modes(ctx, len(CALLS) + 1, before, read_process_state())
+        record_modes(ctx, len(list_calls(ctx.variant)) + 1, before, read_process_state())
 
 
 # The calls between building and closing an engine, in order.
@@ -88,20 +94,66 @@ CALLS = (
     "zero_grad",
     "full_params",
     "full_optimizer_state",
+    "observe",
+    "full_state_dict",
     "save",
     "load",
+    "evaluation",
+    "a forward that raises",
 )
+READ_OUT_CALLS = (*CALLS[:4], "read_param", "read_optimizer_state", *CALLS[4:])
+NEED_GRAPH = ("forward", "backward")
 
 
-def list_calls(engine: Engine, folder: Path, inputs: Tensor) -> Iterator[tuple[Callable[[], object], bool]]:
-    """Yield, for each of CALLS, a function that makes the call, and whether the call needs an autograd graph."""
+def list_calls(variant: str) -> tuple[str, ...]:
+    """Return the names of the calls that the law variant makes between building and closing an engine, in order."""
+    return READ_OUT_CALLS if variant == READ_OUT else CALLS
+
+
+def make_calls(engine: Engine, folder: Path, inputs: Tensor) -> Mapping[str, Callable[[], object]]:
+    """Return, for the name of each call, a function that makes the call."""
     outputs: list[Tensor] = []
-    yield lambda: outputs.append(engine(inputs)), True
-    yield lambda: engine.backward(outputs.pop().sum()), True
-    for method in (engine.full_grads, engine.step, engine.zero_grad, engine.full_params, engine.full_optimizer_state):
-        yield method, False
-    yield lambda: engine.save(folder), False
-    yield lambda: engine.load(folder), False
+    name = next(name for name, parameter in engine.module.named_parameters() if parameter.requires_grad)
+    return {
+        "forward": lambda: outputs.append(engine(inputs)),
+        "backward": lambda: engine.backward(outputs.pop().sum()),
+        "full_grads": engine.full_grads,
+        "step": engine.step,
+        "read_param": lambda: require_read_out(engine).read_param(name),
+        "read_optimizer_state": lambda: require_read_out(engine).read_optimizer_state(name, "exp_avg"),
+        "zero_grad": engine.zero_grad,
+        "full_params": engine.full_params,
+        "full_optimizer_state": engine.full_optimizer_state,
+        "observe": engine.observe,
+        "full_state_dict": lambda: require_full_state_dict(engine).full_state_dict(),
+        "save": lambda: engine.save(folder),
+        "load": lambda: engine.load(folder),
+        "evaluation": lambda: evaluate(engine, inputs),
+        "a forward that raises": lambda: raise_in_forward(engine, inputs),
+    }
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, inputs: Tensor) -> None:
+    """Run a forward without gradients, while the model is in training mode."""
+    engine(inputs)
+
+
+class ForwardError(Exception):
+    """The error that a module of the model raises in its forward."""
+
+
+def raise_in_forward(engine: Engine, inputs: Tensor) -> None:
+    """Run a forward in which the last module of the model raises an error on every rank."""
+
+    def fail(*_: object) -> None:
+        """Raise the error in place of the module's forward."""
+        raise ForwardError
+
+    hook = list(engine.module.children())[-1].register_forward_pre_hook(fail)
+    with suppress(ForwardError):
+        engine(inputs)
+    hook.remove()
 
 
 def read_modes(engine: Engine) -> dict[str, Tensor]:
@@ -118,7 +170,7 @@ def record_modes(ctx: RankContext, number: int, before: Mapping[str, Tensor], af
 
 def judge_caller_modes(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that every call left every mode as it was."""
-    for number, call in enumerate(("building the engine", *CALLS, "close")):
+    for number, call in enumerate(("building the engine", *list_calls(ctx.variant), "close")):
         for rank, before in enumerate(ctx.rank_records("before", number)):
             after = ctx.rank_records("after", number)[rank]
             for name, value in before.items():
@@ -136,7 +188,11 @@ LAWS = (
         weights_stay_integers=False,
         dtypes=("fp32",),
         features=(Feature.CHECKPOINT, Feature.STEADINESS),
-        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in (*MODES, NO_GRAD)),
+        variants=(
+            *(Variant(name, compares_engine_with_itself=True) for name in (*MODES, NO_GRAD)),
+            Variant(CLIPPED, (Feature.CLIP,), compares_engine_with_itself=True),
+            Variant(READ_OUT, (Feature.READ_OUT,), compares_engine_with_itself=True),
+        ),
         kept_because="the only law that sets modes away from their defaults, and that looks at them after a load",
     ),
 )

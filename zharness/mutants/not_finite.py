@@ -1,0 +1,87 @@
+"""Mutants that are wrong only in a step whose gradients are infinite or NaN, or in the step after it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants.around import Around, OverDDP
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def bad_step(variant: str, part: Part = Part.OPTIMIZER) -> Target:
+    """Return the target in a variant of values.not_finite."""
+    return Target("values.not_finite", part, model="experts", variant=variant)
+
+
+class SeesInfinity(OverDDP):
+    """The base class of mutants that depend on whether the gradients of a step are finite."""
+
+    def is_finite(self) -> bool:
+        """Return whether every reduced gradient is finite."""
+        return all(bool(parameter.grad.isfinite().all()) for parameter in self.trained() if parameter.grad is not None)
+
+
+@mutant(FaultKind.STALE, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
+class ReplacesInfinity(OverDDP):
+    """Replaces gradients that are infinite or NaN by finite numbers before the step."""
+
+    def step(self) -> None:
+        for parameter in self.trained():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_()
+        self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
+class SkipsWithoutCounting(SeesInfinity):
+    """Makes no step with gradients that are not finite, and does not count it as skipped."""
+
+    def step(self) -> None:
+        if self.is_finite():
+            self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, bad_step("inf"), origin=Origin.BLIND_7)
+class SkipsTheNextStep(SeesInfinity):
+    """Makes no step after a step whose gradients were not finite."""
+
+    skip = False
+
+    def step(self) -> None:
+        skip, self.skip = self.skip, not self.is_finite()
+        if not skip:
+            self.right.step()
+
+
+@mutant(FaultKind.CLIPPING, bad_step("inf_clipped", Part.REDUCTION), origin=Origin.BLIND_7)
+class ReportsMinusOne(OverDDP):
+    """Reports a norm of -1 for gradients that are not finite."""
+
+    def grad_norm(self) -> float | None:
+        norm: float | None = self.right.grad_norm()
+        return norm if norm is None or norm < float("inf") else -1.0
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("engines.one_closed", Part.OPTIMIZER, model="experts", variant="after_backward"),
+    origin=Origin.BLIND_7,
+)
+class DropsGradientsOfOthers(Around):
+    """Drops the gradients of every other engine of the process in ``close``."""
+
+    alive: ClassVar[list[Around]] = []
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.alive.append(self)
+
+    def close(self) -> None:
+        self.alive[:] = [engine for engine in self.alive if engine is not self]
+        for engine in self.alive:
+            engine.right.zero_grad()
+        self.right.close()

@@ -1,0 +1,49 @@
+"""Mutants that share memory with the caller, or depend on the memory format of the caller's tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zharness.mutants.around import OverDDP
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+MODEL = "similar"
+
+
+@mutant(FaultKind.STALE, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.BLIND_7)
+class ReturnsTheWeightItself(OverDDP):
+    """Returns the weight itself from ``read_param``, so that a caller who overwrites it changes the model."""
+
+    def read_param(self, name: str) -> Tensor:
+        return self.module.get_parameter(name).detach()
+
+
+@mutant(FaultKind.STALE, Target("access.write_grad", Part.REDUCTION, model=MODEL), origin=Origin.BLIND_7)
+class KeepsTheCallersGradient(OverDDP):
+    """Takes the caller's tensor itself in ``write_grad``, which the caller may overwrite afterwards."""
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.module.get_parameter(name).grad = value
+
+
+@mutant(
+    FaultKind.SHARDS,
+    Target("access.write_param", Part.GATHER, model=MODEL, variant="before_forward"),
+    Target("access.write_grad", Part.REDUCTION, model=MODEL),
+    origin=Origin.BLIND_7,
+)
+class WritesInTheOrderOfMemory(OverDDP):
+    """Writes a tensor in the order of its memory, as if it were contiguous."""
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        self.right.write_param(name, in_order_of_memory(value))
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.right.write_grad(name, in_order_of_memory(value))
+
+
+def in_order_of_memory(value: Tensor) -> Tensor:
+    """Return the elements of ``value`` in the order of its memory, in the shape of ``value``."""
+    return value.as_strided(value.shape, torch.empty(value.shape).stride())
