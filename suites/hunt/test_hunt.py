@@ -193,9 +193,9 @@ def test_groups_contain_alarms_that_have_more(tmp_path: Path) -> None:
     smallest = parse_program("x(1) norm | f b s")
     group = AlarmGroup(1, smallest, WRONG)
     larger = parse_program("tokens(3,2) linear(2) norm relu | e f b:other l s f b")
-    assert group.explains(group.signature, larger)
-    assert not group.explains(group.signature, parse_program("tokens(3,2) linear(2) relu | f b s"))
-    assert not group.explains(group.signature, parse_program("x(1) norm | b s f".replace("b s f", "f b")))
+    assert group.explains(group.cause, larger)
+    assert not group.explains(group.cause, parse_program("tokens(3,2) linear(2) relu | f b s"))
+    assert not group.explains(group.cause, parse_program("x(1) norm | b s f".replace("b s f", "f b")))
 
 
 def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
