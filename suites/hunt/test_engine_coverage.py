@@ -115,7 +115,7 @@ def test_large_functions_of_reached_files_come_first() -> None:
     assert "3 of 6 functions entered, 14 of 121 of their statements reached" in described
     assert "files never entered: 1: b.py" in described
     assert "functions never entered, most promising first (1 of 2):\n   a.py:7 large, 9 statements" in described
-    assert "   a.py many_branches: 7->0, 7->1, 7->2, 7->3" in described
+    assert "   a.py many_branches: 7->0, 7->1, 7->2 and 1 more" in described
 
 
 @pytest.mark.parametrize("engine", [name for name in BUILT_IN if name not in ("plain", "deepspeed")])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LISTED = 15  # functions, and functions with branches, in the output; the file has all
-MAX_BRANCHES = 6  # named for each function
+MAX_BRANCHES = 3  # named for each function
 MAX_FILES = 5  # named
 
 
