@@ -37,7 +37,10 @@ class AlarmGroup:
         return find_cause(self.smallest, self.outcome)
 
     def has_cause(self, cause: AlarmCause, smallest: Program) -> bool:
-        """Return whether an alarm with this cause and smallest program belongs to the group."""
+        """Return whether an alarm with this cause belongs to the group; ``smallest`` is its shrunk program.
+
+        Both the cause and the options of the shrunk program have to be those of the group.
+        """
         return self.cause == cause and set(self.smallest.options) == set(smallest.options)
 
     def explains(self, cause: AlarmCause, program: Program) -> bool:
