@@ -81,6 +81,10 @@ def test_arcs_of_ranks_are_merged_across_sessions(tmp_path: Path, capsys: pytest
     printed = hunt(2)
     reached = EngineCoverage(tmp_path / "coverage")
     assert not reached.collect(), "files of ranks were collected"
+    unfinished = tmp_path / "coverage" / "run.1.written-halfway"
+    unfinished.write_text("SQLite")
+    assert not reached.collect()
+    assert not unfinished.exists()
     combined = coverage.CoverageData(str(tmp_path / "coverage" / "combined"))
     combined.read()
     assert {Path(file).name for file in combined.measured_files()} == {"distributed.py"}

@@ -128,7 +128,8 @@ class EngineCoverage:
 
     def _list_sessions(self) -> list[Path]:
         """Return the data files of all sessions."""
-        return sorted(self._folder.glob(f"{SESSION_FILE}.*"))
+        # A process that is killed while it writes may leave other files, such as session.1-journal.
+        return sorted(path for path in self._folder.glob(f"{SESSION_FILE}.*") if path.suffix[1:].isdecimal())
 
     def _add(self, data: Any) -> int:
         """Count the arcs in ``data``, and return how many of them are new."""
@@ -156,7 +157,7 @@ class EngineCoverage:
             if new:
                 self._session.update(data)
             data.close()
-            path.unlink()
+            path.unlink(missing_ok=True)
             count += new
         return count
 
