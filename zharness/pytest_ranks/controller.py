@@ -18,6 +18,7 @@ from zharness import engines
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.pytest_ranks import rank_coverage, remote_fixtures
+from zharness.pytest_ranks.inner_reports import merge_inner_reports
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.pool_teardown import make_pool_teardown_reports
 from zharness.pytest_ranks.rank_protocol import RankSideEffects, RankTestRunner, RecordedWarning, SessionStop
@@ -122,6 +123,8 @@ class RankTestController:
         reports = [] if stop is not None else merge_reports(item, outcome)
         remote_fixtures.add_remote_setup(remote_reports, reports)
         reports = add_local_teardown(item, nextitem, reports)
+        if stop is None:  # after setup, as without ranks
+            reports[1:1] = merge_inner_reports(item, outcome)
         self._log_reports(item, reports, side_effects)
         if requirements.isolation is Isolation.POOLED and is_pool_spent(outcome, side_effects, reports):
             self._retire_pool(get_pool_key(requirements))
@@ -226,18 +229,9 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log the reports from inside the test, such as subtests' reports, then ``reports``, then the ranks' warnings.
-
-        Equal warnings of several ranks are logged once.
-        """
-        hook = item.ihook
-        for rank, effects in sorted(side_effects.items()):
-            for data in effects.inner_reports:
-                report = hook.pytest_report_from_serializable(config=item.config, data=data)
-                report.sections.insert(0, ("Rank", str(rank)))
-                hook.pytest_runtest_logreport(report=report)
+        """Log ``reports``, then the ranks' warnings. Equal warnings of several ranks are logged once."""
         for report in reports:
-            hook.pytest_runtest_logreport(report=report)
+            item.ihook.pytest_runtest_logreport(report=report)
         for warning in dict.fromkeys(
             warning for effects in side_effects.values() for warning in effects.recorded_warnings
         ):
