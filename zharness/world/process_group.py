@@ -12,7 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # torch.distributed's name for it is public, but has no stub
+
+# torch.distributed's names for these are public, but have no stubs.
+from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
+
+from zharness.torch_private import skip_construction_log_of_ddp
 
 # The server enforces the deadline of a task, and extends it for builds and debuggers. The time-out of collectives is
 # longer than any such deadline, so that it never fires first.
@@ -38,6 +42,8 @@ class ProcessGroup:
     def form(self) -> None:
         """Initialize the default process group. Collective."""
         self._sockets_before = open_sockets()
+        if get_debug_level() == DebugLevel.DETAIL:
+            skip_construction_log_of_ddp()
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             store=self.make_store(self._times_formed),
