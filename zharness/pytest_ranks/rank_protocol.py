@@ -19,9 +19,10 @@ import pytest
 from _pytest.capture import CaptureManager  # there is no public way to replace the capture of a process
 from _pytest.runner import runtestprotocol  # pytest-forked and pytest-rerunfailures use it as well
 
-from zharness.pytest_ranks import debug, hypothesis_sync, rank_coverage, remote_fixtures
+from zharness.pytest_ranks import benchmarks, debug, hypothesis_sync, rank_coverage, remote_fixtures
 from zharness.pytest_ranks.inner_reports import make_inner_report
 from zharness.pytest_ranks.listeners import silence_listeners
+from zharness.pytest_ranks.phase_replay import add_error
 from zharness.pytest_ranks.phase_report import PhaseReport
 from zharness.pytest_ranks.rank_problems import STRICT_XPASS_PREFIX
 from zharness.pytest_ranks.terminal import Terminal
@@ -65,6 +66,7 @@ class RankSideEffects:
     leftovers: tuple[str, ...] = ()
     changed_state: str = ""
     stop: SessionStop | None = None
+    benchmarks: tuple[bytes, ...] = ()  # the results of pytest-benchmark, pickled
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class PhaseReporter:
         with self.mark_phase("call"):
             if self.wide_finalizers_before != count_wide_finalizers(item):
                 self.state_before_call = ProcessState.capture()
-            with hypothesis_sync.sync_examples(item):
+            with hypothesis_sync.sync_examples(item), benchmarks.sync_benchmarks(item):
                 return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -161,7 +163,9 @@ class PhaseReporter:
             self.is_in_phase = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Send the report of a phase, with the time at which the phase ended.
 
         A report that is made while a phase runs, such as that of a subtest, is not the report of the phase.
@@ -170,6 +174,8 @@ class PhaseReporter:
         report = yield
         if self.is_in_phase:
             return report
+        if report.failed and call.excinfo is not None:
+            add_error(report, call.excinfo.value)
         # This hook of pytest fails a test if one of its subtests failed; only this process has counted them.
         self.config.hook.pytest_report_teststatus(report=report, config=self.config)
         self.channel.note(classify_report(report), self.make_phase_report(report), at_ns)
@@ -321,7 +327,13 @@ class RankTestRunner:
         """
         new_leftovers = tuple(text for key, text in leftovers.items() if key not in self._reported_leftovers)
         self._reported_leftovers.update(leftovers)
-        side_effects = RankSideEffects(tuple(reporter.recorded_warnings), new_leftovers, changed_state, stop)
+        side_effects = RankSideEffects(
+            tuple(reporter.recorded_warnings),
+            new_leftovers,
+            changed_state,
+            stop,
+            benchmarks.take_results(reporter.config),
+        )
         reporter.recorded_warnings.clear()
         return side_effects
 
