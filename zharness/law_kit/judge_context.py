@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Capabilities
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
@@ -34,6 +35,7 @@ from zharness.parity.compare import (
 from zharness.parity.comparison import TensorLocation
 
 BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
+CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class JudgeContext:
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
-    full.
+    full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
     """
 
     baseline: Baseline
@@ -53,6 +55,7 @@ class JudgeContext:
     declared_reduce_dtype: torch.dtype | None = None
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
+    claims: Capabilities = CLAIMS_EVERY_FEATURE
 
     @property
     def reduce_dtype(self) -> torch.dtype:
