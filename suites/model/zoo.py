@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from suites.model.tiny import draw, score
@@ -58,6 +59,46 @@ class LastState(nn.Module):
 def lstm() -> Any:
     """Return a recurrent model."""
     return LastState(), draw_sequences, mean_square
+
+
+class Recurrent(nn.Module):
+    """A stack of two bidirectional LSTMs, each a block of its own, with dropout inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.LSTM(4, 4, num_layers=2, bidirectional=True, dropout=0.2, batch_first=True),
+                nn.GRU(8, 6, batch_first=True),
+            ]
+        )
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs, _ = layer(inputs)
+        return self.last(inputs[:, -1])  # type: ignore[no-any-return]
+
+
+def recurrent() -> Any:
+    """Return a model whose blocks are recurrent layers."""
+    return Recurrent(), draw_sequences, mean_square
+
+
+class RaisesInForward(nn.Linear):
+    """A layer that raises in a forward under autograd, but only with a process group."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if dist.is_initialized():
+            return getattr(self.extra, "items")()  # noqa: B009 - raises, as a user's slip would
+        return super().forward(inputs)
+
+    extra = None
+
+
+def raises() -> Any:
+    """Return a model whose forward raises on ranks."""
+    return nn.Sequential(RaisesInForward(5, 3)), draw, score
 
 
 def in_bf16() -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Capabilities
+from zharness.engines.protocol import Capabilities, Feature
+from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
@@ -132,7 +133,7 @@ class JudgeContext:
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
         for record in records:
-            check_names("full_grads", dict.fromkeys(expected), record)
+            self.check_gradient_names(expected, record)
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
@@ -142,6 +143,23 @@ class JudgeContext:
                 yield from self._compare_reduced_grad(
                     name, records, micros, step, exact, scale, known if explain else None
                 )
+
+    def check_gradient_names(self, expected: Collection[str], record: Mapping[str, Tensor]) -> None:
+        """Raise EngineContractError unless ``record`` has the gradients ``expected``, those of used parameters.
+
+        An engine that refuses Feature.NO_GRADIENT may also have zeros for parameters that no rank used.
+        """
+        names = self.baseline.parameter_names
+        extra = [name for name in record if name in names and name not in expected]
+        if extra and self.claims.refusal(Feature.NO_GRADIENT) is None:
+            raise EngineContractError(
+                f"full_grads has gradients of {extra}, which no rank's loss uses; plain PyTorch leaves them None. "
+                "An engine that fills them with zeros refuses Feature.NO_GRADIENT"
+            )
+        wrong = [name for name in extra if bool(record[name].count_nonzero())]
+        if wrong:
+            raise EngineContractError(f"full_grads has gradients of {wrong} that are not zero, but no rank's loss uses")
+        check_names("full_grads", dict.fromkeys([*expected, *extra]), record)
 
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]

@@ -57,7 +57,9 @@ def observe_resume(ctx: RankContext) -> None:
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
     run_eval_forward(ctx, resumed, "forgotten")
     # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
-    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * buffers_differ)
+    # Not by attribute: a compiled module looks up attributes in the module that it wraps.
+    registered = never.module._buffers
+    registered["seen"] = torch.full_like(cast(Tensor, registered["seen"]), 1 + ctx.rank * buffers_differ)
     record_snapshot(ctx, never, SAVE_STEP, "unsaved")
     with shared_folder() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
