@@ -24,6 +24,7 @@ from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_er
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.models import collect_tensors
 from zharness.workload.user_model import build_fresh_model
+from zharness.world.rank import is_gpu_requested
 
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
@@ -131,6 +132,7 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
     """
     spec = model_spec(name)
     model = spec.model(SEED)
+    require_runnable_norms(name, model)
     require_finite_weights(name, model)
     require_matching_dtype(name, model, dtype)
     require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
@@ -176,6 +178,16 @@ def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second
 def has_same_numbers(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same shape and numbers, where NaN equals NaN."""
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def require_runnable_norms(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a SyncBatchNorm, if ranks run on CPUs."""
+    norms = [key for key, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if norms and not is_gpu_requested():
+        raise UsageError(
+            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}), which torch runs between "
+            "ranks on GPUs only; return the model with BatchNorm, before convert_sync_batchnorm, to check it on CPUs"
+        )
 
 
 def require_finite_weights(name: str, model: nn.Module) -> None:
