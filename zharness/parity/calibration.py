@@ -97,7 +97,7 @@ class SampleRuns:
 
         Raises SharedDrawError as ``compute_grads`` does.
         """
-        parts = [self.compute_grads(rows, wide) for rows in order.split(size)]
+        parts = [self.compute_grads(rows, wide) for rows in order.chunk(len(order) // size)]
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) / len(parts) for name in names}
 
@@ -153,7 +153,10 @@ def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
     The mean differs if samples depend on each other, or if the loss is not a mean over samples.
     """
     try:
-        found = [runs.compute_grads(row, wide=True) for row in torch.arange(runs.batch.num_samples).split(1)]
+        found = [
+            runs.compute_grads(row, wide=True)
+            for row in torch.arange(runs.batch.num_samples).chunk(runs.batch.num_samples)
+        ]
     except ValueError:  # batch norm refuses a single value for a channel
         return None
     size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()

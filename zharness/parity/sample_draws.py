@@ -22,11 +22,11 @@ class SharedDrawError(ZHarnessError):
     """Raised for random numbers that cannot be assigned to samples."""
 
 
-class _DrawRecorder(TorchDispatchMode):
+class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that appends every drawn tensor to ``draws``."""
 
     def __init__(self, draws: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(
@@ -38,11 +38,11 @@ class _DrawRecorder(TorchDispatchMode):
         return result
 
 
-class _DrawReplayer(TorchDispatchMode):
+class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that replaces what each operation draws by the recorded rows of the samples ``rows``."""
 
     def __init__(self, draws: Sequence[Tensor], rows: Tensor, samples: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws: Iterator[Tensor] = iter(draws)
         self._rows, self._samples = rows, samples
 
@@ -84,7 +84,7 @@ def select_rows(draw: Tensor, rows: Tensor, samples: int, shape: torch.Size) -> 
     first dimension does not count the samples.
     """
     if draw.dim() and len(draw) % samples == 0:
-        chosen = draw.unflatten(0, (samples, -1))[rows].flatten(0, 1)
+        chosen = draw.reshape(samples, -1, *draw.shape[1:])[rows].flatten(0, 1)
         if chosen.shape == shape:
             return chosen
     raise SharedDrawError(
