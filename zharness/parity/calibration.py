@@ -152,11 +152,9 @@ def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
 
     The mean differs if samples depend on each other, or if the loss is not a mean over samples.
     """
+    samples = torch.arange(runs.batch.num_samples)
     try:
-        found = [
-            runs.compute_grads(row, wide=True)
-            for row in torch.arange(runs.batch.num_samples).chunk(runs.batch.num_samples)
-        ]
+        found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
     except ValueError:  # batch norm refuses a single value for a channel
         return None
     size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
