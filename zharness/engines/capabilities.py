@@ -66,6 +66,17 @@ class Feature(Enum):
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
+class BufferPromise(Enum):
+    """What an engine promises of the buffers that a training forward writes, such as running statistics.
+
+    The laws compare the buffers of each rank, bitwise, with those of plain PyTorch under the same promise.
+    """
+
+    LOCAL = "each rank keeps the buffers that its own forwards wrote"
+    FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
+    EQUAL = "after each step the buffers are equal on all ranks, whatever they are"
+
+
 @dataclass(frozen=True)
 class EngineOption:
     """One value of an option of an engine, which a cell may set.
@@ -125,6 +136,9 @@ class Capabilities:
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
+    - ``buffers`` is what the engine promises of the buffers that forwards write.
+    - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
+      a loss does not use every parameter; it is empty if the engine needs none.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -139,6 +153,8 @@ class Capabilities:
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
     scaled_sum: str = ""
+    buffers: BufferPromise = BufferPromise.LOCAL
+    unused_parameters_option: str = ""
     unknown_options: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:

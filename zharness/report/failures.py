@@ -47,6 +47,8 @@ def render_failure_group(records: Sequence[Record]) -> str:
         lines = [f"{outcome} {len(records)} cells with one cause, the smallest: {first.cell.id}"]
         lines.append(f"  {describe_extent(records)}")
     lines.append(f"  {first.stale_reason or shorten_cause(first.cause)}")
+    if first.raising_frame and not first.stale_reason:
+        lines.append(f"  raised by {first.raising_frame}")
     lines.extend(f"  {line}" for line in render_heat_map(first.evidence))
     if first.verdict is Verdict.ERROR and first.details:
         lines.extend(f"  | {line}" for line in first.details.split("\n\n")[0].splitlines())

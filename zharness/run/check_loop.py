@@ -23,6 +23,7 @@ from zharness.cell import Cell, is_cell_id
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
 from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.record import RecordFile, open_record_file
@@ -99,7 +100,7 @@ class RunResult:
     """The records of a run in the order of the matrix.
 
     ``unmatched_failures`` has a sentence for each expected failure that matched no cell, and ``coverage`` a sentence
-    for each engine with the number of covered pairs.
+    for each engine with the number of covered pairs, and for each claim that would add cells.
     """
 
     records: list[Record]
@@ -157,7 +158,10 @@ def run_request(
         pin_runners_to_cores(runners, cells)
         finished = run_cells(options.order_cells(cells), runners)
         records = list(write_with_progress(finished, open_sink(), len(cells)))
-    return RunResult(sort_as_planned(records, cells), unmatched_failures, describe_coverage(planned))
+        missing_claims = describe_missing_claims(cells, runners[0].claims)
+    return RunResult(
+        sort_as_planned(records, cells), unmatched_failures, [*describe_coverage(planned), *missing_claims]
+    )
 
 
 def sort_as_planned(records: Iterable[Record], cells: Sequence[PlannedCell]) -> list[Record]:

@@ -21,6 +21,7 @@ from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws, matches_pattern
 from zharness.run.configuration import is_config_file
+from zharness.workload.user_model import is_user_model
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,6 +35,7 @@ LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
     "unless_engine_variants": str,
 }
+FLAG_KEYS = ("user_models",)
 STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented")
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
@@ -51,6 +53,7 @@ class ExpectedFailure:
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
+    ``user_models`` says that the failure also occurs on models of users, whatever ``models`` and ``variants`` are.
     ``location`` is the file and line of the entry.
     """
 
@@ -71,16 +74,18 @@ class ExpectedFailure:
     details: tuple[str, ...] = ()
     documented: str = ""
     remedy: Mapping[str, Any] = field(default_factory=dict)
+    user_models: bool = False
     location: str = ""
 
     def covers_cell(self, cell: Cell, version: str) -> bool:
         """Return whether this entry covers ``cell`` on release ``version`` of the engine."""
+        is_any_model = self.user_models and is_user_model(cell.model)
         narrowed = (
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
             (self.dtypes, cell.dtype),
-            (self.models, cell.model),
-            (self.variants, cell.variant),
+            (() if is_any_model else self.models, cell.model),
+            (() if is_any_model else self.variants, cell.variant),
         )
         return (
             split_release(cell.engine)[0] == self.engine
@@ -94,10 +99,18 @@ class ExpectedFailure:
     def is_stale_on(self, cell: Cell) -> bool:
         """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
 
+<<<<<<< HEAD
         This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
         and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
         windows or calls of backward, a cell may pass although the entry is right about other cells.
+=======
+        It is stale on a cell of default options, and on a cell whose whole engine variant it names. A cell may pass
+        under further options, windows or calls of backward although the entry is right about the others. On a user's
+        model it is stale only if it names the model.
+>>>>>>> w-model
         """
+        if is_user_model(cell.model) and cell.model not in self.models:
+            return False
         is_named = cell.engine_variant in (self.engine_variants or ("",))
         return is_named or is_config_file(cell.engine_variant)
 
@@ -204,7 +217,7 @@ def expand_engines(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     """Parse one table. Raises UsageError for an unknown, missing or mistyped key, and for a pattern of no law."""
-    allowed = {*STRING_KEYS, *LIST_KEYS, "remedy"}
+    allowed = {*STRING_KEYS, *LIST_KEYS, *FLAG_KEYS, "remedy"}
     for key, value in entry.items():
         if key not in allowed:
             raise UsageError.unknown_name(f"key of the expected failure at {location}:", key, sorted(allowed))
@@ -212,6 +225,8 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             isinstance(value, list) and all(isinstance(item, LIST_KEYS[key]) for item in value)
         ):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
+        if key in FLAG_KEYS and not isinstance(value, bool):
+            raise UsageError(f"{location}: got {key} = {value!r}; expected true or false")
         if key in STRING_KEYS and not isinstance(value, str):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     spellings = [key for key in ("law", "check") if key in entry]

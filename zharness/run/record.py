@@ -67,7 +67,7 @@ class Record:
     ``expected_failure`` is the upstream issue of an expected failure. If the law holds although a failure was expected,
     ``stale_reason`` names the entry to delete. ``documentation_url`` is where the engine documents the difference
     behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
-    holds with it.
+    holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
     """
 
     cell: Cell
@@ -92,6 +92,7 @@ class Record:
     stale_reason: str = ""
     documentation_url: str = ""
     withheld_feature: str = ""
+    raising_frame: str = ""
 
     @property
     def is_expected(self) -> bool:
@@ -157,6 +158,7 @@ class Record:
             "evidence": self.evidence,
             "modules": self.module_departures,
             "cause": self.cause,
+            "raising_frame": self.raising_frame,
             "seconds": round(self.seconds, 4),
             "command": self.command,
         }
@@ -204,6 +206,7 @@ def parse_record(line: str) -> Record:
             stale_reason=plain["stale"],
             documentation_url=plain["documented"],
             withheld_feature=plain.get("withheld", ""),  # missing in lines of older releases
+            raising_frame=plain.get("raising_frame", ""),  # the same
         )
         require_field_types(record)
         return record

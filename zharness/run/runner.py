@@ -144,7 +144,7 @@ class Runner:
         version, user_failures = blank_record.engine_version, self.user_expected_failures
         expected = (
             find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
-            if cell.engine_variant
+            if cell.engine_variant or is_user_model(cell.model)
             else find_expected_failure(cell, version, user_failures)
         )
         if expected is not None:

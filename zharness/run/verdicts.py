@@ -20,7 +20,11 @@ def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
     cause = outcome.cause
     assert cause is not None, "called only for a group that failed"
     return replace(
-        blank_record, verdict=verdict_of_rank_failure(cause), cause=cause.describe(), details=outcome.describe()
+        blank_record,
+        verdict=verdict_of_rank_failure(cause),
+        cause=cause.describe(),
+        details=outcome.describe(),
+        raising_frame=cause.raising_frame,
     )
 
 
