@@ -34,7 +34,8 @@ LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
     "unless_engine_variants": str,
 }
-STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented")
+STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented", "isolation")
+POOLED = "pooled"
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
@@ -51,7 +52,9 @@ class ExpectedFailure:
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
-    ``location`` is the file and line of the entry.
+
+    With the ``isolation`` POOLED, the entry expects a failure on ranks that earlier cells had used, and none of the
+    cells on fresh ranks. ``location`` is the file and line of the entry.
     """
 
     engine: str
@@ -71,6 +74,7 @@ class ExpectedFailure:
     details: tuple[str, ...] = ()
     documented: str = ""
     remedy: Mapping[str, Any] = field(default_factory=dict)
+    isolation: str = ""
     location: str = ""
 
     def covers_cell(self, cell: Cell, version: str) -> bool:
@@ -222,6 +226,8 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: the expected failure lacks {key!r}; it needs {', '.join(required)}")
     if entry["verdict"] not in VERDICTS:
         raise UsageError.unknown_name(f"verdict of the expected failure at {location}:", entry["verdict"], VERDICTS)
+    if entry.get("isolation", POOLED) != POOLED:
+        raise UsageError.unknown_name(f"isolation of the expected failure at {location}:", entry["isolation"], [POOLED])
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
     try:
@@ -245,6 +251,14 @@ def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] 
     return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))
 
 
+def list_covering_entries(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
+) -> list[ExpectedFailure]:
+    """Return the expected failures that cover ``cell``, in the order in which they apply, by their ``isolation``."""
+    entries = expected_failures_for(cell.engine, user_failures)
+    return [entry for entry in entries if entry.isolation == isolation and entry.covers_cell(cell, version)]
+
+
 def find_setting_failure(
     cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
@@ -253,18 +267,23 @@ def find_setting_failure(
     Under a setting a cell may fail in the way of any entry, not only of the first one that covers it. Returns the first
     entry that covers the cell if none matches, and None if none covers it.
     """
-    covering = [
-        entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)
-    ]
+    covering = list_covering_entries(cell, version, user_failures)
     matching = (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details))
     return next(matching, covering[0] if covering else None)
+
+
+def find_pool_failure(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
+    covering = list_covering_entries(cell, version, user_failures, POOLED)
+    return next(
+        (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details)), None
+    )
 
 
 def find_expected_failure(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
     """Return the first expected failure that covers ``cell``; None if there is none."""
-    return next(
-        (entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)),
-        None,
-    )
+    return next(iter(list_covering_entries(cell, version, user_failures)), None)
