@@ -43,7 +43,7 @@ class JudgeContext:
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
-    full.
+    full. ``replicas`` is the number of ranks that own each element of a sharded weight, as the engine claims.
     """
 
     baseline: Baseline
@@ -53,6 +53,7 @@ class JudgeContext:
     declared_reduce_dtype: torch.dtype | None = None
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
+    replicas: int = 1
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -216,6 +216,7 @@ def build_judge_context(
         dtype=DTYPES[dtype],
         variant=variant,
         declared_reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
+        replicas=capabilities.replicas,
     )
 
 
