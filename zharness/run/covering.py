@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from heapq import heapify, heapreplace
 from itertools import combinations, product
 from typing import Any
 
@@ -169,13 +170,24 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
 
     def choose(cells: Sequence[Cell], is_wanted: Callable[[Pair], bool]) -> None:
         """Choose among ``cells``, the best first, until they cover no further pair that is wanted."""
-        while True:
-            missing = {cell: pairs[cell] - covered for cell in cells}
-            best = max(missing, key=lambda cell: (sum(map(is_wanted, missing[cell])), len(missing[cell])), default=None)
-            if best is None or not any(map(is_wanted, missing[best])):
-                return
-            chosen[best] = None
-            covered.update(pairs[best])
+
+        def rank_cell(position: int) -> tuple[int, int, int]:
+            """Return a key that is smallest for the cell that covers the most missing pairs."""
+            missing = pairs[cells[position]] - covered
+            return -sum(map(is_wanted, missing)), -len(missing), position
+
+        # A cell covers fewer missing pairs after each choice, never more. So the first of the heap is the best cell if
+        # its key is still the same when it is computed again.
+        heap = list(map(rank_cell, range(len(cells))))
+        heapify(heap)
+        while heap and heap[0][0]:
+            position = heap[0][2]
+            key = rank_cell(position)
+            if key == heap[0]:
+                chosen[cells[position]] = None
+                covered.update(pairs[cells[position]])
+                key = rank_cell(position)
+            heapreplace(heap, key)
 
     for law in laws:
         choose(candidates[law.name], partial(contains, law.name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from zharness import engines
 from zharness.cell import Cell, is_cell_id
@@ -310,14 +311,19 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
 
 
+@cache
+def list_calibrated_laws() -> str:
+    """Return the names of the laws that are calibrated, separated by commas."""
+    return ", ".join(law.name for law in find_laws(()) if law.is_calibrated)
+
+
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.is_calibrated or law.get_variant(cell.variant).compares_engine_with_itself
     if kernels is not None and not exact and not is_tolerant:
-        calibrated = ", ".join(other.name for other in find_laws(()) if other.is_calibrated)
-        return f"only exact models and {calibrated} can judge kernels other than torch's ({kernels})"
+        return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
         return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"

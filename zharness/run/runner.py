@@ -6,12 +6,12 @@ import importlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,6 +90,7 @@ class Runner:
         self._judge_server = RankServer()
         self._free_evidence_dirs: list[Path] = []  # of cells that passed; later cells overwrite their files
         self._claims: dict[tuple[str, int], Capabilities] = {}
+        self._pools: set[RankPool] = set()
 
     def claims(self, engine: str, stage: int) -> Capabilities:
         """Return the capabilities that an engine claims at a stage. Raises UsageError if the engine cannot be built."""
@@ -216,8 +217,9 @@ class Runner:
             self.timeout,
             group=Group.REUSED,
             isolation=isolation,
-            pool=f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}",
+            pool=rank_pool(cell).name,
         )
+        self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(observe_task)
         if outcome.cause is not None:
             return make_failure_record(outcome, blank_record)
@@ -259,6 +261,15 @@ class Runner:
             return record
         return replace(record, cause=f"{record.cause}; {departures}", module_departures=departures)
 
+    def close_pools(self, needed: Container[RankPool]) -> None:
+        """End the ranks of every pool that is not in ``needed``.
+
+        An idle rank still wakes up 100 times a second in each of its process groups, which the running ranks feel.
+        """
+        for pool in [pool for pool in self._pools if pool not in needed]:
+            self._servers[pool.engine].close_pool(pool.name, pool.world_size)
+            self._pools.remove(pool)
+
     def pin_to_cores(self, cores: Collection[int]) -> None:
         """Pin ranks and judges that start after this call to ``cores``. An empty collection changes nothing."""
         for server in {*self._servers.values(), self._judge_server}:
@@ -286,6 +297,20 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
     if not is_gpu_requested() and not any(is_user_model(cell.cell.model) for cell in cells):
         for lane, runner in enumerate(runners):
             runner.pin_to_cores(assign_cores(lane, busy_runners))
+
+
+class RankPool(NamedTuple):
+    """A pool of ranks, on which the cells of one engine, stage, world size, configuration file and factory run."""
+
+    engine: str
+    world_size: int
+    name: str
+
+
+def rank_pool(cell: Cell) -> RankPool:
+    """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
+    name = f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
+    return RankPool(cell.engine, cell.world_size, name)
 
 
 def pool_variant(engine_variant: str) -> str:
