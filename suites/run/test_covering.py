@@ -98,6 +98,12 @@ def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None
     assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_variant_is_not_combined_with_an_array(depth: int) -> None:
+    with pytest.raises(UsageError, match=f"got the variant 'overlap_comm' and depth {depth}; .* use depth 1"):
+        plan(Request(("training.grads",), engine_variant="overlap_comm", depth=depth), claims_of_registry)
+
+
 def test_every_kind_of_pair_is_counted() -> None:
     request = Request(depth=2, array_world_sizes=ARRAY_WORLD_SIZES)
     (sentence,) = (

@@ -122,10 +122,10 @@ def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
         values = [replace_tensors(value, function) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     if is_dataclass(output) and not isinstance(output, type):
-        changed = copy(output)
+        replaced: Any = copy(output)
         for field in fields(output):
-            object.__setattr__(changed, field.name, replace_tensors(getattr(output, field.name), function))
-        return changed
+            object.__setattr__(replaced, field.name, replace_tensors(getattr(output, field.name), function))
+        return replaced
     return output
 
 

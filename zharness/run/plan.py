@@ -120,6 +120,11 @@ def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
 
 def validate_request(request: Request) -> None:
     """Raise UsageError for an engine, stage, dtype, model, world size or law that does not exist."""
+    if request.engine_variant and request.depth > 1:
+        raise UsageError(
+            f"got the variant {request.engine_variant!r} and depth {request.depth}; a covering array chooses the "
+            "options of its cells itself: leave out the variant, or use depth 1"
+        )
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:

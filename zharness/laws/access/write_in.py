@@ -41,7 +41,7 @@ from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
 BEFORE_FORWARD, BEFORE_STEP, FORWARD = "before_forward", "before_step", "forward"
-# An engine that cannot write padded parameters has to show what it does with others, too.
+# Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
 SHARD_VARIANTS = (SHARD, CLIPPED_SHARD)
 
@@ -80,7 +80,7 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace gradients by ``values``: write shards in the law variants of shards, else full tensors."""
+    """Replace gradients by ``values``: this rank's shards in the variants in SHARD_VARIANTS, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -130,7 +130,7 @@ def observe_write_param(ctx: RankContext) -> None:
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace weights by ``values``: write shards in the law variant of shards, else full tensors."""
+    """Replace weights by ``values``: this rank's shards in the variants in SHARD_VARIANTS, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -143,7 +143,7 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new weights, and that the step uses them.
 
-    In one law variant, check that the forward uses the new weights too.
+    In the variant FORWARD, the forward has to use the new weights too.
     """
     yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
     if ctx.variant == FORWARD:
@@ -188,7 +188,7 @@ def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
-    """Replace one entry of optimizer state by ``value``: write shards in law variants of shards, else full tensors."""
+    """Replace one entry of optimizer state by ``value``: this rank's shard in variants of shards, else the tensor."""
     if ctx.variant.endswith(SHARD):
         shards = require_shard_access(engine)
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))
