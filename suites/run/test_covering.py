@@ -36,7 +36,7 @@ def test_a_setting_is_parsed_back_from_its_label(label: str) -> None:
 @pytest.mark.parametrize(
     ("label", "complaint"),
     [
-        ("2_by_engine+4_by_engine", "at most one window"),
+        ("2_by_engine+4_by_engine", "at most one accumulation window"),
         ("tensor_backward+scale_backward", "at most one of engine_backward"),
         ("overlap_comm+overlap_comm", "each once"),
         ("1_by_engine", "two or more micro-batches"),

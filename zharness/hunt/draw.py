@@ -37,7 +37,11 @@ MARK_PROBABILITY = 0.12
 
 @dataclass(frozen=True)
 class Draw:
-    """The n-th program of a hunt. ``wanted`` is the pair of values for which it was drawn, if any."""
+    """A random program, and its number in the hunt, which counts from 1.
+
+    ``wanted`` is the pair of values, such as an option and a dtype, that the program was drawn to cover; it is None if
+    all pairs were covered already.
+    """
 
     number: int
     program: Program

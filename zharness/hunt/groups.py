@@ -37,7 +37,10 @@ class AlarmGroup:
         return extract_failure_signature(self.outcome.verdict, self.outcome.cause)
 
     def has_cause(self, signature: FailureSignature, smallest: Program) -> bool:
-        """Return whether an alarm with this signature and smallest program has the same cause."""
+        """Return whether an alarm with this failure signature belongs to the group; ``smallest`` is its shrunk program.
+
+        Both the signature and the options of the shrunk program have to be those of the group.
+        """
         return self.signature == signature and set(self.smallest.options) == set(smallest.options)
 
     def explains(self, signature: FailureSignature, program: Program) -> bool:

@@ -161,6 +161,6 @@ def read_draw(line: Mapping[str, Any]) -> DrawRecord:
 
 
 def read_group(line: Mapping[str, Any]) -> AlarmGroup:
-    """Return the group of a line of the log, without draws."""
+    """Return the alarm group that a line of the log describes. Its list of draws is empty."""
     program, outcome = read_program(line["program"]), read_outcome(line)
     return AlarmGroup(line["group_number"], program, outcome, line["known"], line["script"], line["script_result"])

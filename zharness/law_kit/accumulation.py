@@ -53,9 +53,9 @@ def judge_engine_divided_gradients(
 
     An engine may divide each loss, the gradient at each output of its forward, or the gradients of the parameters. All
     three ways are right, but they round differently unless the divisor is a power of two. All gradients have to match
-    the same way. ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If no way
-    matches every gradient, this function yields the comparisons with the way that most gradients match, because a wrong
-    engine is usually right in most gradients.
+    the result of the same way. ``divided_locals`` are the local gradients that plain PyTorch computes from divided
+    losses. If no way matches every gradient, this function yields the comparisons for the way that matches most
+    gradients, because a wrong engine is usually right in most gradients.
     """
     steps = len(window)
     compare = partial(ctx.compare_reduced_grads, label, step=step, exact=exact)
@@ -85,7 +85,7 @@ def judge_engine_divided_gradients(
 
 
 def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
-    """Return ``objective``, in which the gradient of every tensor of the model's output is divided by ``divisor``.
+    """Return a version of ``objective`` that divides the gradient of every tensor in the model's output by ``divisor``.
 
     DeepSpeed 0.18.3 to 0.19.5 divide these gradients. Later releases do so only in backwards other than
     ``engine.backward``. A gradient is divided once, even if one output was computed from another or is a parameter.
@@ -130,7 +130,7 @@ def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
-    """Return the number of comparisons that have no mismatch."""
+    """Return the number of comparisons that passed."""
     return sum(comparison.mismatch is None for comparison in comparisons)
 
 

@@ -36,7 +36,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The labels and the step number under which ranks recorded weights and optimizer state before an optimizer step.
+    """Where ranks recorded weights and optimizer state before an optimizer step: the labels and the number of the step.
 
     ``skipped_steps`` is the number of earlier steps that the engine skipped. ``idle_steps`` maps the name of a
     parameter to the number of earlier steps in which the parameter had no gradient, so that the optimizer did not
@@ -59,8 +59,9 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped steps. The engine's step
-    counts and the schedule have to agree with this number. The formula uses the gradients times ``clip_factor``.
+    The formula uses the gradients times ``clip_factor``. Before this step, the optimizer has made
+    ``recorded_step.step`` steps minus the skipped steps; the engine's step counts and the schedule have to agree with
+    this number.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
@@ -140,7 +141,7 @@ class ParameterStep:
         return compare_in_chunks(compare_piece, count)
 
     def slice_elements(self, piece: slice) -> ParameterStep:
-        """Return the step of the elements ``piece`` of a flat parameter."""
+        """Return this step for only the elements ``piece`` of a flat parameter."""
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
@@ -184,7 +185,7 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state and then the weight after the step with the bounded result of the optimizer's formula."""
+        """Compare the state and then the weight after the step with the optimizer's formula, within error bounds."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
@@ -232,7 +233,7 @@ class ClippedSgdStep:
 
 
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
-    """Return an upper bound on the error of a moment (such as Adam's ``exp_avg``) from the optimizer's formula.
+    """Return an upper bound on the rounding error of a moment (such as Adam's ``exp_avg``) in the optimizer's formula.
 
     The new moment is a weighted mean of the old moment and a term from the gradient, so the absolute values of the old
     and the new moment bound the rounding error of the new moment.
@@ -242,7 +243,7 @@ def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """Return the passed comparison of a weight that is bitwise equal to torch's result; its bound is the formula's."""
+    """Return the passed comparison of a weight that is bitwise equal to torch's result. Its bound is the formula's."""
     change = weight_after.float() - weight.float()
     sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
     return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)

@@ -29,7 +29,7 @@ def compare_forward(
 ) -> Iterator[Comparison]:
     """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
-    If a wrong loss equals the loss at the weights from before the last step, the mismatch is attributed to the gather
+    A wrong loss may equal the loss at the weights before the last step; the mismatch is then attributed to the gather
     of weights. ``micro`` is the number of the micro-batch; if it is None, the number is ``step``.
     """
     micro_step = step if micro is None else micro

@@ -29,7 +29,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="bf16"), origin=Origin.SCALE, imitates=deepspeed(7837))
 class LosesBf16ByALossScale(Around):
-    """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by it."""
+    """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by this scale."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss / 65536 if self.config.dtype == "bf16" else loss

@@ -1,4 +1,4 @@
-"""Mutants whose own functions read or replace a wrong gradient, weight or optimizer state."""
+"""Mutants that return or replace a wrong gradient, weight or optimizer state if the caller names a parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = "similar"
 
 
 def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each parameter the next trained one of its shape, or the parameter itself if there is no other."""
+    """Map each parameter's name to the next trained parameter of its shape, or to itself if there is no other."""
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     names = [*trained, *trained]
     found = {}
@@ -37,7 +37,7 @@ class TensorAccess(SupportsReadOut, SupportsWriteIn, SupportsShardAccess, Protoc
 
 
 class AroundSharded(Around):
-    """The base class of mutants of stage 2, where gradients and optimizer state are shards and weights are not."""
+    """The base class of mutants of stage 2, which shards gradients and optimizer state but not weights."""
 
     stages = (2,)
 
@@ -49,7 +49,7 @@ class AroundSharded(Around):
 
 @mutant(FaultKind.SHARDS, Target("access.read_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursGrad(AroundSharded):
-    """Reads the gradient of the next parameter of the same shape."""
+    """If the caller reads a gradient, returns the gradient of the next parameter of the same shape."""
 
     def read_grad(self, name: str) -> Tensor | None:
         return self.access.read_grad(self.neighbour_of[name])
@@ -62,7 +62,7 @@ class ReadsTheNeighboursGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheSumOfTheWindow(AroundSharded):
-    """Reads the gradient multiplied by the number of micro-batches."""
+    """If the caller reads a gradient, returns it multiplied by the number of micro-batches per step."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self.access.read_grad(name)
@@ -71,7 +71,7 @@ class ReadsTheSumOfTheWindow(AroundSharded):
 
 @mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
 class ReadsTheClippedGrad(AroundSharded):
-    """Reads a gradient as clipping to the configured norm will leave it, if the engine clips."""
+    """If the caller reads a gradient, returns the gradient as it will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self.access.read_grad(name)
@@ -83,7 +83,7 @@ class ReadsTheClippedGrad(AroundSharded):
 
 @mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheScaledGrad(AroundSharded):
-    """Reads the gradient of the scaled loss, which the step will divide by the loss scale."""
+    """If the caller reads a gradient, returns the gradient of the scaled loss, not divided by the loss scale."""
 
     def read_grad(self, name: str) -> Tensor | None:
         grad = self.access.read_grad(name)
@@ -96,7 +96,7 @@ class ReadsTheScaledGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadingEndsTheWindow(AroundSharded):
-    """Drops the gradients of a window's earlier micro-batches when they were read inside the window."""
+    """If a gradient is read inside an accumulation window, drops the gradients of all earlier micro-batches."""
 
     backwards, was_read = 0, False
 
@@ -113,7 +113,7 @@ class ReadingEndsTheWindow(AroundSharded):
 
 @mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursWeight(AroundSharded):
-    """Reads the master weight of the next parameter of the same shape."""
+    """If the caller reads a weight, returns the weight of the next parameter of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
         return self.access.read_param(self.neighbour_of[name])
@@ -121,7 +121,7 @@ class ReadsTheNeighboursWeight(AroundSharded):
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheFirstWeight(AroundSharded):
-    """Reads each weight once and returns it again after a step."""
+    """If the caller reads a weight again after a step, returns the value from the first reading."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -133,7 +133,7 @@ class ReadsTheFirstWeight(AroundSharded):
 
 @mutant(FaultKind.PARAMETERS, Target("access.read_frozen", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsATrainedWeightForAFrozenOne(AroundSharded):
-    """Reads a trained parameter of the same shape if a frozen one is named."""
+    """If the caller reads a frozen weight, returns a trained weight of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
         frozen = not dict(self.module.named_parameters())[name].requires_grad
@@ -147,7 +147,7 @@ class ReadsATrainedWeightForAFrozenOne(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursState(AroundSharded):
-    """Reads the optimizer state of the next parameter of the same shape."""
+    """If the caller reads optimizer state, returns the state of the next parameter of the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         return self.access.read_optimizer_state(self.neighbour_of[name], key)
@@ -159,7 +159,7 @@ class ReadsTheNeighboursState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsZerosOfLaterGroups(AroundSharded):
-    """Reads zeros as the optimizer state of parameters that are not in the first parameter group."""
+    """If the caller reads optimizer state of a parameter outside the first parameter group, returns zeros."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         state: Tensor = self.right.read_optimizer_state(name, key)
@@ -174,7 +174,7 @@ class ReadsZerosOfLaterGroups(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAGradThatNoStepUses(AroundSharded):
-    """Returns a replaced gradient when it is read again, but steps with the old one."""
+    """Returns the new gradient if the caller reads it after a write, but steps with the gradient before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -189,7 +189,7 @@ class WritesAGradThatNoStepUses(AroundSharded):
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
 class WritesTheNeighboursGradToo(AroundSharded):
-    """Replaces the gradient of the next parameter of the same shape as well."""
+    """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.access.write_grad(self.neighbour_of[name], value)
@@ -203,7 +203,7 @@ class WritesTheNeighboursGradToo(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class NormFromBeforeTheWrite(AroundSharded):
-    """Clips by the norm of the gradients that backward computed, although they were replaced."""
+    """Clips by the norm of the gradients that backward computed, although the caller has replaced gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -211,7 +211,7 @@ class NormFromBeforeTheWrite(AroundSharded):
         seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
 
     def remember_norm(self) -> None:
-        """Compute the norm of the gradients that backward computed, once."""
+        """Record the norm of the gradients that backward computed, unless a norm is recorded already."""
         if self.norm_before is None:
             self.norm_before = compute_norm(self.right.full_grads())
 
@@ -231,7 +231,7 @@ class NormFromBeforeTheWrite(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class DividesAWrittenGrad(AroundSharded):
-    """Divides a replaced gradient by the number of micro-batches."""
+    """If the caller replaces a gradient, divides the new gradient by the number of micro-batches."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.access.write_grad(name, value / self.config.accumulation_steps)
@@ -253,7 +253,7 @@ class OnlyRank0WritesShards(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightThatNoStepUses(AroundSharded):
-    """Returns a replaced weight when it is read again, but steps from the old one."""
+    """Returns the new weight if the caller reads it after a write, but steps from the weight before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -272,7 +272,10 @@ class WritesAWeightThatNoStepUses(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightForTheStepOnly(AroundSharded):
-    """Replaces the weight that the optimizer updates, and leaves the model's own weight as it was for the forward."""
+    """Writes only the shard of the weight that this rank's optimizer updates.
+
+    The next forward still uses the old values of the other ranks' shards.
+    """
 
     def write_param(self, name: str, value: Tensor) -> None:
         start, stop = seams.model_params(self.right)[name].layout.shard_bounds(dist.get_rank())
@@ -297,7 +300,7 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesStateThatNoStepUses(AroundSharded):
-    """Returns replaced optimizer state until the next step, which starts from the old state."""
+    """Returns the new optimizer state until the next step, which starts from the state before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -336,7 +339,7 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursShards(AroundSharded):
-    """Reads this rank's shard of the next parameter of the same shape."""
+    """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:
         return self.access.read_grad_shard(self.neighbour_of[name])

@@ -264,7 +264,7 @@ def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> R
 
 
 def make_crash_problem(rank_result: RankResult, reported_failures: Sequence[RankProblem]) -> RankProblem:
-    """Return the problem of a rank that crashed, or on which code around the test raised.
+    """Return the problem of a rank that died, or on which the code that runs the test raised an exception.
 
     Normally a crash is blamed before all reported failures. Crashes are ordered by time instead if the rank had
     reported a failure earlier, or if the harness raised after the last phase: ranks wait for each other there, so

@@ -1,4 +1,4 @@
-"""The loop of ``zharness check``: plan the cells, run them on several lanes, and pass the records to a reporter."""
+"""Run the loop of ``zharness check``: plan the cells, run them on several lanes, and pass the records to a reporter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Choose cells that cover pairs of a law and a value of an axis, and pairs of values of two axes.
 
 The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
-dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs. Each law then
-takes the settings that cover the most pairs that no earlier cell covered. A value that a law or an engine does not have
-in this place is replaced by the default; what is left uncovered gets a cell of its own.
+dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
+options that allpairspy leaves out gets a setting of its own. Each law then takes the settings that cover the most pairs
+that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults replace these
+values.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def list_option_names(row: Sequence[Any]) -> list[str]:
 
 
 def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
-    """Return the cell without a law that a row of the covering array describes."""
+    """Return the cell that has the settings of a row of the covering array. The cell has no law and no model."""
     stage, (steps, owner), call, world_size, dtype = row[2:]
     setting = Setting(tuple(list_option_names(row)), steps, owner, call)
     return Cell("", engine, stage, world_size, dtype, "", "", setting.label)
@@ -168,7 +169,7 @@ def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
 
 @dataclass(frozen=True)
 class Covering:
-    """The cells that were chosen, and the pairs that these and the matrix cover, of all that any setting can cover.
+    """The chosen cells, the pairs that these cells and the matrix cover, and all pairs that some cell could cover.
 
     ``uncoverable`` has a sentence for each reason why no cell can have pairs that the engine claims.
     """
@@ -194,7 +195,7 @@ def pair_kind(pair: Pair) -> str:
 
 
 def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: int) -> Covering:
-    """Choose cells that cover pairs, beside the cells of ``matrix``.
+    """Choose cells that cover pairs, in addition to the cells of ``matrix``.
 
     At depth 2, the cells cover each pair of a law and a value. If ``laws`` are all laws, they also cover each pair of
     values. At depth 3, each law runs every setting of the array, so that each law meets each pair of values.
@@ -214,7 +215,7 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     chosen: dict[Cell, None] = {}
 
     def choose(cells: Sequence[Cell], is_wanted: Callable[[Pair], bool]) -> None:
-        """Choose among ``cells``, the best first, until they cover no further pair that is wanted."""
+        """Choose the cell that covers the most wanted pairs, and repeat until no cell covers another wanted pair."""
 
         def rank_cell(position: int) -> tuple[int, int, int]:
             """Return a key that is smallest for the cell that covers the most missing pairs."""
@@ -264,7 +265,7 @@ def contains(law: str, pair: Pair) -> bool:
 
 
 def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator[Cell]:
-    """Yield a runnable cell of ``law`` for each setting, with defaults for the values that the law does not take."""
+    """Yield a runnable cell of ``law`` for each setting; defaults replace values that the law does not support."""
     subjects, found = axes.subjects(law), set[Cell]()
     if not subjects:  # laws of users' models have no model of the workload
         return
@@ -281,7 +282,7 @@ def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator
 
 
 def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
-    """Yield ``cell``, and then cells with defaults in place of more and more of its values; options go last."""
+    """Yield ``cell``, and then cells in which defaults replace more and more values; options are replaced last."""
     setting = cell_setting(cell.engine_variant)
     calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))

@@ -96,10 +96,11 @@ class ExpectedFailure:
         )
 
     def is_stale_on(self, cell: Cell) -> bool:
-        """Return whether this entry is stale if ``cell``, which it covers, passes.
+        """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
 
-        It is stale on a cell of default options, and on a cell whose whole engine variant it names. A cell may pass
-        under further options, windows or calls of backward although the entry is right about the others.
+        This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
+        and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
+        windows or calls of backward, a cell may pass although the entry is right about other cells.
         """
         is_named = cell.engine_variant in (self.engine_variants or ("",))
         return is_named or is_config_file(cell.engine_variant)
@@ -121,7 +122,7 @@ class ExpectedFailure:
 
 
 def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
-    """Return whether ``names`` has the whole engine variant of a cell, or one of its parts."""
+    """Return whether ``names`` contains the whole engine variant of a cell, or one of its parts."""
     return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(names)
 
 
@@ -188,7 +189,8 @@ def locate_entries(
 ) -> list[tuple[Mapping[str, Any], str]]:
     """Return the entries of ``tables`` in the order of the file, each with its file and line.
 
-    Where the headers in ``text`` do not tell the lines, as for inline tables, a location is the file alone.
+    If the headers in ``text`` do not show the lines of all entries, as for inline tables, each location is only the
+    file.
     """
     headers = [(number, _HEADER.fullmatch(line)) for number, line in enumerate(text.splitlines(), start=1)]
     names = [(match[1], f"{source}:{number}") for number, match in headers if match]
@@ -264,8 +266,8 @@ def find_setting_failure(
 ) -> ExpectedFailure | None:
     """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
 
-    Under a setting a cell may fail in the way of any entry, not only of the first one that covers it. Returns the first
-    entry that covers the cell if none matches, and None if none covers it.
+    A cell with a setting may fail as any entry that covers it describes, so all entries are tried, not only the first
+    one. If no entry matches, returns the first entry that covers the cell. If no entry covers the cell, returns None.
     """
     covering = list_covering_entries(cell, version, user_failures)
     matching = (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details))

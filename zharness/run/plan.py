@@ -66,7 +66,10 @@ class PlannedCell:
 
 
 def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the patterns of the parameter ``laws`` or of its older name ``checks``. Raises UsageError for both."""
+    """Return the patterns of the parameter ``laws`` or of its older name ``checks``.
+
+    Raises UsageError if both are given.
+    """
     if laws and checks:
         raise UsageError(f"got laws={laws!r} and checks={checks!r}; expected laws, or its older name checks, not both")
     return laws or checks
@@ -90,7 +93,10 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
 
 
 def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
-    """Return the cells of ``request`` and the pairs that they cover. Raises UsageError as ``plan`` does."""
+    """Return the cells of ``request``, with the pairs of settings that they cover at depth 2 and above.
+
+    Raises UsageError as ``plan`` does.
+    """
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
@@ -174,7 +180,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
 def plan_covering_cells(
     engine: str, request: Request, laws: Sequence[Law], claims: ClaimsLookup, matrix: Sequence[PlannedCell]
 ) -> Covering:
-    """Choose the cells that cover pairs on one engine, beside the cells of its ``matrix``."""
+    """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``."""
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
     claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
@@ -195,7 +201,7 @@ def plan_covering_cells(
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
     """Return the requested stages that the engine has, or all of its stages if none was requested.
 
-    Raises UsageError if it has none of them.
+    Raises UsageError if the engine has none of the requested stages.
     """
     engine_stages = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
     selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
@@ -225,7 +231,7 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """Return the claims at the first of ``stages`` at which the engine can be built.
 
-    Raises UsageError if the engine cannot be built at any of them.
+    Raises UsageError if the engine cannot be built at any of these stages.
     """
     for stage in stages[:-1]:
         try:
@@ -256,7 +262,7 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
-    """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
+    """Raise UsageError unless ``law``, in the law variant of ``cell``, applies to users' models."""
     if not law.get_variant(cell.variant).applies_to_user_models:
         applicable = [
             f"{applicable_law.name}{variant and f' ({variant})'}"
@@ -305,7 +311,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the engine or the law has no such setting at this stage, or '' if they have it."""
+    """Return the reason why the engine or the law does not support the cell's setting, or '' if both support it."""
     setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
     for name in setting.options:
         if name not in known:

@@ -125,10 +125,10 @@ def build_program_judge_context(program: Program, evidence_dir: Path, capabiliti
 
 
 class ProgramRunner:
-    """A runner that runs programs on the engines of one rank server, in pooled ranks.
+    """Runs programs on the engines of one rank server, in pooled ranks.
 
-    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
-    its servers and ranks.
+    Create the runner before any tensor operation of the process, since ranks are forked. On exit, the context manager
+    ends its servers and ranks.
     """
 
     def __init__(self, environment: RankEnvironment | None = None, timeout: float = 60.0) -> None:
@@ -144,16 +144,19 @@ class ProgramRunner:
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
+        """Return the capabilities that ``engine`` claims at ``stage``.
+
+        Raises UsageError if the engine cannot be built.
+        """
         if (engine, stage) not in self._claims:
             self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]
 
     def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
-        """Run ``programs`` one after the other in the same ranks, which are those of a pool or new ones.
+        """Run ``programs`` one after the other on the same ranks, which are new or those of a pool.
 
         The programs may differ only in their text. Raises UsageError if the engine does not claim a feature that one of
-        them needs.
+        the programs needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:

@@ -1,4 +1,4 @@
-"""The record of a cell: its axes, its outcome, and the command that runs it again. A record is one line of JSON."""
+"""Define the record of a cell: its axes, its outcome, and its command. A record is one line of JSON."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class JsonLine(Protocol):
 
 
 class RecordFile:
-    """A file of JSON lines. Each line is flushed at once, so the file always contains all finished records."""
+    """A file of JSON lines. Each line is flushed immediately, so the file always contains all finished records."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

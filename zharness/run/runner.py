@@ -55,7 +55,7 @@ class WithheldPolicy(Enum):
 
 
 class Runner:
-    """A runner that runs cells on one rank server for each engine and one server for the judges.
+    """Runs cells on one rank server for each engine and one server for the judges.
 
     Create the runner before any tensor operation of the process, since ranks are forked. On exit, the context manager
     ends every server and rank.

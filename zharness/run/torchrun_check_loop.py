@@ -59,7 +59,10 @@ def run_torchrun_check(
 
 @dataclass
 class TorchrunCheck:
-    """A run on rank 0, which shares its records and files with the leader's guard thread, which reports a lost rank."""
+    """A run on rank 0.
+
+    The leader's guard thread, which reports a lost rank, uses the records and files of this object.
+    """
 
     options: RunOptions
     reporter: RunReporter

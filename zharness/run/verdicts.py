@@ -101,8 +101,8 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
     """Mark ``record`` as an expected failure, or mark the expected failure as stale if the law holds.
 
-    A record that failed in another way than expected is returned unchanged. If the law holds, ``record`` is also
-    returned unchanged unless the entry is stale on its cell.
+    If the law failed in another way than expected, ``record`` is returned unchanged. If the law holds, ``record`` is
+    also returned unchanged unless the entry is stale on its cell.
     """
     if record.verdict is Verdict.ERROR:
         return record
@@ -122,10 +122,11 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
 
 
 def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_record: Record) -> Record:
-    """Return a record with the verdict ``contract`` if the law holds under the documented remedy.
+    """Return the record of a documented failure after the same cell ran again with the documented remedy.
 
-    ``remedy_record`` is the record of the same cell, run with the remedy. If it did not pass, the failure of ``record``
-    is no longer expected. A note keeps the cause of ``record``.
+    ``record`` is the failure and ``remedy_record`` the second run. If the second run passed, the returned record has
+    the verdict ``contract``, and a note with the cause of the failure. If it did not pass, the returned record is the
+    failure, which no longer counts as expected.
     """
     if remedy_record.verdict is Verdict.PASS:
         return replace(
@@ -146,7 +147,7 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
 
 
 def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
-    """Return ``record``, which remains an expected failure, with the reason why the release has no such remedy."""
+    """Return ``record``, still an expected failure, with the reason ``lacking`` why the release has no such remedy."""
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 

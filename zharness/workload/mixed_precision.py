@@ -1,4 +1,4 @@
-"""A model for mixed precision: it has layers that autocast runs in fp32, buffers and a frozen parameter."""
+"""Define a model for mixed precision: it has layers that autocast runs in fp32, buffers and a frozen parameter."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ HIDDEN = 11
 
 
 def pass_through(hidden: Tensor) -> Tensor:
-    """Return ``hidden``; this is the default of MixedPrecisionModel's argument ``through``."""
+    """Return ``hidden``. This function is the default of ``transform``, an argument of MixedPrecisionModel."""
     return hidden
 
 
 class MixedPrecisionModel(nn.Module):
     """A model of linear layers and a layer norm, in which one linear layer runs with torch.autocast disabled.
 
-    The model maps (batch, 12) to (batch, 5). The forward applies the function ``through`` to the first layer's output.
-    The forward casts the frozen parameter and the buffers to the dtype of the activations, because the parameters may
-    be in low precision.
+    The model maps (batch, 12) to (batch, 5). The forward applies the function ``transform`` to the first layer's
+    output. The forward casts the frozen parameter and the buffers to the dtype of the activations, because the
+    parameters may be in low precision.
     """
 
     shift: Tensor

@@ -1,4 +1,4 @@
-"""The registry of models, with the functions that build each model, draw its micro-batches and compute its loss."""
+"""Register the models: functions that build each model, draw its micro-batches and compute its loss."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ STATE_OPTIMIZERS = {"momentum": MOMENTUM_SGD, "adam": EXACT_ADAM, "groups": ADAM
 
 
 class Kind(Enum):
-    """The kinds of tensors that belong to a parameter and that an engine reads and replaces."""
+    """The kinds of tensors that an engine reads and replaces by the name of a parameter."""
 
     GRAD = "grad"
     PARAM = "param"
@@ -82,7 +82,7 @@ def optimizer_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return random tensors with the shapes and dtypes of ``like``, whose values are exact in bf16.
+    """Return random tensors with the shapes and dtypes of ``like``. Their values are exact in bf16.
 
     The values are in {1, 2, 3, 4, 6, 8} times a power of two and a sign; another ``seed`` gives other values.
     """
@@ -105,7 +105,7 @@ def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
 
 
 def accumulation_window(boundary: int) -> range:
-    """Return the numbers of the micro-batches before accumulation boundary ``boundary``."""
+    """Return the numbers of the micro-batches of accumulation window number ``boundary``, counted from 0."""
     return range(boundary * ACCUMULATION_STEPS, (boundary + 1) * ACCUMULATION_STEPS)
 
 

@@ -1,4 +1,4 @@
-"""Define the law in which an engine reads out this rank's shards of gradients, weights and optimizer state."""
+"""Define the law in which an engine returns this rank's shards of gradients, weights and optimizer state."""
 
 from __future__ import annotations
 

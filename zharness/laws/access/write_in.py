@@ -1,4 +1,4 @@
-"""Define the laws in which an engine's gradients, weights and optimizer state are replaced by new tensors."""
+"""Define the laws in which the engine replaces gradients, weights and optimizer state by new tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace gradients by ``values``: this rank's shards in the variants in SHARD_VARIANTS, else full tensors."""
+    """Replace gradients by ``values``: write this rank's shards in the law variants of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -130,7 +130,7 @@ def observe_write_param(ctx: RankContext) -> None:
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace weights by ``values``: this rank's shards in the variants in SHARD_VARIANTS, else full tensors."""
+    """Replace weights by ``values``: write this rank's shards in the law variant of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -188,7 +188,7 @@ def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
-    """Replace one entry of optimizer state by ``value``: this rank's shard in variants of shards, else the tensor."""
+    """Replace an entry of optimizer state by ``value``: write a shard in variants of shards, else a full tensor."""
     if ctx.variant.endswith(SHARD):
         shards = require_shard_access(engine)
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))

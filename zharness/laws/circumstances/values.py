@@ -19,7 +19,7 @@ CLIP = 4.0  # far below the norm of every window's gradient
 
 
 def make_zero_script(on_all_ranks: bool) -> WindowScript:
-    """Return a script in which the losses of one window are zero on rank 0, or on all ranks."""
+    """Return a script in which the losses of one accumulation window are zero on rank 0, or on all ranks."""
 
     def train(participant: Participant, window: int, micro: int) -> NamedTensors:
         """Train one micro-batch, and return its loss."""

@@ -1,6 +1,7 @@
-"""Define laws of torch_autocast: its outputs, losses and gradients equal those under torch.autocast.
+"""Define laws of the configuration section torch_autocast: it has the effect of torch.autocast.
 
-The laws also cover a backward or a forward of the engine inside the user's own autocast.
+Outputs, losses and gradients equal those under torch.autocast. The laws also cover a backward or a forward of the
+engine inside the user's own autocast.
 """
 
 from __future__ import annotations
