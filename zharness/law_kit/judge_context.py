@@ -45,13 +45,8 @@ class JudgeContext:
 
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
-<<<<<<< HEAD
-    configured. ``setting`` contains the cell's accumulation window, which repeats one micro-batch until the window is
-    full.
-=======
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
     full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
->>>>>>> w-model
     """
 
     baseline: Baseline

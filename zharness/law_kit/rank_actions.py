@@ -73,14 +73,10 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 
 
 def load_raises(load: Callable[[], None]) -> Tensor:
-<<<<<<< HEAD
-    """Call ``load``, and return 1 if it raises an exception, or 0 if it does not."""
-=======
     """Return 1 if ``load`` raises an exception, and otherwise 0.
 
     A NotImplementedError is raised again: a method that is not written refuses nothing.
     """
->>>>>>> w-model
     try:
         load()
     except NotImplementedError:
