@@ -81,7 +81,8 @@ class BufferPromise(Enum):
 class EngineOption:
     """One value of an option of an engine, which a cell may set.
 
-    - ``options`` is merged into ``EngineConfig.options``.
+    - ``options`` is merged into ``EngineConfig.options``. Its key ``replicas``, if it has one, is the number of ranks
+      that own each element of a sharded weight, according to ``layout()``.
     - ``refuses`` maps each feature that the engine refuses while the option is set to the reason.
     - ``excludes`` maps the name of each option that cannot be set together with this one to the reason. Options that
       give different values to one key exclude each other anyway.
@@ -107,6 +108,11 @@ class EngineOption:
     has_torch_kernels: bool = False
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that own each element of a sharded weight while the option is set."""
+        return int(self.options.get("replicas", 1))
 
     def refusal_at(self, world_size: int, dtype: str) -> str:
         """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
@@ -139,6 +145,7 @@ class Capabilities:
     - ``buffers`` is what the engine promises of the buffers that forwards write.
     - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
       a loss does not use every parameter; it is empty if the engine needs none.
+    - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -155,6 +162,7 @@ class Capabilities:
     scaled_sum: str = ""
     buffers: BufferPromise = BufferPromise.LOCAL
     unused_parameters_option: str = ""
+    replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -195,4 +203,5 @@ class Capabilities:
             refuses.update(option.refuses)
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
-        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels)
+        replicas = max(self.replicas, *(option.replicas for option in chosen))
+        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels, replicas=replicas)

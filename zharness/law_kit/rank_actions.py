@@ -1,4 +1,4 @@
-"""Define actions on a rank that several laws use."""
+"""Define actions that several laws perform on a rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Return a second loss of the same output.
+    """Return a loss of ``output`` other than the loss of the model.
 
     The loss is linear in the output with integer factors, so it is exact on the exact model.
     """

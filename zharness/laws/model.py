@@ -1,4 +1,4 @@
-"""Define the laws of a user's model: its configured training and its activation checkpointing match plain PyTorch."""
+"""Define the laws of a user's model: configured training and activation checkpointing give plain PyTorch's numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
     if not can_checkpoint(model):
         raise UsageError(
             f"the model of {spec.name} has no gradient_checkpointing_enable(), which models of transformers have and "
-            "this law calls; a model that checkpoints in another way is checked with checkpointing by every law"
+            "this law calls; if the model checkpoints in another way, every law runs with that checkpointing already"
         )
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

@@ -1,4 +1,4 @@
-"""Tier C: judge gradients of an engine's own kernels by the distance of torch's gradients from float64.
+"""Judge gradients of an engine's own kernels by the distance of torch's gradients from float64: tier C.
 
 The oracle is the plain model's gradient in float64, computed from the same rounded weights and inputs. The error of an
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
@@ -202,7 +202,10 @@ def error_statistics(calibration: Calibration, grads: Grads, names: Sequence[str
 
 
 def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
-    """Return |f - 1| for the factor f that best fits the gradient ``name`` to the oracle, in units of ``s``."""
+    """Return |f - 1| for the factor f for which f times the oracle is closest to the gradient ``name``.
+
+    The distance of each element is measured in units of ``s``.
+    """
     weighed = calibration.oracle[name] / calibration.units[name]
     norm = float(weighed.square().sum())
     return abs(float((calibration.normalized_errors(grads)[name] * weighed).sum())) / norm if norm else 0.0

@@ -16,9 +16,10 @@ from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
 def observe_ranks_agree(ctx: RankContext) -> None:
@@ -60,10 +61,9 @@ def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
     buffers, params = read_initial_buffers(ctx), None
     for step in range(STEPS):
         for label in ("params", "state", "facts"):
-            records = ctx.rank_records(label, step)
-            for name in records[0]:
-                yield compare_bitwise(ctx.location(name, Part.GATHER, step), records[0][name], records[0][name])
-                yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in records])
+            for name, tensor in ctx.rank_records(label, step)[0].items():
+                yield compare_bitwise(ctx.location(name, Part.GATHER, step), tensor, tensor)
+            yield from compare_record_of_ranks(ctx, label, step, step)
         if any(buffers):
             yield from compare_buffers(ctx, step, params, buffers, own_kernels)
         buffers = [dict(record) for record in ctx.rank_records("buffers", step)]
