@@ -150,7 +150,8 @@ class RankTestController:
         reports = add_local_teardown(item, nextitem, reports)
         if stop is None:
             inner_reports = merge_inner_reports(item, outcome)
-            plugin_support.count_failed_subtests(item, inner_reports)
+            if item is self._attempted_item:
+                plugin_support.count_failed_subtests(item, inner_reports)
             reports = self._replay.replay(item, nextitem, reports)
             reports[1:1] = inner_reports  # after setup, as without ranks
         self._log_reports(item, reports, side_effects)
