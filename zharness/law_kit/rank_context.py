@@ -130,7 +130,7 @@ class RankContext:
                 loss = self.spec.loss(batch.feed(engine), batch.target)
 
     def _run_backward(self, engine: Engine, loss: Tensor) -> None:
-        """Call backward in the way that the cell does. If the caller owns the accumulation, divide the loss first."""
+        """Run backward by the call that the cell's setting names; divide the loss first if the caller accumulates."""
         if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
             loss = loss / self.setting.accumulation_steps
         if self.setting.backward_call is BackwardCall.ENGINE:

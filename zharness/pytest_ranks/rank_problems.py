@@ -125,7 +125,7 @@ def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[Rank
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Return the result of one rank. If a phase has several reports, as with subtests, keep only the last report."""
+    """Return the result of one rank. If a phase has several reports, keep only the last report."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)

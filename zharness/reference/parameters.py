@@ -83,7 +83,7 @@ class Parameters:
         yield from remaining.values()
 
     def _cast_and_shard(self, param: ModelParam) -> None:
-        """Copy the parameter into a master weight if it has one, cast it to its dtype and, at stage 3, shard it."""
+        """Create the master weight of ``param`` if it has one, cast the parameter, and shard it at stage 3."""
         parameter, dtypes = param.parameter, param.dtypes
         if param.has_master:
             self.master_weights[param.name] = self._local_elements(param).to(dtypes.master_dtype, copy=True)
