@@ -50,7 +50,8 @@ def read_state_records(last_state: Mapping[str, Tensor]) -> Records:
 
 def ranks_agree_records(last_state: Mapping[str, Tensor]) -> Records:
     """Return what a rank records in the first step of training.ranks_agree."""
-    return {("params", 0): WEIGHT, ("state", 0): last_state}
+    kernels = {"own": torch.tensor(False)}
+    return {("kernels", 0): kernels, ("buffers", 0): {}, ("params", 0): WEIGHT, ("state", 0): last_state}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def count_mismatches(layout: tuple[Piece, ...], *options: str) -> int:
     evidence = RankEvidence((masters,), {"weight": layout})
     ctx = JudgeContext(
         Baseline(model_spec("mlp"), 0, 4), (evidence,) * 4, torch.float32, setting=Setting(options),
-        replicas=REPLICATED.with_options(options).replicas,
+        claims=REPLICATED.with_options(options),
     )  # fmt: skip
     return sum(comparison.mismatch is not None for comparison in judge_layout_coverage(ctx))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator
@@ -10,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,8 +20,16 @@ from zharness.pytest_ranks.inner_reports import merge_inner_reports
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.phase_replay import PhaseReplay
 from zharness.pytest_ranks.pool_teardown import make_pool_teardown_reports
-from zharness.pytest_ranks.rank_protocol import RankSideEffects, RankTestRunner, RecordedWarning, SessionStop
+from zharness.pytest_ranks.rank_protocol import RankTestRunner
 from zharness.pytest_ranks.rank_requirements import RankRequirements, check_item_world_sizes, get_rank_requirements
+from zharness.pytest_ranks.side_effects import (
+    RankSideEffects,
+    add_leftovers,
+    find_session_stop,
+    iter_side_effects,
+    replay_warning,
+    stop_session,
+)
 from zharness.pytest_ranks.terminal import open_terminal, reclaim_terminal
 from zharness.world import GroupOutcome, Isolation, RankEnd, RankOutcome, RankServer
 from zharness.world.server import RankEnvironment
@@ -144,7 +150,8 @@ class RankTestController:
         reports = add_local_teardown(item, nextitem, reports)
         if stop is None:
             inner_reports = merge_inner_reports(item, outcome)
-            plugin_support.count_failed_subtests(item, inner_reports)
+            if item is self._attempted_item:
+                plugin_support.count_failed_subtests(item, inner_reports)
             reports = self._replay.replay(item, nextitem, reports)
             reports[1:1] = inner_reports  # after setup, as without ranks
         self._log_reports(item, reports, side_effects)
@@ -349,38 +356,6 @@ def make_test_environment(warm_engine: str, echo: bool) -> RankEnvironment:
     return build_warm_up_environment(warm_engine, echo=echo)
 
 
-def iter_side_effects(outcome: GroupOutcome) -> Iterator[tuple[int, RankSideEffects]]:
-    """Yield the number of each rank that returned from the test, with the side effects that the rank reported."""
-    for rank in outcome.ranks:
-        if rank.end is RankEnd.RETURNED and rank.payload:
-            yield rank.rank, rank.value
-
-
-def add_leftovers(outcome: GroupOutcome, side_effects: dict[int, RankSideEffects]) -> GroupOutcome:
-    """Return ``outcome`` with the threads and processes that each rank left behind, from the rank's side effects."""
-    return replace(
-        outcome,
-        ranks=tuple(
-            replace(rank, leftovers=side_effects[rank.rank].leftovers) if rank.rank in side_effects else rank
-            for rank in outcome.ranks
-        ),
-    )
-
-
-def find_session_stop(outcome: GroupOutcome) -> SessionStop | None:
-    """Return the earliest request of a rank to stop the session, or None."""
-    notes = sorted((note for rank in outcome.ranks for note in rank.notes), key=lambda note: note.at_ns)
-    payloads: Iterator[Any] = (pickle.loads(note.payload) for note in notes)  # noqa: S301 - written by our own ranks
-    return next((payload for payload in payloads if isinstance(payload, SessionStop)), None)
-
-
-def stop_session(stop: SessionStop) -> None:
-    """End the pytest session as a rank requested: raise KeyboardInterrupt or pytest.exit.Exception."""
-    if stop.trigger == "keyboard":
-        raise KeyboardInterrupt(f"rank {stop.rank}: {stop.reason}")
-    pytest.exit(f"rank {stop.rank}: {stop.reason}", returncode=stop.returncode)
-
-
 def add_local_teardown(
     item: pytest.Item, nextitem: pytest.Item | None, reports: list[pytest.TestReport]
 ) -> list[pytest.TestReport]:
@@ -393,15 +368,6 @@ def add_local_teardown(
     if call.excinfo is None:
         return reports
     return [*reports, pytest.TestReport.from_item_and_call(item, call)]
-
-
-def replay_warning(item: pytest.Item, warning: RecordedWarning) -> None:
-    """Pass a warning that a rank recorded to the hook ``pytest_warning_recorded`` of the pytest process."""
-    message = warnings.WarningMessage(
-        warning.category(warning.message), warning.category, warning.filename, warning.line
-    )
-    kwargs = {"warning_message": message, "nodeid": item.nodeid, "when": warning.when, "location": warning.location}
-    item.ihook.pytest_warning_recorded.call_historic(kwargs=kwargs)
 
 
 def get_tmp_path_base(config: pytest.Config) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 from zharness.errors import UsageError
 
@@ -48,11 +49,13 @@ def run_again_if_failed(item: pytest.Item, nextitem: pytest.Item | None, attempt
 
 
 def count_failed_subtests(item: pytest.Item, reports: list[pytest.TestReport]) -> None:
-    """Count the failed subtests of a test for plugins that read the count, such as pytest-rerunfailures."""
+    """Count the failed subtests of a test that is run again, as pytest does; pytest-rerunfailures reads the count."""
     try:
         from _pytest.subtests import failed_subtests_key
     except ImportError:  # pytest before 9
         return
+    if isinstance(item, TestCaseFunction):
+        return  # pytest counts none of unittest's: they do not fail the test
     failed = sum(report.failed for report in reports)
     if failed:
         item.config.stash[failed_subtests_key][item.nodeid] += failed

@@ -25,48 +25,12 @@ from zharness.pytest_ranks.listeners import silence_listeners
 from zharness.pytest_ranks.phase_replay import add_error
 from zharness.pytest_ranks.phase_report import PhaseReport
 from zharness.pytest_ranks.rank_problems import STRICT_XPASS_PREFIX
+from zharness.pytest_ranks.side_effects import RankSideEffects, RecordedWarning, SessionStop
 from zharness.pytest_ranks.terminal import Terminal
 from zharness.world.current_rank import current_rank
 from zharness.world.leftovers import ProcessFingerprint, find_leftovers, take_fingerprint
 from zharness.world.messages import RankStatus
 from zharness.world.rank import ServerChannel, seed_torch
-
-
-@dataclass(frozen=True)
-class SessionStop:
-    """The request of a test to stop the whole session, made with ``pytest.exit`` or a KeyboardInterrupt."""
-
-    rank: int
-    trigger: str  # "exit" or "keyboard"
-    reason: str
-    returncode: int | None
-
-
-@dataclass(frozen=True)
-class RecordedWarning:
-    """A warning that pytest recorded on a rank, stored so that it can be pickled."""
-
-    category: type[Warning]
-    message: str
-    filename: str
-    line: int
-    when: str
-    location: tuple[str, int, str] | None
-
-
-@dataclass(frozen=True)
-class RankSideEffects:
-    """The effects of one test on one rank that the phase reports do not contain.
-
-    ``leftovers`` describes threads and processes that the test did not end. ``changed_state`` names process-wide
-    settings that the test changed.
-    """
-
-    recorded_warnings: tuple[RecordedWarning, ...] = ()
-    leftovers: tuple[str, ...] = ()
-    changed_state: str = ""
-    stop: SessionStop | None = None
-    benchmarks: tuple[bytes, ...] = ()  # the results of pytest-benchmark, pickled
 
 
 @dataclass(frozen=True)

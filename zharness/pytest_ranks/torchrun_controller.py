@@ -11,13 +11,14 @@ import pytest
 from _pytest.runner import runtestprotocol  # as in rank_protocol.py
 
 from zharness.errors import UsageError
-from zharness.pytest_ranks.controller import RankTestController, iter_side_effects
+from zharness.pytest_ranks.controller import RankTestController
 from zharness.pytest_ranks.inner_reports import merge_inner_reports
 from zharness.pytest_ranks.listeners import silence_listeners
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.rank_problems import load_phase_report
-from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR, PhaseReporter, RankSideEffects, RankTestRunner
+from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR, PhaseReporter, RankTestRunner
 from zharness.pytest_ranks.rank_requirements import RankRequirements, get_rank_requirements
+from zharness.pytest_ranks.side_effects import RankSideEffects, iter_side_effects
 from zharness.pytest_ranks.terminal import Terminal
 from zharness.world import GroupOutcome, Isolation, RankServer, current_rank
 from zharness.world.leader import Leader
@@ -127,7 +128,6 @@ class TorchrunTestController(RankTestController):
                 recorded_warnings=tuple(warning for warning in effects.recorded_warnings if warning not in logged),
             )
             for rank, effects in side_effects.items()
-            if rank != 0
         }
         super()._log_reports(item, reports, new_effects)
 
