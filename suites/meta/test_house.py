@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -183,3 +184,10 @@ def test_a_file_that_breaks_a_rule_is_reported(
     file.write_text(text)
     (violation,) = find_violations(rule, [file])
     assert words in violation
+
+
+def test_no_tracked_file_is_one_that_git_ignores() -> None:
+    """A tracked file named .venv once made ``python -m venv .venv`` fail in every clone."""
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert listed.returncode != 0 or not listed.stdout.split()  # an unpacked archive has no repository

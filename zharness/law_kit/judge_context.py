@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Capabilities, Feature
+from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
@@ -34,6 +36,7 @@ from zharness.parity.compare import (
 from zharness.parity.comparison import TensorLocation
 
 BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
+CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class JudgeContext:
 
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
-    configured. ``setting`` contains the cell's accumulation window, which repeats one micro-batch until the window is
-    full.
+    configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
+    full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
     """
 
     baseline: Baseline
@@ -53,6 +56,7 @@ class JudgeContext:
     declared_reduce_dtype: torch.dtype | None = None
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
+    claims: Capabilities = CLAIMS_EVERY_FEATURE
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -132,7 +136,7 @@ class JudgeContext:
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
         for record in records:
-            check_names("full_grads", dict.fromkeys(expected), record)
+            self.check_gradient_names(expected, record)
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
@@ -142,6 +146,23 @@ class JudgeContext:
                 yield from self._compare_reduced_grad(
                     name, records, micros, step, exact, scale, known if explain else None
                 )
+
+    def check_gradient_names(self, expected: Collection[str], record: Mapping[str, Tensor]) -> None:
+        """Raise EngineContractError unless ``record`` has the gradients ``expected``, those of used parameters.
+
+        An engine that refuses Feature.NO_GRADIENT may also have zeros for parameters that no rank used.
+        """
+        names = self.baseline.parameter_names
+        extra = [name for name in record if name in names and name not in expected]
+        if extra and self.claims.refusal(Feature.NO_GRADIENT) is None:
+            raise EngineContractError(
+                f"full_grads has gradients of {extra}, which no rank's loss uses; plain PyTorch leaves them None. "
+                "An engine that fills them with zeros refuses Feature.NO_GRADIENT"
+            )
+        wrong = [name for name in extra if bool(record[name].count_nonzero())]
+        if wrong:
+            raise EngineContractError(f"full_grads has gradients of {wrong} that are not zero, but no rank's loss uses")
+        check_names("full_grads", dict.fromkeys([*expected, *extra]), record)
 
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]

@@ -66,6 +66,7 @@ class Law:
     model; a run without such a law proves little about the model. ``sets_autocast`` says that the law runs with and
     without torch.autocast, so the user's configuration must not enable torch.autocast. ``applies_to_module`` returns
     whether the law tests anything for a user's module; if it is None, the law applies to every module.
+    ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
     """
 
@@ -84,6 +85,7 @@ class Law:
     steps_are_verbs: bool = False
     is_gradient_law: bool = False
     sets_autocast: bool = False
+    only_own_kernels: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 

@@ -17,7 +17,8 @@ from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.law_kit.record_comparisons import compare_record_of_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
     CHUNK_ELEMENTS,
@@ -306,8 +307,10 @@ def compare_published_weights(
             strict=True,
         )
     ):
+        found = {name: weight for name, weight in published.items() if name in masters}
+        check_names(f"the weights of rank {rank}, compared with those that the optimizer updates,", masters, found)
         for name, master in masters.items():
-            place = ctx.location(name, Part.GATHER, recorded_step.step - 1, rank)
+            place = ctx.location(name, Part.GATHER, max(0, recorded_step.step - 1), rank)
             yield compare_bitwise(place, master.to(published[name].dtype), published[name])
 
 
@@ -349,9 +352,4 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
     """Check that all ranks recorded the same names and values of weights and optimizer state."""
     for label in (recorded_step.params_label, recorded_step.state_label):
-        records = ctx.rank_records(label, recorded_step.step)
-        for record in records[1:]:
-            check_names(f"the record {label!r} of a rank, compared with that of rank 0,", records[0], record)
-        for name in records[0]:
-            place = ctx.location(name, Part.GATHER, recorded_step.step - 1)
-            yield from compare_ranks(place, [record[name] for record in records])
+        yield from compare_record_of_ranks(ctx, label, recorded_step.step, recorded_step.step - 1)

@@ -73,9 +73,14 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 
 
 def load_raises(load: Callable[[], None]) -> Tensor:
-    """Call ``load``, and return 1 if it raises an exception, or 0 if it does not."""
+    """Return 1 if ``load`` raises an exception, and otherwise 0.
+
+    A NotImplementedError is raised again: a method that is not written refuses nothing.
+    """
     try:
         load()
+    except NotImplementedError:
+        raise
     except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
         return torch.tensor(1.0)
     return torch.tensor(0.0)

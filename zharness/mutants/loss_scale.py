@@ -60,6 +60,28 @@ class ReportsTheScaledNorm(Around):
 
 @mutant(
     FaultKind.LOSS_SCALE,
+    Target("precision.grad_scaler", Part.REDUCTION, model="mixed", variant="clipped", parameter="norm"),
+    origin=Origin.PRECISION,
+)
+class UnscalesTheNormByTheNextScale(Around):
+    """Divides the norm of the scaled gradients by the loss scale that holds after the step."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.growth = 1.0
+
+    def step(self) -> None:
+        scale = self.right.observe().loss_scale
+        self.right.step()
+        self.growth = self.right.observe().loss_scale / scale
+
+    def grad_norm(self) -> float | None:
+        norm = self.right.grad_norm()
+        return None if norm is None else norm / self.growth
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16"),
     origin=Origin.PRECISION,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
+from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess, SupportsWriteIn
 from zharness.mutants import seams
 from zharness.mutants.around import Around
 from zharness.mutants.gradient_norm import compute_norm
@@ -30,6 +32,10 @@ def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str
     return found
 
 
+class TensorAccess(SupportsReadOut, SupportsWriteIn, SupportsShardAccess, Protocol):
+    """An engine with all functions that read and replace single tensors."""
+
+
 class AroundSharded(Around):
     """The base class of mutants of stage 2, which shards gradients and optimizer state but not weights."""
 
@@ -37,6 +43,7 @@ class AroundSharded(Around):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
+        self.access: TensorAccess = self.right
         self.neighbour_of = neighbours(self.module, self.right.full_params())
 
 
@@ -45,8 +52,7 @@ class ReadsTheNeighboursGrad(AroundSharded):
     """If the caller reads a gradient, returns the gradient of the next parameter of the same shape."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(self.neighbour_of[name])
-        return grad
+        return self.access.read_grad(self.neighbour_of[name])
 
 
 @mutant(
@@ -59,7 +65,7 @@ class ReadsTheSumOfTheWindow(AroundSharded):
     """If the caller reads a gradient, returns it multiplied by the number of micro-batches per step."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         return None if grad is None else grad * self.config.accumulation_steps
 
 
@@ -68,7 +74,7 @@ class ReadsTheClippedGrad(AroundSharded):
     """If the caller reads a gradient, returns the gradient as it will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         if grad is None or self.config.clip is None:
             return grad
         factor = min(1.0, self.config.clip / compute_norm(self.right.full_grads()))
@@ -80,7 +86,7 @@ class ReadsTheScaledGrad(AroundSharded):
     """If the caller reads a gradient, returns the gradient of the scaled loss, not divided by the loss scale."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         return None if grad is None else grad * float(self.right.observe().loss_scale)
 
 
@@ -102,8 +108,7 @@ class ReadingEndsTheWindow(AroundSharded):
 
     def read_grad(self, name: str) -> Tensor | None:
         self.was_read = True
-        grad: Tensor | None = self.right.read_grad(name)
-        return grad
+        return self.access.read_grad(name)
 
 
 @mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
@@ -111,8 +116,7 @@ class ReadsTheNeighboursWeight(AroundSharded):
     """If the caller reads a weight, returns the weight of the next parameter of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
-        weight: Tensor | None = self.right.read_param(self.neighbour_of[name])
-        return weight
+        return self.access.read_param(self.neighbour_of[name])
 
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
@@ -133,8 +137,7 @@ class ReadsATrainedWeightForAFrozenOne(AroundSharded):
 
     def read_param(self, name: str) -> Tensor | None:
         frozen = not dict(self.module.named_parameters())[name].requires_grad
-        weight: Tensor | None = self.right.read_param(self.neighbour_of[name] if frozen else name)
-        return weight
+        return self.access.read_param(self.neighbour_of[name] if frozen else name)
 
 
 @mutant(
@@ -147,8 +150,7 @@ class ReadsTheNeighboursState(AroundSharded):
     """If the caller reads optimizer state, returns the state of the next parameter of the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        state: Tensor | None = self.right.read_optimizer_state(self.neighbour_of[name], key)
-        return state
+        return self.access.read_optimizer_state(self.neighbour_of[name], key)
 
 
 @mutant(
@@ -160,7 +162,7 @@ class ReadsZerosOfLaterGroups(AroundSharded):
     """If the caller reads optimizer state of a parameter outside the first parameter group, returns zeros."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        state = self.right.read_optimizer_state(name, key)
+        state: Tensor = self.right.read_optimizer_state(name, key)
         in_later_group = len(self.config.optimizer.groups) > 0 and name.endswith("bias")
         return torch.zeros_like(state) if in_later_group else state
 
@@ -182,7 +184,7 @@ class WritesAGradThatNoStepUses(AroundSharded):
         self.written[name] = value.clone()
 
     def read_grad(self, name: str) -> Tensor | None:
-        return self.written[name] if name in self.written else self.right.read_grad(name)
+        return self.written[name] if name in self.written else self.access.read_grad(name)
 
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
@@ -190,8 +192,8 @@ class WritesTheNeighboursGradToo(AroundSharded):
     """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        self.right.write_grad(self.neighbour_of[name], value)
-        self.right.write_grad(name, value)
+        self.access.write_grad(self.neighbour_of[name], value)
+        self.access.write_grad(name, value)
 
 
 @mutant(
@@ -215,11 +217,11 @@ class NormFromBeforeTheWrite(AroundSharded):
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.remember_norm()
-        self.right.write_grad(name, value)
+        self.access.write_grad(name, value)
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
         self.remember_norm()
-        self.right.write_grad_shard(name, value)
+        self.access.write_grad_shard(name, value)
 
 
 @mutant(
@@ -232,7 +234,7 @@ class DividesAWrittenGrad(AroundSharded):
     """If the caller replaces a gradient, divides the new gradient by the number of micro-batches."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        self.right.write_grad(name, value / self.config.accumulation_steps)
+        self.access.write_grad(name, value / self.config.accumulation_steps)
 
 
 @mutant(FaultKind.RANKS, Target("access.write_grad", model=MODEL, variant="shard"), origin=Origin.ONLOOKERS)
@@ -240,8 +242,8 @@ class OnlyRank0WritesShards(AroundSharded):
     """Ignores the shards of gradients that ranks other than rank 0 replace."""
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
-        kept = self.right.read_grad_shard(name)
-        self.right.write_grad_shard(name, value if dist.get_rank() == 0 else kept)
+        kept = self.access.read_grad_shard(name)
+        self.access.write_grad_shard(name, value if dist.get_rank() == 0 else kept)
 
 
 @mutant(
@@ -261,7 +263,7 @@ class WritesAWeightThatNoStepUses(AroundSharded):
         self.written[name] = value.clone()
 
     def read_param(self, name: str) -> Tensor | None:
-        return self.written[name] if name in self.written else self.right.read_param(name)
+        return self.written[name] if name in self.written else self.access.read_param(name)
 
 
 @mutant(
@@ -287,8 +289,8 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     """Ignores the shards of weights that ranks other than rank 0 replace."""
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
-        kept = self.right.read_param_shard(name)
-        self.right.write_param_shard(name, value if dist.get_rank() == 0 else kept)
+        kept = self.access.read_param_shard(name)
+        self.access.write_param_shard(name, value if dist.get_rank() == 0 else kept)
 
 
 @mutant(
@@ -308,7 +310,7 @@ class WritesStateThatNoStepUses(AroundSharded):
         self.written[name, key] = value.clone()
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        return self.written[name, key] if (name, key) in self.written else self.right.read_optimizer_state(name, key)
+        return self.written[name, key] if (name, key) in self.written else self.access.read_optimizer_state(name, key)
 
     def step(self) -> None:
         self.right.step()
@@ -326,7 +328,7 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
 
     def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
         if dist.get_rank() == 0:
-            self.right.write_optimizer_state_shard(name, key, value)
+            self.access.write_optimizer_state_shard(name, key, value)
 
 
 @mutant(
@@ -340,13 +342,10 @@ class ReadsTheNeighboursShards(AroundSharded):
     """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:
-        shard: Tensor = self.right.read_grad_shard(self.neighbour_of[name])
-        return shard
+        return self.access.read_grad_shard(self.neighbour_of[name])
 
     def read_param_shard(self, name: str) -> Tensor:
-        shard: Tensor = self.right.read_param_shard(self.neighbour_of[name])
-        return shard
+        return self.access.read_param_shard(self.neighbour_of[name])
 
     def read_optimizer_state_shard(self, name: str, key: str) -> Tensor:
-        shard: Tensor = self.right.read_optimizer_state_shard(self.neighbour_of[name], key)
-        return shard
+        return self.access.read_optimizer_state_shard(self.neighbour_of[name], key)

@@ -107,6 +107,14 @@ class Baseline:
             result = run_backward(model, weighed, self.loss_scale)
         return LocalResult(loss.detach(), result.grads)
 
+    def run_forward(self, rank: int, step: int, params: Mapping[str, Tensor] | None = None) -> LocalResult:
+        """Return the loss of one rank's micro-batch, in the grad mode of the caller and without gradients.
+
+        torch's recurrent layers have other kernels under no_grad, which round differently.
+        """
+        model, batch = self.build_module(params), self.batch(rank, step)
+        return LocalResult(self.objective(self.compute_output(model, batch), batch).detach(), {})
+
     def run_all_ranks(
         self,
         step: int = 0,

@@ -23,10 +23,12 @@ from zharness.cell import Cell, is_cell_id
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
 from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
+from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation
 from zharness.world.launch import detect_launch
@@ -98,8 +100,9 @@ class RunOptions:
 class RunResult:
     """The records of a run in the order of the matrix.
 
-    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, and ``coverage`` a sentence
-    for each engine with the number of covered pairs.
+    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, or only cells that pass under
+    options that it names. ``coverage`` has a sentence for each engine with the number of covered pairs, and one for
+    each claim that would add cells.
     """
 
     records: list[Record]
@@ -157,7 +160,17 @@ def run_request(
         pin_runners_to_cores(runners, cells)
         finished = run_cells(options.order_cells(cells), runners)
         records = list(write_with_progress(finished, open_sink(), len(cells)))
-    return RunResult(sort_as_planned(records, cells), unmatched_failures, describe_coverage(planned))
+        missing_claims = describe_missing_claims(cells, runners[0].claims)
+    records = sort_as_planned(records, cells)
+    unmatched_failures += find_stale_failures(request, options, records)
+    return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
+
+
+def find_stale_failures(request: Request, options: RunOptions, records: Sequence[Record]) -> list[str]:
+    """Describe the expected failures for options that no cell of a run needed; a run of single cells cannot know."""
+    if request.patterns and all(map(is_cell_id, request.patterns)):
+        return []
+    return describe_stale_failures(records, options.user_expected_failures)
 
 
 def sort_as_planned(records: Iterable[Record], cells: Sequence[PlannedCell]) -> list[Record]:

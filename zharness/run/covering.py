@@ -10,19 +10,19 @@ values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from heapq import heapify, heapreplace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, cast
 
 from allpairspy import AllPairs
 
 from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities
 from zharness.engines.options import find_exclusion
-from zharness.law_kit.setting import BackwardCall, Setting
+from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import Law, find_laws
 from zharness.run.configuration import cell_setting
 
@@ -39,15 +39,15 @@ WINDOWS = (
 class Axes:
     """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
 
-    ``claims_at`` maps each stage to what the engine claims there. ``is_runnable`` says whether a cell can run.
-    ``subjects`` returns the models and variants of a law.
+    ``claims_at`` maps each stage to what the engine claims there. ``find_refusal`` returns the reason why a cell
+    cannot run, or ''. ``subjects`` returns the models and variants of a law.
     """
 
     engine: str
     claims_at: dict[int, Capabilities]
     world_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    is_runnable: Callable[[Law, Cell], bool]
+    find_refusal: Callable[[Law, Cell], str]
     subjects: Callable[[Law], Sequence[tuple[str, str]]]
 
     @cached_property
@@ -60,6 +60,41 @@ class Axes:
                 for name, option in claims.engine_options.items()
                 if not option.absent
             )
+        )
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The values of all axes that the engine claims at some stage."""
+        settings = (
+            *(("window", Setting((), *window)) for window in WINDOWS),
+            *(("call", Setting(backward_call=call)) for call in BackwardCall),
+        )
+        return (
+            *(("option", name) for name in self.options),
+            *(("stage", stage) for stage in self.claims_at),
+            *(
+                (axis, setting.window if axis == "window" else setting.backward_call.value)
+                for axis, setting in settings
+                if self.claims_setting(setting)
+            ),
+            *(("world size", size) for size in self.world_sizes),
+            *(("dtype", dtype) for dtype in self.dtypes),
+        )
+
+    def claims_setting(self, setting: Setting) -> bool:
+        """Return whether the engine claims the features of ``setting`` at some stage."""
+        required = setting.required_features()
+        return any(all(claims.refusal(f) is None for f in required) for claims in self.claims_at.values())
+
+    def place_values(self, law: Law, stage: int, values: Sequence[Value]) -> Cell:
+        """Return a cell of ``law`` at ``stage`` with ``values``, the law's first model, and defaults."""
+        chosen = dict(values)
+        defaults = ("1", BackwardCall.ENGINE.value)
+        names = [name for axis, name in values if axis in ("option", "window", "call") and name not in defaults]
+        size, dtype = chosen.get("world size", self.world_sizes[0]), chosen.get("dtype", self.dtypes[0])
+        model, variant = self.subjects(law)[0]
+        return Cell(
+            law.name, self.engine, stage, cast(int, size), str(dtype), model, variant, "+".join(map(str, names))
         )
 
     def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
@@ -134,17 +169,22 @@ def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
 
 @dataclass(frozen=True)
 class Covering:
-    """The chosen cells, the pairs that these cells and the matrix cover, and all pairs that some cell could cover."""
+    """The chosen cells, the pairs that these cells and the matrix cover, and all pairs that some cell could cover.
+
+    ``uncoverable`` has a sentence for each reason why no cell can have pairs that the engine claims.
+    """
 
     cells: tuple[Cell, ...]
     covered: frozenset[Pair]
     coverable: frozenset[Pair]
+    uncoverable: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe in one line how many pairs of each kind are covered, as in ``law x option 980 of 980``."""
+        """Describe how many pairs of each kind are covered, as in ``law x option 980 of 980``, and which cannot be."""
         covered, coverable = (Counter(map(pair_kind, pairs)) for pairs in (self.covered, self.coverable))
         kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(coverable.items()))
-        return f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
+        sentence = f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
+        return "\n  ".join((sentence, *self.uncoverable))
 
 
 def pair_kind(pair: Pair) -> str:
@@ -164,7 +204,12 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
     covered: set[Pair] = set().union(*map(list_pairs, matrix))
-    coverable = frozenset(covered.union(*pairs.values()))
+    offered = covered.union(*pairs.values())
+    if len(laws) == len(find_laws(())):
+        for cell in find_missing_cells(axes, laws, offered):
+            pairs[cell] = list_pairs(cell)
+            offered |= pairs[cell]
+    coverable = frozenset(offered)
     if depth > 2:
         return Covering(tuple(pairs), coverable, coverable)
     chosen: dict[Cell, None] = {}
@@ -197,6 +242,23 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     return Covering(tuple(chosen), frozenset(covered), coverable)
 
 
+def find_missing_cells(axes: Axes, laws: Sequence[Law], offered: Set[Pair]) -> Iterator[Cell]:
+    """Yield a runnable cell for each two values that can occur in one cell and that are not in ``offered``.
+
+    The array lacks such a pair if allpairspy gave it up, or if each law replaced one of the values by a default.
+    """
+    placed = [law for law in laws if axes.subjects(law)]
+    placed.sort(key=lambda law: law.setting_support is not SettingSupport.WINDOWS_AND_CALLS)  # others take few values
+    for values in combinations(axes.values, 2):
+        is_pair = values[0][0] != values[1][0] or values[0][0] == "option"
+        if is_pair and frozenset(values) not in offered:
+            stages = [value for axis, value in values if axis == "stage"] or axes.claims_at
+            cells = ((law, axes.place_values(law, cast(int, stage), values)) for law, stage in product(placed, stages))
+            found = next((cell for law, cell in cells if not axes.find_refusal(law, cell)), None)
+            if found is not None:
+                yield found
+
+
 def contains(law: str, pair: Pair) -> bool:
     """Return whether ``pair`` is a pair of the law named ``law`` and a value."""
     return law in pair
@@ -211,7 +273,7 @@ def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator
         turned = [*subjects[number % len(subjects) :], *subjects[: number % len(subjects)]]
         for candidate in relax_setting(axes, setting):
             cells = (replace(candidate, law=law.name, model=model, variant=variant) for model, variant in turned)
-            runnable = next((cell for cell in cells if axes.is_runnable(law, cell)), None)
+            runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)
             if runnable is not None:
                 if runnable not in found:
                     found.add(runnable)

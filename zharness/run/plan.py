@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from zharness import engines
@@ -14,6 +14,7 @@ from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity.certificate import is_power_of_two
+from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
@@ -126,6 +127,11 @@ def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
 
 def validate_request(request: Request) -> None:
     """Raise UsageError for an engine, stage, dtype, model, world size or law that does not exist."""
+    if request.engine_variant and request.depth > 1:
+        raise UsageError(
+            f"got the variant {request.engine_variant!r} and depth {request.depth}; a covering array chooses the "
+            "options of its cells itself: leave out the variant, or use depth 1"
+        )
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:
@@ -183,11 +189,13 @@ def plan_covering_cells(
         claims_at,
         request.array_world_sizes or request.world_sizes,
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
-        lambda law, cell: not plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
+        lambda law, cell: plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
         lambda law: list(select_models(law, request.models)),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
-    return cover_pairs(axes, laws, runnable, request.depth)
+    covering = cover_pairs(axes, laws, runnable, request.depth)
+    is_whole = len(laws) == len(find_laws(()))
+    return replace(covering, uncoverable=tuple(describe_uncoverable_pairs(axes, laws, covering.coverable, is_whole)))
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:

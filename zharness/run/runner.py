@@ -21,7 +21,12 @@ from zharness.errors import WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
-from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, find_setting_failure
+from zharness.run.expected_failures import (
+    ExpectedFailure,
+    find_expected_failure,
+    find_pool_failure,
+    find_setting_failure,
+)
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
@@ -135,7 +140,11 @@ class Runner:
         if self.isolation is Isolation.POOLED and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
-            record = note_pool_difference(record, fresh)
+            explanation = find_pool_failure(
+                *(planned.cell, blank.engine_version, record.verdict.value, record.cause, record.details),
+                self.user_expected_failures,
+            )
+            record = note_pool_difference(record, fresh, explanation)
         return replace(record, seconds=time.monotonic() - began)
 
     def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
@@ -144,7 +153,7 @@ class Runner:
         version, user_failures = blank_record.engine_version, self.user_expected_failures
         expected = (
             find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
-            if cell.engine_variant
+            if cell.engine_variant or is_user_model(cell.model)
             else find_expected_failure(cell, version, user_failures)
         )
         if expected is not None:
@@ -214,20 +223,20 @@ class Runner:
         outcome = self._servers[cell.engine].submit(observe_task)
         if outcome.cause is not None:
             return make_failure_record(outcome, blank_record)
-        judge_task = self._make_judge_task(cell, evidence_dir, claims)
+        judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
         record = make_judged_record(self._judge_server.submit(judge_task), blank_record)
         if not can_locate_divergence(record.divergence, cell, claims):
             return record
         return self._locate_divergence(record, observe_task, judge_task)
 
-    def _make_judge_task(self, cell: Cell, evidence_dir: Path, claims: Capabilities) -> RankTask:
+    def _make_judge_task(self, cell: Cell, evidence_dir: Path, claims: Capabilities, isolation: Isolation) -> RankTask:
         """Build the task that judges the evidence of a cell."""
         return RankTask(
             observe_and_judge.judge,
             (cell, self.seed, str(evidence_dir), claims),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
-            isolation=self.isolation,
+            isolation=isolation,
             pool=factory_path(cell.model),
         )
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import zharness
+from zharness.run.changes import failure_signature
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
-from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
+from zharness.run.record import Record, Verdict
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
@@ -20,7 +21,11 @@ def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
     cause = outcome.cause
     assert cause is not None, "called only for a group that failed"
     return replace(
-        blank_record, verdict=verdict_of_rank_failure(cause), cause=cause.describe(), details=outcome.describe()
+        blank_record,
+        verdict=verdict_of_rank_failure(cause),
+        cause=cause.describe(),
+        details=outcome.describe(),
+        raising_frame=cause.raising_frame,
     )
 
 
@@ -150,13 +155,30 @@ def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lack
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
-def note_pool_difference(pooled: Record, fresh: Record) -> Record:
+def note_pool_difference(pooled: Record, fresh: Record, explanation: ExpectedFailure | None = None) -> Record:
     """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
 
-    The result is the record on fresh ranks, with a note if the verdicts differ.
+    The result is the record on fresh ranks, with the failure on pooled ranks if the two runs ended differently. A
+    difference that ``explanation`` expects is only noted.
     """
-    if pooled.verdict is fresh.verdict and pooled.is_expected == fresh.is_expected:
+    if not differs_on_fresh_ranks(pooled, fresh):
         return fresh
-    outcome = pooled.stale_reason or pooled.cause or pooled.verdict.value
-    note = f"{POOL_DIFFERENCE} ({pooled.verdict.value}): {' '.join(outcome.split())}"
-    return replace(fresh, notes=(*fresh.notes, note))
+    cause = " ".join((pooled.stale_reason or pooled.cause or pooled.verdict.value).split())
+    difference = f"{pooled.verdict.value} on ranks that earlier cells had used, {fresh.verdict.value} on fresh ranks"
+    if explanation is not None:
+        return replace(fresh, notes=(*fresh.notes, f"{difference}; expected: {explanation.upstream}"))
+    return replace(fresh, pool_difference=f"{difference}: {cause}")
+
+
+def differs_on_fresh_ranks(pooled: Record, fresh: Record) -> bool:
+    """Return whether a cell failed on fresh ranks in another way than on pooled ranks, or did not fail.
+
+    Two wrong numbers are the same failure if the first wrong tensor is the same, and two exceptions or hangs if their
+    messages differ only in numbers and folders.
+    """
+    if pooled.verdict is not fresh.verdict or pooled.is_expected != fresh.is_expected:
+        return True
+    first, second = pooled.divergence, fresh.divergence
+    if first is None or second is None:
+        return failure_signature(pooled) != failure_signature(fresh)
+    return (first.step, first.part, first.parameter) != (second.step, second.part, second.parameter)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zharness.workload.nets import FEATURES, OUTPUTS
 
@@ -38,8 +39,23 @@ class MixedPrecisionModel(nn.Module):
         self.register_buffer("steps", torch.tensor(7))
 
     def forward(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
-        hidden = nn.functional.gelu(self.norm(transform(self.first(x))))
+        return self.last(self.run_inner(self.run_norm(x, transform), x.dtype))  # type: ignore[no-any-return]
+
+    def run_norm(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
+        """Return the activations after the first layer, ``transform`` and the layer norm."""
+        return nn.functional.gelu(self.norm(transform(self.first(x))))
+
+    def run_inner(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the activations after the layer ``inner``, which runs in ``dtype`` with torch.autocast disabled."""
         hidden = hidden * self.gain.to(hidden.dtype) + self.shift.to(hidden.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            hidden = torch.tanh(self.inner(hidden.to(x.dtype)))
-        return self.last(hidden)  # type: ignore[no-any-return]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.tanh(self.inner(hidden.to(dtype)))
+
+
+class RecomputedMixedPrecisionModel(MixedPrecisionModel):
+    """MixedPrecisionModel, whose backward recomputes the first layer, and the last one by reentrant checkpointing."""
+
+    def forward(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
+        hidden = checkpoint(self.run_norm, x, transform, use_reentrant=False)
+        hidden = self.run_inner(hidden, x.dtype)
+        return checkpoint(self.last, hidden, use_reentrant=True)  # type: ignore[no-any-return]

@@ -286,6 +286,13 @@ MODELS: dict[str, ModelSpec] = {
             loss=_mse,
         ),
         ModelSpec(
+            name="recomputed",
+            summary="the model mixed, whose first and last layers are recomputed in backward",
+            build=mixed_precision.RecomputedMixedPrecisionModel,
+            batch=partial(_draw_float_batch, (nets.FEATURES,)),
+            loss=_mse,
+        ),
+        ModelSpec(
             name="stateful",
             summary="a batch norm with running statistics, and dropout: what differs in training and in evaluation",
             build=nets.StatefulModel,

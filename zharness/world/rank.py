@@ -40,6 +40,7 @@ from zharness.world.messages import (
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import RankEnd, RankOutcome
 from zharness.world.process_group import ProcessGroup
+from zharness.world.raising_frame import describe_raising_frame
 from zharness.world.streams import phase_marker
 from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
 
@@ -274,6 +275,7 @@ def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
         cause=f"{type(error).__name__}: {message}",
         exception=f"{type(error).__module__}.{type(error).__qualname__}",
         innermost_file=frames[-1].filename if frames else "",
+        raising_frame=describe_raising_frame(frames),
         traceback="".join(traceback.format_exception(error)),
     )
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import SupportsReadOut
 from zharness.errors import EngineContractError
 from zharness.law_kit.law import Law
@@ -98,7 +98,8 @@ def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
     """Return the elements of ``value`` that ``layout()`` assigns to this rank, zero-padded to the size of ``like``."""
-    pieces = [value.flatten()[p.start : p.stop] for p in engine.layout()[name] if p.rank == dist.get_rank()]
+    layout = engine.layout().get(name, (Piece(dist.get_rank(), 0, value.numel()),))
+    pieces = [value.flatten()[piece.start : piece.stop] for piece in layout if piece.rank == dist.get_rank()]
     elements = torch.cat([value.new_empty(0), *pieces])
     return torch.cat([elements, elements.new_zeros(like.numel() - elements.numel())]).to(like.dtype)
 

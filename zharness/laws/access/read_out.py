@@ -18,7 +18,7 @@ from zharness.law_kit.optimizer_step import (
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD, ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.record_comparisons import compare_record_of_ranks, compare_records
 from zharness.laws.access.common import (
     ACCUMULATION_STEPS,
     CLIP,
@@ -32,8 +32,7 @@ from zharness.laws.access.common import (
     train_micro_batch,
     trained_names,
 )
-from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
-from zharness.parity.compare import check_names
+from zharness.parity import Comparison, Part, compare_bitwise
 
 SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, WINDOW = "clipped", "window"
@@ -221,11 +220,7 @@ def judge_read_state(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, STATE_OPTIMIZERS[ctx.variant], grads, RecordedStep(step, "weights", "read"))
-        read = ctx.rank_records("read", step + 1)
-        for record in read:
-            check_names("read_optimizer_state", read[0], record)
-        for name in read[0]:
-            yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in read])
+        yield from compare_record_of_ranks(ctx, "read", step + 1, step)
 
 
 LAWS = (

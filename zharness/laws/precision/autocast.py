@@ -204,6 +204,7 @@ LAWS = (
         "gradients are plain PyTorch's with and without torch_autocast, and with backward inside a user's autocast",
         observe_states,
         judge_states,
+        models=("mixed", "recomputed"),
         variants=(Variant(applies_to_user_models=True),),
         sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",

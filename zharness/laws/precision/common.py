@@ -170,13 +170,14 @@ def precision_law(
     features: tuple[Feature, ...] = (Feature.AUTOCAST,),
     variants: tuple[Variant, ...] = (Variant(),),
     sets_autocast: bool = False,
+    models: tuple[str, ...] = ("mixed",),
 ) -> Law:
-    """Build a law of the group ``precision`` on the model ``mixed``."""
+    """Build a law of the group ``precision``, by default on the model ``mixed``."""
     return Law(
         name=f"precision.{name}",
         statement=statement,
         tier=Tier.STAGED,
-        models=("mixed",),
+        models=models,
         observe=observe,
         judge=judge,
         kept_because=kept_because,
