@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
+from zharness.parity import Comparison, Mismatch, Part, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
@@ -29,7 +29,7 @@ def compare_forward(
 ) -> Iterator[Comparison]:
     """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
-    If a wrong loss equals the loss at the weights from before the last step, the mismatch is attributed to the gather
+    A wrong loss may equal the loss at the weights before the last step; the mismatch is then attributed to the gather
     of weights. ``micro`` is the number of the micro-batch; if it is None, the number is ``step``.
     """
     micro_step = step if micro is None else micro
@@ -43,8 +43,10 @@ def compare_forward(
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
     """Attribute a mismatch to the gather of weights if the loss was computed from the weights before the last step."""
     before = ctx.rank_records("params", step - 1)[0]
-    stale = ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss
-    if float(stale) != mismatch.actual:
+    stale = [ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss]
+    with torch.no_grad():
+        stale.append(ctx.baseline.run_forward(mismatch.seen_on, micro, before).loss)
+    if mismatch.actual not in map(float, stale):
         return mismatch
     return replace(mismatch, part=Part.GATHER, hint=f"{STALE_FORWARD_HINT} step {step - 1}")
 
@@ -58,6 +60,19 @@ def compare_records(
         check_names(f"what a rank reports as {actual_label}", expected, found)
         for name, tensor in expected.items():
             yield compare_bitwise(ctx.location(name, part, step, rank), tensor, found[name])
+
+
+def compare_record_of_ranks(ctx: JudgeContext, label: str, step: int, made_in: int) -> Iterator[Comparison]:
+    """Check that all ranks recorded the same names and values under ``label`` at ``step``.
+
+    ``made_in`` is the number of the step that a mismatch names. Raise EngineContractError, which names the rank and the
+    names, if the names differ.
+    """
+    records = ctx.rank_records(label, step)
+    for rank, record in enumerate(records[1:], start=1):
+        check_names(f"the record {label!r} of rank {rank}, compared with that of rank 0,", records[0], record)
+    for name in records[0]:
+        yield from compare_ranks(ctx.location(name, Part.GATHER, made_in), [record[name] for record in records])
 
 
 UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an undetermined value: every finite number is within it
