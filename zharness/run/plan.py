@@ -316,7 +316,9 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
-        if refusal := known[name].refusal_at(cell.world_size, cell.dtype):
+        option = known[name]
+        refusal = option.refusal_at(cell.world_size, cell.dtype)
+        if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
             return f"this cell cannot set the option {name}: {refusal}"
     unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
     if unknown:
@@ -333,6 +335,10 @@ def list_calibrated_laws() -> str:
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
+    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
+    if reduce_dtype not in law.dtypes:
+        stated = ", ".join(law.dtypes)
+        return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.is_calibrated or law.get_variant(cell.variant).compares_engine_with_itself
