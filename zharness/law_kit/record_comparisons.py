@@ -13,6 +13,7 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
+LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -41,12 +42,16 @@ def compare_forward(
 
 
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
-    """Attribute a mismatch to the gather of weights if the loss was computed from the weights before the last step."""
-    before = ctx.rank_records("params", step - 1)[0]
-    stale = ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss
-    if float(stale) != mismatch.actual:
-        return mismatch
-    return replace(mismatch, part=Part.GATHER, hint=f"{STALE_FORWARD_HINT} step {step - 1}")
+    """Attribute a mismatch to the gather of weights if the loss was computed from the weights of another step.
+
+    These are the weights before the last step, or those that the engine reported only at the next step.
+    """
+    for other, hint in ((step - 1, STALE_FORWARD_HINT), (step + 1, LATE_REPORT_HINT)):
+        if any(snapshot.label == "params" and snapshot.step == other for snapshot in ctx.evidence[0].snapshots):
+            loss = ctx.baseline.run_rank(mismatch.seen_on, micro, ctx.rank_records("params", other)[0]).loss
+            if float(loss) == mismatch.actual:
+                return replace(mismatch, part=Part.GATHER, hint=f"{hint} step {other}")
+    return mismatch
 
 
 def compare_records(
