@@ -26,8 +26,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
    (``engines/capabilities.py``, ``engines/option_keys.py``, ``engines/reference.py``),
    ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and
-   ``run/unmatched_failures.py`` finds expected failures that match no cell. Without a pattern, cells that cover pairs
-   are added.
+   ``run/unmatched_failures.py`` finds expected failures that match no cell, and at the end of the run
+   ``run/stale_failures.py`` those for options under which no cell failed. Without a pattern, cells that cover pairs
+   are added (``run/covering.py``), and ``run/claimed_pairs.py`` says which pairs no cell can have.
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks

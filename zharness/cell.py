@@ -22,8 +22,8 @@ class Cell:
     ``engine`` is the name of a registered engine or ``package.module:factory``, followed by ``==RELEASE`` if a certain
     release was requested. ``model`` is the name of one of zharness's models or ``package.module:factory``, followed by
     ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty.
-    ``engine_variant`` is the name of a set of engine options that must not change a number, or the name of a
-    configuration file; it may be empty.
+    ``engine_variant`` is the name of a set of engine options, which must not change any number that the engine
+    computes, or the name of a configuration file; it may be empty.
     """
 
     law: str

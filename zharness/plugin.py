@@ -66,8 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ranks.addoption(
         "--rank-timeout",
         type=seconds,
-        default=60.0,
-        help="time limit for one test on several ranks, in seconds (default: %(default)s)",
+        help="time limit for one test on several ranks, in seconds (default: that of pytest-timeout, or else 60)",
     )
     ranks.addoption(
         "--collectives",
@@ -161,6 +160,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)  # noqa: S311 - not used for security
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> bool | None:
+    """Set no timer of pytest-timeout for a test on ranks: its seconds are the time limit of the ranks."""
+    return True if item.get_closest_marker("world_size") is not None else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -166,3 +166,12 @@ def safe_globals(classes: Sequence[type]) -> Iterator[None]:
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+def skip_construction_log_of_ddp() -> None:
+    """Make DistributedDataParallel log nothing when it is built (Logger, torch 1.8).
+
+    Under DebugLevel.DETAIL a gloo group is a wrapper that compares collectives, which this log casts to gloo's own
+    class: with torch 2.13 the process dies by SIGSEGV. The log is written for telemetry only.
+    """
+    torch.distributed.Logger.set_construction_data_and_log = lambda *_, **__: None  # type: ignore[attr-defined, method-assign]

@@ -159,8 +159,9 @@ def make_batch_function(batch: Any) -> Callable[[torch.Generator], Any]:
     rows = {len(tensor) if tensor.dim() else 0 for tensor in collect_tensors(batch)}
     if len(rows) != 1 or min(rows) < 2:
         raise UsageError(
-            f"verify() got the batch {user_model.describe_value(batch)}; expected tensors with the same number of "
-            "rows, at least two, from which every rank draws at every step, or a function batch(generator)"
+            f"verify() got the batch {user_model.describe_value(batch)}; expected a function "
+            "batch(generator), or tensors that all have the same number of rows, at least two; every rank draws its "
+            "micro-batches from these rows"
         )
 
     def draw(generator: torch.Generator) -> Any:

@@ -87,6 +87,15 @@ class TestNoVariables(DistributedTest):
         assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
 
 
+class TestWrapped(DistributedTest):
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_builds_ddp(self, number):
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2) * dist.get_rank()).sum().backward()
+        assert model.module.weight.grad.eq(0.5).all()
+        assert torch._C._distributed_c10d.get_debug_level().name == "OFF"
+
+
 class TestOtherBackend(DistributedTest):
     backend = "mpi"
 
@@ -184,13 +193,13 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
 
 def test_a_list_of_world_sizes_is_one_test_for_each(session: SessionRun) -> None:
     assert session.verdicts("TestSizes::test_attribute") == {"[w1]": "passed", "[w3]": "passed"}
-    assert session.verdicts("TestInherited::test_attribute") == {"[w2]": "passed"}
+    assert session.verdicts("TestInherited::test_attribute") == {"": "passed"}
 
 
 def test_a_marker_or_a_parameter_overrides_the_attribute(session: SessionRun) -> None:
     for name in ("TestSizes", "TestInherited"):
         assert session.verdicts(f"{name}::test_marker") == {
-            "[w2]": "passed",
+            "": "passed",
             "_with_a_list[w1]": "passed",
             "_with_a_list[w2]": "passed",
         }
@@ -200,16 +209,16 @@ def test_a_marker_or_a_parameter_overrides_the_attribute(session: SessionRun) ->
 def test_parameters_fixtures_and_markers_work_inside_the_ranks(session: SessionRun) -> None:
     assert set(session.verdicts("TestArguments").values()) == {"passed"}
     assert len(session.verdicts("TestArguments")) == 2
-    assert session.verdicts("TestSkippedByMarker") == {"::test_it[w2]": "skipped"}
+    assert session.verdicts("TestSkippedByMarker") == {"::test_it": "skipped"}
 
 
 def test_a_failing_rank_is_named_and_the_other_is_reported_as_stopped(session: SessionRun) -> None:
     assert session.verdicts("TestVerdicts::test_") == {
-        "one_rank_fails[w2]": "failed",
-        "all_skip[w2]": "skipped",
-        "passes[w2]": "passed",
+        "one_rank_fails": "failed",
+        "all_skip": "skipped",
+        "passes": "passed",
     }
-    result = session.text("TestVerdicts::test_one_rank_fails[w2]")
+    result = session.text("TestVerdicts::test_one_rank_fails")
     assert "rank 1: ValueError: no room" in result
     assert "rank 0 was stopped because another rank had failed, waiting in barrier" in result
 
@@ -217,8 +226,12 @@ def test_a_failing_rank_is_named_and_the_other_is_reported_as_stopped(session: S
 def test_attributes_decide_on_the_group_and_the_variables(session: SessionRun) -> None:
     for name in ("TestNoGroup", "TestNoVariables"):
         assert set(session.verdicts(name).values()) == {"passed"}
-    result = session.text("TestOtherBackend::test_it[w2]")
+    result = session.text("TestOtherBackend::test_it")
     assert "got backend 'mpi'; the process group of these ranks uses 'gloo'" in result
+
+
+def test_a_class_with_one_world_size_keeps_its_ids_and_trusts_its_collectives(session: SessionRun) -> None:
+    assert session.verdicts("TestWrapped::test_builds_ddp") == {"[0]": "passed", "[1]": "passed"}
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])
@@ -230,8 +243,8 @@ def test_ranks_are_reused_unless_the_variable_forbids_it(tmp_path: Path, disable
 
 def test_the_timeout_variable_ends_a_hang_and_not_the_session(tmp_path: Path) -> None:
     session = run(tmp_path, HANGS, DS_UNITTEST_TIMEOUT="2")
-    assert session.verdicts("TestHangs") == {"::test_it[w2]": "failed", "::test_next[w2]": "passed"}
-    assert "rank 1 did not finish in time" in session.text("TestHangs::test_it[w2]")
+    assert session.verdicts("TestHangs") == {"::test_it": "failed", "::test_next": "passed"}
+    assert "rank 1 did not finish in time" in session.text("TestHangs::test_it")
 
 
 def test_a_timeout_variable_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
@@ -242,4 +255,4 @@ def test_a_timeout_variable_that_is_not_a_number_is_refused(tmp_path: Path) -> N
 
 def test_deepspeeds_own_conftest_runs_nothing_twice(tmp_path: Path) -> None:
     session = run(tmp_path, COUNTED, conftest=ITS_CONFTEST)
-    assert session.verdicts("TestCounted") == {"::test_it[w2]": "passed"}
+    assert session.verdicts("TestCounted") == {"::test_it": "passed"}

@@ -152,31 +152,31 @@ def test_directories_are_shared_by_ranks_tests_and_fixtures(session: SessionRun)
 
 
 def test_a_failing_fixture_fails_the_setup_and_names_itself_and_its_rank(session: SessionRun) -> None:
-    assert session.tests["TestFixtures::test_of_a_broken_one[w2]"].verdict == "error"
-    result = session.text("TestFixtures::test_of_a_broken_one[w2]")
+    assert session.tests["TestFixtures::test_of_a_broken_one"].verdict == "error"
+    result = session.text("TestFixtures::test_of_a_broken_one")
     assert "rank 1: ValueError: no room" in result
     assert "broken failed on 3 ranks of its own, in setup; the test was not run" in session.output
     assert "the body ran" not in session.output
 
 
 def test_a_skip_and_an_expected_failure_apply_to_the_test_of_the_fixture(session: SessionRun) -> None:
-    assert session.tests["TestFixtures::test_of_a_skipping_one[w2]"].verdict == "skipped"
-    assert "no such device" in session.text("TestFixtures::test_of_a_skipping_one[w2]")
-    assert session.tests["TestFixtures::test_skipped_before_a_broken_one[w2]"].verdict == "skipped"
+    assert session.tests["TestFixtures::test_of_a_skipping_one"].verdict == "skipped"
+    assert "no such device" in session.text("TestFixtures::test_of_a_skipping_one")
+    assert session.tests["TestFixtures::test_skipped_before_a_broken_one"].verdict == "skipped"
     for name in ("behind_a_fine_one", "by_its_fixture"):
-        assert "known" in session.text(f"TestFixtures::test_expected_to_fail_{name}[w2]")
+        assert "known" in session.text(f"TestFixtures::test_expected_to_fail_{name}")
 
 
 def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun) -> None:
-    assert session.tests["TestFixtures::test_that_fails_behind_a_fine_one[w2]"].verdict == "failed"
+    assert session.tests["TestFixtures::test_that_fails_behind_a_fine_one"].verdict == "failed"
     assert "[rank 0] three of us" in session.output
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("TestFixtures::test_that_asks_too_late[w2]", "must request it as a parameter; got request.getfixturevalue"),
-        ("TestFixtures::test_that_calls_the_class[w2]", "a test that needs the fixture takes a parameter named fine"),
+        ("TestFixtures::test_that_asks_too_late", "must request it as a parameter; got request.getfixturevalue"),
+        ("TestFixtures::test_that_calls_the_class", "a test that needs the fixture takes a parameter named fine"),
         ("test_outside_of_ranks", "this test runs in pytest's own process"),
     ],
 )
@@ -185,7 +185,7 @@ def test_wrong_uses_of_a_fixture_are_refused_with_the_remedy(session: SessionRun
 
 
 def test_a_fixture_may_have_no_group(session: SessionRun) -> None:
-    assert session.verdicts("TestUngroupedFixture") == {"::test_it[w2]": "passed"}
+    assert session.verdicts("TestUngroupedFixture") == {"::test_it": "passed"}
 
 
 def test_a_distributed_fixture_takes_one_world_size(tmp_path: Path) -> None:

@@ -48,12 +48,6 @@ def get_claims(engine: str, stage: int) -> engines.Capabilities:
     return claims
 
 
-# Their scripts are closures, which a file cannot import; `zharness export` says so.
-CLOSURE_LAWS = frozenset(
-    {"idle.frozen", "batches.shapes", "values.zero_loss", "values.discarded", "engines.one_closed"}
-)
-
-
 def cells_to_export(whole: bool) -> list[Cell]:
     """Return one cell of every law with a short script (``whole``: a long one), on the engines in turn, at the top
     stage.
@@ -126,9 +120,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
 def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> None:
     cases = cells_to_export(whole=True)
     assert len(cases) > 20
-    closures = [case for case in cases if case.law in CLOSURE_LAWS]
-    assert {case.law for case in closures} == CLOSURE_LAWS
-    for case, text in write_scripts([case for case in cases if case not in closures], tmp_path):
+    for case, text in write_scripts(cases, tmp_path):
         judge = LAWS[case.law].judge.__name__
         assert f"def {judge}(" in text, case.id
         # The judge of windows is defined inside the function that makes it.
@@ -163,7 +155,7 @@ def test_the_long_script_of_a_cell_that_holds_shows_it_when_the_engine_breaks(tm
 def test_a_play_under_options_beyond_fp32_has_its_scene_in_the_script() -> None:
     case = Cell.parse("backward.joint_loss[reference-zero0-w2-fp32-blocks]")
     scene = render_function(LAWS[case.law].observe, ScriptWriter(case.engine, WHOLE))
-    assert scene.startswith("make_scenario_observer(Scenario(script=")
+    assert scene.startswith("make_scenario_observer(scenario=Scenario(script=")
 
 
 def test_what_no_script_can_say_is_refused_by_its_type() -> None:

@@ -52,16 +52,27 @@ def test_dropout_is_seeded_and_detected() -> None:
     assert not collect_facts(lambda: (nn.Linear(3, 8), draw, score)).draws_random_numbers
 
 
-def test_dropout_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
+class SharedNoise(nn.Linear):
+    """A layer that multiplies every sample by the same random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(8)
+
+
+def sharing_noise() -> Any:
+    return SharedNoise(3, 8), draw, score
+
+
+def test_noise_that_samples_share_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
     reference = engines.capabilities("reference", 3)
     assert reference is not None
     claims = replace(reference, own_kernels={3: "a linear of its own"})
     check_request = ModelCheckRequest("suites.model.tiny:perceptron", stages=(3,))
     cells = plan_model_cells(
-        check_request.build_request(), check_request, collect_facts(dropping), lambda _engine, _stage: claims
+        check_request.build_request(), check_request, collect_facts(sharing_noise), lambda _engine, _stage: claims
     )
     reasons = {cell.cell.law: cell.unsupported_reason for cell in cells}
-    assert "draw other random numbers" in reasons["training.kernels"]
+    assert "a row for each sample is needed" in reasons["training.kernels"]
     records = [
         Record(
             cell.cell,
@@ -74,7 +85,9 @@ def test_dropout_on_an_engine_with_its_own_kernels_does_not_pass() -> None:
         for cell in cells
     ]
     assert any(record.verdict is Verdict.PASS for record in records)
-    assert "no gradient was compared at stage 3 (dropout: " in explain_uncompared_gradients(records)
+    assert "no gradient was compared at stage 3 (the engine has its own kernels" in explain_uncompared_gradients(
+        records
+    )
     compared = replace(records[0], cell=replace(records[0].cell, law="training.kernels"), verdict=Verdict.PASS)
     assert not explain_uncompared_gradients([*records, compared])
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zharness.parity import Comparison, Part, Tier
 from zharness.parity.baseline import Baseline, run_local
-from zharness.parity.calibration import CALIBRATION_RUNS, calibrate, compare_calibrated, run_permuted_plain
+from zharness.parity.calibration import CALIBRATION_RUNS, SampleRuns, calibrate, compare_calibrated, run_permuted_plain
 from zharness.parity.comparison import TensorLocation
 from zharness.workload import model_spec
 
@@ -33,7 +33,7 @@ def right(baseline: Baseline) -> dict[str, Tensor]:
 def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: str, seed: int) -> None:
     baseline = build_baseline(name, seed)
     for number in range(CALIBRATION_RUNS, CALIBRATION_RUNS + 4):
-        found = judged(baseline, dict(run_permuted_plain(baseline, baseline.batch(0, 0), number)))
+        found = judged(baseline, dict(run_permuted_plain(SampleRuns.record(baseline, baseline.batch(0, 0)), number)))
         assert found.mismatch is None
         assert found.tier is Tier.CALIBRATED
         assert found.ratio < 1

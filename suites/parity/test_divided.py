@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -167,3 +169,53 @@ def test_the_gradient_of_every_output_is_divided_and_the_loss_is_not() -> None:
     assert loss.item() == 24.0
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [0.75, 0.75]
+
+
+class Pair(NamedTuple):
+    """An output of two tensors with names."""
+
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An output that torch.utils._pytree does not look into."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Named(OrderedDict[str, Any]):
+    """A dictionary of a class of its own, as the outputs of transformers are."""
+
+
+def sum_of_both(output: Any, _: Batch) -> Tensor:
+    first, second = output.values() if isinstance(output, dict) else (output.first, output.second)
+    return (first + second).sum()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Pair, Answer, lambda first, second: Named(a=first, b=second), lambda first, second: {"a": first, "b": second}],
+    ids=["named tuple", "dataclass", "subclass of a dictionary", "dictionary"],
+)
+@pytest.mark.parametrize(
+    ("second_of", "expected"),
+    [
+        (lambda leaf, first: leaf * 3, [4 / 4] * 2),  # each output of its own
+        (lambda leaf, first: first * 3, [4 / 4] * 2),  # an output that was computed from the other
+        (lambda leaf, first: first, [2 / 4] * 2),  # one tensor twice
+        (lambda leaf, first: leaf, [2 / 4] * 2),  # a parameter
+    ],
+    ids=["apart", "from the other", "twice", "parameter"],
+)
+def test_every_output_is_divided_once(
+    wrap: Callable[[Tensor, Tensor], Any], second_of: Callable[[Tensor, Tensor], Tensor], expected: list[float]
+) -> None:
+    leaf = torch.tensor([3.0, 5.0], requires_grad=True)
+    first = leaf * 1
+    loss = divide_output_gradients(sum_of_both, 4)(wrap(first, second_of(leaf, first)), Batch(leaf, leaf))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == expected

@@ -45,6 +45,23 @@ def test_a_wrong_number_is_grouped_by_its_hint_and_without_one_by_its_law() -> N
     assert [len(group) for group in group_failures([*unreduced, *programs, *bare])] == [2, 2, 2, 1]
 
 
+def test_another_factor_is_another_group_and_another_rounding_of_it_is_not() -> None:
+    factors = ["2", "2.0000001", "0.5", "-0.5", "1.333333", "1.333334", "1e-07"]
+    hints = [f"it is {factor} x the right gradient" for factor in factors]
+    records = [wrong(hint, law=f"a.law{number}") for number, hint in enumerate(hints)]
+    assert [len(group) for group in group_failures(records)] == [2, 2, 1, 1, 1]
+    later = [
+        wrong(f"it is {factor} x the right gradient after step {step}") for factor, step in ((2, 1), (2, 7), (4, 1))
+    ]
+    assert [len(group) for group in group_failures(later)] == [2, 1]
+
+
+def test_a_text_between_two_configurations_tells_causes_apart() -> None:
+    text = "rank 0 raised: {{'zero': {{'stage': {}}}}} {} {{'bf16': {{}}}}"
+    records = [crashed(text.format(stage, cause)) for cause in ("lacks a key", "hangs with") for stage in (1, 2, 3)]
+    assert [len(group) for group in group_failures(records)] == [3, 3]
+
+
 def test_another_outcome_is_another_group() -> None:
     excused, hung = crashed("rank 0 did not finish"), replace(crashed("rank 0 did not finish"), verdict=Verdict.HANG)
     assert len(group_failures([excused, hung])) == 2

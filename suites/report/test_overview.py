@@ -30,6 +30,7 @@ FAILED = replace(PASSED, cell=replace(CELL, stage=0), verdict=Verdict.FAIL, caus
         (("excused", "contract"), "x"),
         (("fail", "excused", "pass"), "F"),
         (("undetermined", "pass"), "U"),
+        (("leak", "excused", "pass"), "L"),
         (("error", "hang"), "E"),
         (("stale", "error"), "S"),
     ],
@@ -40,7 +41,7 @@ def test_a_letter_stands_for_the_most_serious_outcome(outcomes: tuple[str, ...],
 
 def test_every_letter_is_explained() -> None:
     explained = render_overview([PASSED]).rpartition("\n\n")[2]
-    assert all(f"{mark}  " in explained for mark in ".:cx-FSUE")
+    assert all(f"{mark}  " in explained for mark in ".:cx-FSUEL")
     assert "FINDINGS" not in explained, "a user's expected failures are not listed in a file of this project"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -14,6 +15,7 @@ from zharness.errors import UsageError
 from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import find_laws
 from zharness.run import Request, plan
+from zharness.run.claimed_pairs import NO_LAW
 from zharness.run.covering import list_pairs
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
@@ -34,7 +36,7 @@ def test_a_setting_is_parsed_back_from_its_label(label: str) -> None:
 @pytest.mark.parametrize(
     ("label", "complaint"),
     [
-        ("2_by_engine+4_by_engine", "at most one window"),
+        ("2_by_engine+4_by_engine", "at most one accumulation window"),
         ("tensor_backward+scale_backward", "at most one of engine_backward"),
         ("overlap_comm+overlap_comm", "each once"),
         ("1_by_engine", "two or more micro-batches"),
@@ -96,6 +98,26 @@ def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None
         if not all(cell.unsupported_reason for cell in alone):
             assert frozenset((law, ("option", option))) in covering.covered, (law, option)
     assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_variant_is_not_combined_with_an_array(depth: int) -> None:
+    with pytest.raises(UsageError, match=f"got the variant 'overlap_comm' and depth {depth}; .* use depth 1"):
+        plan(Request(("training.grads",), engine_variant="overlap_comm", depth=depth), claims_of_registry)
+
+
+def test_pairs_that_the_array_gave_up_are_covered_and_the_others_have_a_reason() -> None:
+    request = Request(engines=("fsdp2",), depth=2, array_world_sizes=ARRAY_WORLD_SIZES, array_dtypes=("fp32", "bf16"))
+    covering = plan_with_coverage(request, claims_of_registry).coverings["fsdp2"]
+    for option, value in (("one_group", ("world size", 3)), ("kept_after_backward", ("window", "4_by_caller"))):
+        assert frozenset((("option", option), value)) in covering.covered, (option, value)
+    reasons = "\n".join(covering.uncoverable)
+    assert re.search(r"not coverable: \d+ option x option: the options exclude each other", reasons)
+    assert re.search(r"not coverable: \d+ law x option: fsdp2 does not claim gradient clipping", reasons)
+    assert re.search(r"not coverable: 2 call x window: no law that the engine supports is stated for both", reasons)
+    assert "in no cell of the array" not in reasons
+    assert f"option x window: {NO_LAW}" not in reasons
+    assert covering.describe().splitlines()[1].strip() == covering.uncoverable[0]
 
 
 def test_every_kind_of_pair_is_counted() -> None:

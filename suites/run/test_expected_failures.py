@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.laws import DTYPES
-from zharness.run import Request, plan
+from zharness.run import Record, Request, Verdict, plan
 from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
@@ -20,6 +21,7 @@ from zharness.run.expected_failures import (
     find_setting_failure,
     read_expected_failures,
 )
+from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 
 ENTRY = """
@@ -185,6 +187,40 @@ def test_an_entry_for_default_options_is_stale_on_those_alone() -> None:
     both = replace(default, engine_variant="overlap_comm+2_by_engine")
     assert [entry.is_stale_on(cell) for cell in (default, overlapped, both)] == [True, False, False]
     assert [named.is_stale_on(cell) for cell in (overlapped, both)] == [True, False]
+
+
+def ended_under(setting: str, verdict: Verdict = Verdict.PASS, **cell: object) -> Record:
+    """Return the record of a cell of training.grads under a setting."""
+    default = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", setting)
+    return Record(replace(default, **cell), 0, verdict, "1.0", "2.13.0")  # type: ignore[arg-type]
+
+
+def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",), location="ours.toml:3")
+    passed = [ended_under(""), ended_under("overlap_comm+2_by_engine"), ended_under("overlap_comm+tiny_buckets")]
+    (description,) = describe_stale_failures(passed, (entry,))
+    assert description.startswith(
+        "ours.toml:3: training.grads holds in all cells of reference that set overlap_comm (2,"
+    )
+    assert "delete this entry" in description
+    failed = [*passed, ended_under("overlap_comm+4_by_engine", Verdict.FAIL)]
+    assert not describe_stale_failures(failed, (entry,))
+    assert not describe_stale_failures(passed[:1], (entry,)), "no cell sets the option"
+    assert not describe_stale_failures(
+        [ended_under("overlap_comm+2_by_engine", Verdict.UNSUPPORTED), *passed[:1]], (entry,)
+    )
+    other_variant = ended_under("", variant="other")
+    assert not describe_stale_failures([*passed, other_variant], (entry,)), "another law variant may fail"
+    narrowed = replace(entry, unless_engine_variants=("tiny_buckets", "2_by_engine"))
+    assert not describe_stale_failures(passed, (narrowed,))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"check": "training"}, {"stages": (1, 2)}, {"world_sizes": (2, 4)}, {"dtypes": ("fp32", "bf16")}]
+)
+def test_a_run_without_all_values_of_an_entry_does_not_make_it_stale(fields: dict[str, Any]) -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",), **fields)
+    assert not describe_stale_failures([ended_under("overlap_comm+2_by_engine")], (entry,))
 
 
 def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:

@@ -78,29 +78,6 @@ def test_a_world_size_is_part_of_the_id_and_collecting_tests_forks_no_server(tmp
     assert (tmp_path / "chosen" / "forked").exists()
 
 
-@pytest.mark.skipif(pytest.version_tuple < (9,), reason="the fixture subtests came with pytest 9")
-def test_a_subtest_that_fails_on_one_rank_is_reported_with_its_rank(tmp_path: Path) -> None:
-    source = """
-        import pytest, torch.distributed as dist
-
-        @pytest.mark.world_size(2)
-        def test_it(subtests, rank):
-            for number in range(2):
-                with subtests.test("planted", number=number):
-                    assert (rank, number) != (1, 1)
-            dist.barrier()
-    """
-    done = side_by_side(tmp_path, {mode: (source, (f"--isolation={mode}", "-p", "no:xdist")) for mode in MODES})
-    for mode in MODES:
-        reports = done[mode].tests["test_it[w2]"].reports
-        failed = [report for report in reports if report.outcome == "failed"]
-        assert len(failed) == 2, f"{mode}, the subtest and the test: {done[mode].output}"
-        assert "assert (1, 1) != (1, 1)" in failed[0].text, mode
-        assert ("Rank", "1") in failed[0].sections, mode
-        assert "rank 1" in failed[1].headline, mode
-        assert re.search(r"number='?1", done[mode].output), mode
-
-
 ONCE = """
     import json, os
     from pathlib import Path

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import get_debug_level
 
 from zharness.world import CollectiveMode, Group, Isolation, RankEnd, RankServer, RankTask
+from zharness.world.team import MAX_THREADS
 
 
 def pooled(function, *args, world_size=2, group=Group.REUSED, pool="", **more):
@@ -52,6 +53,21 @@ def test_pools_of_different_names_and_sizes_share_no_rank() -> None:
             for pid, _, _ in server.submit(pooled(sum_and_identity, pool=pool, world_size=world_size)).values()
         ]
     assert len(set(pids)) == 8
+
+
+def leave_groups(count: int) -> int:
+    for _ in range(count):
+        dist.all_reduce(torch.zeros(1), group=dist.new_group())
+    return os.getpid()
+
+
+def test_ranks_that_accumulate_threads_of_process_groups_are_replaced() -> None:
+    with RankServer() as server:
+        few = server.submit(pooled(leave_groups, 2)).values()
+        many = server.submit(pooled(leave_groups, MAX_THREADS // 2)).values()
+        after = server.submit(pooled(leave_groups, 0)).values()
+    assert few == many
+    assert not set(many) & set(after)
 
 
 def crash(culprit: int) -> None:

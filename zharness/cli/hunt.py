@@ -57,6 +57,13 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option(
     "--all-new", is_flag=True, help="Treat no failure as known, although expected failures or repro/ record it."
 )
+@click.option(
+    "--coverage",
+    "measures_engine",
+    is_flag=True,
+    help="Measure on the ranks which branches of the engine the draws reach, repeat settings with new ones, and "
+    "list at the end what no draw reached; needs coverage.py.",
+)
 @click.option("--no-verify", is_flag=True, help="Do not run the exported scripts.")
 @click.option(
     "--timeout", type=SECONDS, default=30.0, show_default=True, help="Time limit for the ranks of one run, in seconds."
@@ -74,6 +81,7 @@ def hunt(
     output: Path | None,
     jsonl: Path | None,
     all_new: bool,
+    measures_engine: bool,
     no_verify: bool,
     timeout: float,
 ) -> int:
@@ -121,5 +129,6 @@ def hunt(
         jsonl,
         not all_new,
         timeout,
+        measures_engine,
     )
     return run_hunt(engine, options, prepare_rank_environment, None if no_verify else make_script_runner(engine))

@@ -11,6 +11,7 @@ from zharness.errors import UsageError
 
 SECONDS = click.FloatRange(min=1.0, max=86_400.0)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
+INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def parse_integer_option(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...]:

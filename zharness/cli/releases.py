@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,18 @@ if TYPE_CHECKING:
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Time limit for one run, in seconds.")
 @click.option("--jsonl", type=OUTPUT, help="Write the result of each run to FILE, as one line of JSON.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table of the verdict of each bug on each release.")
+@click.option(
+    "--issue",
+    is_flag=True,
+    help="Run one reproduction without its header and signature, and print a text for an upstream issue: the script, "
+    "what was expected, what came, and versions.",
+)
+@click.option(
+    "--record",
+    type=INPUT_FILE,
+    metavar="FILE",
+    help="With --issue: take the run from a file of --jsonl, and run nothing.",
+)
 def repro(
     ids: tuple[str, ...],
     every: bool,
@@ -51,6 +63,8 @@ def repro(
     timeout: float,
     jsonl: Path | None,
     markdown: bool,
+    issue: bool,
+    record: Path | None,
 ) -> int:
     """Reproduce real bugs of real engines, named by the number of their issue.
 
@@ -60,11 +74,17 @@ def repro(
     torchrun.
 
     Exit codes: 0 every run had the expected verdict, 1 a run had another verdict, 3 the verdict of a run is "failed
-    otherwise" or its release could not be installed.
+    otherwise" or its release could not be installed. With --issue: 0 the text was printed, 1 the bug was not shown.
     """
     from zharness import step_summary
-    from zharness.releases import repro_runs, repro_table
+    from zharness.releases import issue_text, repro_runs, repro_table
 
+    if issue:
+        if every or jsonl or markdown:
+            raise UsageError("--issue prints the text of one reproduction; leave out --all, --jsonl and --markdown")
+        return issue_text.print_issue(ids, on, record, timeout)
+    if record:
+        raise UsageError("--record applies only to --issue")
     runs = repro_runs.select_runs(ids, every, on)
     began = time.monotonic()
     with ExitStack() as stack:
@@ -226,7 +246,7 @@ def reject_cell_options(identifier: str) -> None:
 @click.option("--newest", is_flag=True, help="Also run the newest release on the package index.")
 @click.option(
     "--compare-to",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=INPUT_FILE,
     metavar="RECORDED.jsonl",
     help="Print what changed since these records, and exit with code 1 if anything changed.",
 )

@@ -7,12 +7,17 @@ into this package's pytest markers; a marker on a class or a method overrides th
 fixture that runs on ranks of its own before the ranks of the test start; a test requests it by the name of the class.
 
 The classes differ from DeepSpeed's in six ways. Fixtures are set up in every rank. A list of world sizes produces one
-test for each world size. A test whose world size exceeds the CPU accelerator's device count runs instead of being
-skipped. A hang ends the test, not the session. ``non_daemonic_procs`` has no effect, because ranks may always start
-processes. A DistributedFixture can only be requested by name; calling it raises UsageError.
+test for each world size, whose ids name it; a single world size leaves the ids as they are. A test whose world size
+exceeds the CPU accelerator's device count runs instead of being skipped. A hang ends the test, not the session.
+``non_daemonic_procs`` has no effect, because ranks may always start processes. A DistributedFixture can only be
+requested by name; calling it raises UsageError.
+
+Collectives are not compared across the ranks, unless a test has the marker ``collectives("checked")``.
 
 This module reads two environment variables when it is imported. ``DS_UNITTEST_TIMEOUT`` is the time limit of one test
-in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. DeepSpeed is imported only in
+in seconds (default: 600). ``DS_DISABLE_REUSE_DIST_ENV=1`` disables ``reuse_dist_env``. With
+``ZHARNESS_DEEPSPEED_SHM=1``, collectives of DeepSpeed on CPUs run through its shared-memory operator, as they do
+without this package; it is built once, before the ranks. DeepSpeed is imported only in
 the ranks, and by helper functions that use it. If DeepSpeed is not installed, tests run with torch.distributed alone.
 """
 
@@ -96,6 +101,7 @@ class DistributedExec:
     reuse_dist_env: ClassVar[bool] = False
     non_daemonic_procs: ClassVar[bool] = False
     exec_timeout: ClassVar[float] = DEEPSPEED_TEST_TIMEOUT
+    _keeps_ids: ClassVar[bool] = True  # so that lists of deselected tests and recorded durations still match
     # DeepSpeed's tests/conftest.py closes the pools in this dictionary; ranks here belong to the rank server instead.
     _pool_cache: ClassVar[dict[int, Any]] = {}
 
@@ -166,7 +172,10 @@ def to_py_path(path: Path, tmpdir_factory: Any) -> Any:
 def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]:
     """Translate the attributes of a DistributedTest into pytest markers; return the markers by name."""
     size = cls.world_size
-    marks = {"rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout)}
+    marks = {
+        "rank_timeout": pytest.mark.rank_timeout(cls.exec_timeout),
+        "collectives": pytest.mark.collectives("trusted"),  # DeepSpeed's classes do not compare them either
+    }
     if size is not None:
         marks["world_size"] = pytest.mark.world_size(*dict.fromkeys([size] if isinstance(size, int) else size))
     if cls.reuse_dist_env and not REUSE_DIST_ENV_DISABLED:

@@ -102,7 +102,11 @@ def init_distributed(deepspeed: Any, settings: DistributedSettings) -> None:
     backend = dist.get_backend()
     if settings.backend not in ("", backend):
         raise UsageError(f"got backend {settings.backend!r}; the process group of these ranks uses {backend!r}")
-    if deepspeed is not None:
+    if deepspeed is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # The names of the shared memory of DeepSpeed's CPU collectives contain the port, which a pool does not have.
+        patch.setenv("MASTER_PORT", find_common_port())
         deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 

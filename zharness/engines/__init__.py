@@ -3,6 +3,7 @@
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
+    BufferPromise,
     Capabilities,
     Engine,
     EngineConfig,
@@ -27,6 +28,7 @@ from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess,
 __all__ = [
     "Absent",
     "AccumulationOwner",
+    "BufferPromise",
     "Capabilities",
     "Engine",
     "EngineConfig",

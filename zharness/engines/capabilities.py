@@ -66,11 +66,23 @@ class Feature(Enum):
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
+class BufferPromise(Enum):
+    """What an engine promises of the buffers that a training forward writes, such as running statistics.
+
+    The laws compare the buffers of each rank, bitwise, with those of plain PyTorch under the same promise.
+    """
+
+    LOCAL = "each rank keeps the buffers that its own forwards wrote"
+    FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
+    EQUAL = "after each step the buffers are equal on all ranks, whatever they are"
+
+
 @dataclass(frozen=True)
 class EngineOption:
     """One value of an option of an engine, which a cell may set.
 
-    - ``options`` is merged into ``EngineConfig.options``.
+    - ``options`` is merged into ``EngineConfig.options``. Its key ``replicas``, if it has one, is the number of ranks
+      that own each element of a sharded weight, according to ``layout()``.
     - ``refuses`` maps each feature that the engine refuses while the option is set to the reason.
     - ``excludes`` maps the name of each option that cannot be set together with this one to the reason. Options that
       give different values to one key exclude each other anyway.
@@ -96,6 +108,11 @@ class EngineOption:
     has_torch_kernels: bool = False
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that own each element of a sharded weight while the option is set."""
+        return int(self.options.get("replicas", 1))
 
     def refusal_at(self, world_size: int, dtype: str) -> str:
         """Return the reason why cells of this world size and dtype cannot set the option, or '' if they can."""
@@ -125,6 +142,10 @@ class Capabilities:
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
+    - ``buffers`` is what the engine promises of the buffers that forwards write.
+    - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
+      a loss does not use every parameter; it is empty if the engine needs none.
+    - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -139,6 +160,9 @@ class Capabilities:
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
     scaled_sum: str = ""
+    buffers: BufferPromise = BufferPromise.LOCAL
+    unused_parameters_option: str = ""
+    replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
@@ -179,4 +203,5 @@ class Capabilities:
             refuses.update(option.refuses)
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
-        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels)
+        replicas = max(self.replicas, *(option.replicas for option in chosen))
+        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels, replicas=replicas)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
+from zharness.engines.protocol import BufferPromise, Capabilities, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_checkpoint import SINGLE_FILE_FORMAT
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -77,7 +77,14 @@ VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
 }
 # Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
 SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"
-CAPABILITIES = Capabilities(stages=frozenset({0}), refuses=REFUSES, variants=VARIANTS, scaled_sum=SCALED_SUM_REASON)
+CAPABILITIES = Capabilities(
+    stages=frozenset({0}),
+    refuses=REFUSES,
+    variants=VARIANTS,
+    scaled_sum=SCALED_SUM_REASON,
+    buffers=BufferPromise.FROM_RANK_0,  # broadcast_buffers is true by default
+    unused_parameters_option="find_unused_parameters",
+)
 
 OPTIONS = {
     "broadcast_buffers": "broadcast rank 0's buffers before each forward; default true",

@@ -1,4 +1,4 @@
-"""List DeepSpeed's options that a cell may set, the stages at which each has an effect, and what each one excludes.
+"""List the options of DeepSpeed that zharness can set, the stages where each has an effect, and what each excludes.
 
 Every statement about an option follows DeepSpeed 0.19.8's own checks and documentation (``runtime/zero/config.py``,
 ``runtime/zero/offload_config.py``, ``runtime/config.py``). DeepSpeed is not imported here.

@@ -18,7 +18,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from zharness.engines.deepspeed_shm import SHM_VARIABLE, build_shm_operator
 from zharness.errors import EngineContractError, MissingEngine
+from zharness.world.current_rank import is_rank
 
 # torch 2.13 deprecates the collectives that DeepSpeed calls, and warns once per call site and rank.
 _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
@@ -86,8 +88,19 @@ def prepare_deepspeed(device_type: str) -> Any:
     return deepspeed
 
 
+_shm_operators: list[Any] = []  # at most one, inherited by the ranks that a server forks
+
+
+def get_shm_operator() -> Any:
+    """Return DeepSpeed's shared-memory operator on a rank, if it is built; else None.
+
+    A rank server must not initialize the operator, which knows one world size for the lifetime of a process.
+    """
+    return next(iter(_shm_operators), None) if is_rank() else None
+
+
 def import_deepspeed(device_type: str) -> Any:
-    """Import DeepSpeed without its C++ build, and return the module.
+    """Import DeepSpeed and return the module; its shared-memory operator is built if ``ZHARNESS_DEEPSPEED_SHM=1``.
 
     Raises MissingEngine if DeepSpeed cannot be imported.
     """
@@ -103,7 +116,10 @@ def import_deepspeed(device_type: str) -> Any:
         ) from error
     # init_distributed compiles a shared-memory all-reduce on first use. That takes half a minute, in which ranks race
     # for one build folder and time out. Without that all-reduce DeepSpeed uses torch.distributed, as on other devices.
-    backend.build_shm_op = lambda: None
+    if backend.build_shm_op is not get_shm_operator:
+        if os.environ.get(SHM_VARIABLE) == "1":
+            _shm_operators[:] = [build_shm_operator(backend.build_shm_op)]
+        backend.build_shm_op = get_shm_operator
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)
     return deepspeed

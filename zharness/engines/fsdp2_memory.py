@@ -33,7 +33,7 @@ def measure_resources(
 def iter_fsdp_params(module: Any) -> Iterator[Any]:
     """Yield the ``FSDPParam`` of each parameter that ``module`` gathers.
 
-    Older releases of torch have one group at most.
+    Newer releases of torch keep a list of parameter groups for each module; older releases keep one group or None.
     """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -1,4 +1,4 @@
-"""Define the options of FSDP2: what a cell may set, and how each reaches ``fully_shard`` or a setter of FSDPModule."""
+"""Define the options of FSDP2 that zharness can set, and pass each to ``fully_shard`` or to a setter of FSDPModule."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from zharness.world.orphans import die_with_parent
 def preload_imports_of(use: Callable[[], None]) -> tuple[str, ...]:
     """Run ``use`` in a forked child, then import in this process the modules that ``use`` imported.
 
-    Returns the names of these modules. ``use`` may run tensor operations; this process must not, because ranks forked
-    from a process that has used torch's thread pool hang. If ``use`` fails, the modules that it imported until then are
-    imported, and the failure will show in the ranks.
+    Returns the names of these modules. ``use`` may run tensor operations. This process must not run any, because they
+    start torch's thread pool, and a rank that is forked afterwards hangs. If ``use`` fails, the modules that were
+    imported before the failure are imported here, and the ranks will report the failure.
     """
     names = _record_imports(use)
     for name in names:

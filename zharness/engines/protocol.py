@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
+from zharness.engines.capabilities import BufferPromise as BufferPromise
 from zharness.engines.capabilities import Capabilities as Capabilities
 from zharness.engines.capabilities import EngineOption as EngineOption
 from zharness.engines.capabilities import Feature as Feature

@@ -29,7 +29,8 @@ class EngineInfo:
 
     ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
     version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
-    runs once in the rank server, so that ranks are forked with the engine's modules imported.
+    runs once in the rank server, so that ranks are forked with the engine's modules imported. ``sources`` are the
+    modules and packages whose branches `zharness hunt --coverage` measures.
     """
 
     name: str
@@ -38,6 +39,7 @@ class EngineInfo:
     distribution: str
     install: str
     warm_up: str = ""
+    sources: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -58,6 +60,19 @@ def _installed_version(distribution: str, _path: tuple[str, ...]) -> str | None:
         return None
 
 
+FSDP1_SOURCES = tuple(
+    f"torch.distributed.fsdp.{module}"
+    for module in (
+        *("fully_sharded_data_parallel", "_runtime_utils", "_flat_param", "_init_utils", "_state_dict_utils"),
+        *("_optim_utils", "_limiter_utils", "_unshard_param_utils", "_exec_order_utils", "_wrap_utils"),
+    )
+)
+DEEPSPEED_SOURCES = (
+    *("deepspeed.runtime.zero", "deepspeed.runtime.engine", "deepspeed.runtime.base_optimizer"),
+    *("deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.fp16", "deepspeed.runtime.torch_autocast"),
+    *("deepspeed.utils.tensor_fragment", "deepspeed.utils.mixed_precision_linkage", "deepspeed.checkpoint"),
+)
+
 BUILT_IN: dict[str, EngineInfo] = {
     info.name: info
     for info in (
@@ -74,6 +89,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="this package's own implementation of ZeRO stages 0 to 3",
             distribution="zharness",
             install="pip install zharness",
+            sources=("zharness.reference",),
         ),
         EngineInfo(
             name="ddp",
@@ -81,6 +97,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.nn.parallel.DistributedDataParallel",
             distribution="torch",
             install="pip install torch",
+            sources=("torch.nn.parallel.distributed",),
         ),
         EngineInfo(
             name="zero1",
@@ -88,6 +105,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",
             distribution="torch",
             install="pip install torch",
+            sources=("torch.distributed.optim.zero_redundancy_optimizer", "torch.nn.parallel.distributed"),
         ),
         EngineInfo(
             name="fsdp1",
@@ -95,6 +113,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.fsdp.FullyShardedDataParallel",
             distribution="torch",
             install="pip install torch",
+            sources=FSDP1_SOURCES,
         ),
         EngineInfo(
             name="fsdp2",
@@ -102,6 +121,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.fsdp.fully_shard",
             distribution="torch",
             install="pip install torch",
+            sources=("torch.distributed.fsdp._fully_shard", "torch.distributed.checkpoint.state_dict"),
         ),
         EngineInfo(
             name="deepspeed",
@@ -110,6 +130,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             distribution="deepspeed",
             install='pip install "zharness[deepspeed]" -c constraints.txt',
             warm_up="zharness.engines.deepspeed:warm_up",
+            sources=DEEPSPEED_SOURCES,
         ),
     )
 }

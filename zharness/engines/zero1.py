@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import ddp, optimizers
-from zharness.engines.protocol import Capabilities, EngineConfig, Feature, OptimizerSpec
+from zharness.engines.protocol import EngineConfig, Feature, OptimizerSpec
 from zharness.engines.torch_engine import TorchEngine, validate_config
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ REFUSES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = Capabilities(
-    stages=frozenset({1}), refuses=REFUSES, variants=ddp.VARIANTS, scaled_sum=ddp.SCALED_SUM_REASON
-)
+CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSES)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

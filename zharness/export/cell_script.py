@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +9,9 @@ from functools import partial
 
 from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
-from zharness.errors import UsageError
-from zharness.export.collect import read_source
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
+from zharness.export.literals import render_literal
 from zharness.export.script_length import explain_long_script, is_self_comparison
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
 from zharness.law_kit.law_steps import LawSteps, StepsKind
@@ -138,16 +136,8 @@ def extract_signature(record: Record, is_judged: bool = False) -> str:
 
 def render_registered_model(writing: ScriptWriter, name: str) -> str:
     """Return the definition of SPEC for a model of this package, including its batches and its loss."""
-    module = models.__name__
-    writing.add_definition(ModelSpec)
-    writing.collection.add(module, "SAMPLES")
-    registry = read_source(module).definitions["MODELS"]
-    for node in ast.walk(registry):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == ModelSpec.__name__:
-            fields = {keyword.arg: keyword.value for keyword in node.keywords}
-            if getattr(fields["name"], "value", "") == name:
-                return dedent_call(f"SPEC = {writing.collection.render_expression(module, node)}")
-    raise UsageError.unknown_name("model to export", name, "a model of `zharness list models`, or a user's factory")
+    writing.collection.add(models.__name__, "SAMPLES")
+    return f"SPEC = {render_literal(model_spec(name), writing.collection, writing.imports)}"
 
 
 def render_user_model(writing: ScriptWriter, name: str) -> str:
@@ -207,10 +197,3 @@ def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bo
         return True
     exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and not steps.rounds
     return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
-
-
-def dedent_call(text: str) -> str:
-    """Remove from a multi-line call the indentation that the call has in its source file."""
-    lines = text.splitlines()
-    margin = len(lines[-1]) - len(lines[-1].lstrip())
-    return "\n".join([lines[0], *(line[margin:] for line in lines[1:])])

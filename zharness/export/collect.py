@@ -128,7 +128,7 @@ class DefinitionCollection:
             return name
         statement = here.definitions.get(name)
         if statement is None:
-            raise HarnessFault(f"{module} defines no {name}, so it cannot be written into a script")
+            raise HarnessFault(f"{module} does not define {name}, so a script cannot contain {name}")
         key, called = self._resolve_key(module, name, statement)
         if key not in self.texts and (module, key) not in self._in_progress:
             self._in_progress.add((module, key))
@@ -236,7 +236,7 @@ class DefinitionCollection:
     def _add_import(self, name: str, statement: str) -> None:
         """Add an import. Raises HarnessFault if the script already uses the imported name for something else."""
         if name in self._definition_sites:
-            raise HarnessFault(f"a script cannot hold both its own {name} and: {statement}")
+            raise HarnessFault(f"the script defines {name} itself, so it cannot also contain: {statement}")
         if self.imports.setdefault(name, statement) != statement:
             raise HarnessFault(f"a script cannot hold both: {self.imports[name]} and: {statement}")
 

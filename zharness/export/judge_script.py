@@ -7,7 +7,6 @@ support the dtype or the options.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -239,9 +238,4 @@ def render_function(law_function: Callable[..., Any], writing: ScriptWriter) -> 
 
     The expression is the function's name or, for a nested function, a call of the function that returns it.
     """
-    outer, _, inner = law_function.__qualname__.partition(".")
-    called = writing.collection.add(law_function.__module__, outer)
-    if not inner:
-        return called
-    closure = inspect.getclosurevars(law_function).nonlocals.values()
-    return f"{called}({', '.join(render_literal(value, writing.collection, writing.imports) for value in closure)})"
+    return render_literal(law_function, writing.collection, writing.imports)

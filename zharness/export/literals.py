@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -31,8 +34,14 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
         return repr(value)
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if isinstance(value, FunctionType) and "<locals>" in value.__qualname__:
+        function, arguments = find_maker(value), inspect.getclosurevars(value).nonlocals
+        return render_call(render_name(function, collection, imports), (), arguments, render_inner)
     if isinstance(value, (type, FunctionType)):
         return render_name(value, collection, imports)
+    if isinstance(value, partial):
+        imports.append("from functools import partial")
+        return render_call("partial", (value.func, *value.args), value.keywords, render_inner)
     if is_dataclass(value):
         given = [
             f"{field.name}={render_inner(getattr(value, field.name))}"
@@ -49,6 +58,27 @@ def render_literal(value: Any, collection: DefinitionCollection, imports: list[s
     if isinstance(value, list):
         return f"[{', '.join(map(render_inner, value))}]"
     raise UsageError(f"cannot export the cell: a script cannot contain {value!r}, which is a {type(value).__name__}")
+
+
+def render_call(name: str, args: Sequence[Any], keywords: Mapping[str, Any], render: Callable[[Any], str]) -> str:
+    """Return the source text of a call of the function ``name``; ``render`` returns the text of an argument."""
+    return f"{name}({', '.join([*map(render, args), *(f'{key}={render(value)}' for key, value in keywords.items())])})"
+
+
+def find_maker(function: FunctionType) -> Callable[..., Any]:
+    """Return the module-level function whose call with the closure of ``function`` returns such a function.
+
+    Raises UsageError if the outer function has other parameters than the closure of ``function`` has variables, since
+    the values of these parameters are not known.
+    """
+    outer_name = function.__qualname__.partition(".")[0]
+    outer = getattr(sys.modules[function.__module__], outer_name, None)
+    if outer is None or set(inspect.signature(outer).parameters) != set(function.__code__.co_freevars):
+        raise UsageError(
+            f"cannot export the cell: a script cannot build {function.__qualname__} of {function.__module__}, which is "
+            f"defined inside a function and does not use exactly the parameters of {outer_name}"
+        )
+    return outer  # type: ignore[no-any-return]  # an attribute of a module
 
 
 def is_default(value: Any, field: Field[Any]) -> bool:

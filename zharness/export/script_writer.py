@@ -1,4 +1,4 @@
-"""Assemble a script from definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
+"""Assemble a script: definitions, imports, constants, the engine's adapter, plain PyTorch and the comparison."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """The constants of a script: the engine, the seed and the settings of the cell, and how its numbers are compared.
+    """The constants of a script that repeats one cell: engine, seed and settings, and how its numbers are compared.
 
     With ``exact``, numbers have to be bitwise equal. With ``zeros_allowed``, a gradient of zeros passes where ``.grad``
     is None in plain PyTorch. ``element_count`` is the number of elements of all parameters. ``dtype_name`` is the
@@ -141,7 +141,7 @@ def get_import_overrides(is_imported_engine: bool) -> Mapping[str, str]:
 
 
 class ScriptWriter:
-    """A collector of the definitions and imports of one script, which also assembles the script."""
+    """Collects the definitions and imports of one script, and assembles the script."""
 
     def __init__(
         self, engine: str, provided: frozenset[str] | None = None, reserved: frozenset[str] = frozenset()

@@ -123,7 +123,7 @@ class ShrinkResult:
 
 
 class MatchingProgramRunner(ProgramRunner):
-    """A program runner that reports a failure that matches the wanted failure, and a pass for any other failure.
+    """Runs programs, and reports a failure only if it matches the wanted failure; any other failure counts as a pass.
 
     Programs that would start after ``deadline`` are not run and count as passed.
     """
@@ -215,7 +215,7 @@ def find_smallest_cell(runner: Runner, first: Record, deadline: float) -> tuple[
 
 
 def iter_candidate_cells(runner: Runner, cell: Cell, deadline: float) -> Iterator[Cell]:
-    """Yield smaller cells than ``cell``; for a user's model, also yield cells whose model lacks some modules."""
+    """Yield cells smaller than ``cell``. For a user's model, also yield cells whose model lacks some modules."""
     has_user_model = is_user_model(cell.model)
     yield from iter_smaller_cells(cell, runner.call_in_judge(smaller_models, cell.model) if has_user_model else ())
     if has_user_model and time.monotonic() < deadline:
@@ -243,7 +243,10 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
 
 
 def smaller_settings(label: str) -> list[str]:
-    """Return the labels of settings with fewer parts than the setting ``label``: none, one part, all parts but one."""
+    """Return the labels of settings with fewer parts than the setting ``label``.
+
+    These are the setting without parts, those with one part, and those that lack one part.
+    """
     if not label:
         return []
     parts = label.split(SEPARATOR)
@@ -282,9 +285,10 @@ def find_smallest_program(runner: MatchingProgramRunner, cell: Cell, salt: int, 
 
 
 def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Program]:
-    """Yield the program that an ``any_order`` law runs in this cell, first with default settings, then with its own.
+    """Yield two versions of the program that an ``any_order`` law runs in this cell. Yield nothing for other laws.
 
-    Yield nothing if the cell runs another law.
+    The first version has default settings: no gradient clipping, no accumulation and mean reduction. The second version
+    has the settings of the law variant.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
     if template is None or not get_law(cell.law).steps_are_verbs:

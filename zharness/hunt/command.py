@@ -18,20 +18,24 @@ from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError, ZHarnessError
 from zharness.export.program_script import render_judged_program_script, render_program_script
 from zharness.export.verify import REPRODUCED, RunScript
-from zharness.hunt.draw import Coverage
+from zharness.hunt.draw import PairCoverage
+from zharness.hunt.engine_coverage import EngineCoverage, make_measured_observer
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
 from zharness.hunt.known import explain_changed_numbers, find_known
 from zharness.hunt.log import HuntLog, HuntState
 from zharness.hunt.space import Space
+from zharness.hunt.unreached import describe_unreached, read_functions
 from zharness.run.claims import get_engine_version
 from zharness.run.files import require_writable, unwritable_error, write_atomically
-from zharness.run.program_runner import ProgramOutcome, ProgramRunner
+from zharness.run.program_runner import ProgramOutcome, ProgramRunner, observe_programs
 from zharness.run.record import Verdict
 from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
 from zharness.workload.programs import Act, LayerKind, Mark, Program
 
 LOG_NAME = "hunt.jsonl"
+ARCS_FOLDER = "coverage"
+UNREACHED_NAME = "unreached.txt"
 ALL_STAGES = (0, 1, 2, 3)
 
 
@@ -41,6 +45,7 @@ class HuntOptions:
 
     Without ``stages``, all stages that the engine claims are drawn. ``output`` is the folder of the scripts and, unless
     ``jsonl`` names another file, of the log. With ``trust_records``, failures that are recorded already are known.
+    With ``measures_engine``, the branches of the engine that draws reach are measured, and guide further draws.
     """
 
     limits: HuntLimits
@@ -54,6 +59,7 @@ class HuntOptions:
     jsonl: Path | None = None
     trust_records: bool = True
     timeout: float = 30.0
+    measures_engine: bool = False
 
 
 def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment, run_script: RunScript | None) -> int:
@@ -67,12 +73,15 @@ def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment,
     jsonl = options.jsonl or folder / LOG_NAME
     prepare_folder(folder, jsonl)
     version = get_engine_version(engine)
+    arcs_folder = folder / ARCS_FOLDER
+    observe = make_measured_observer(engine, arcs_folder) if options.measures_engine else observe_programs
+    engine_coverage = EngineCoverage(arcs_folder) if options.measures_engine else None
     with ExitStack() as stack:
-        runner = stack.enter_context(ProgramRunner(environment, options.timeout))
+        runner = stack.enter_context(ProgramRunner(environment, options.timeout, observe))
         space = build_space(engine, options, runner)
         log = stack.enter_context(HuntLog(jsonl, describe_settings(engine, version, options, space)))
         bar = stack.enter_context(tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False))
-        coverage = Coverage(space.list_coverable_pairs())
+        coverage = PairCoverage(space.list_claimed_pairs())
 
         def is_known(program: Program, outcome: ProgramOutcome) -> str:
             """Return where a failure is recorded, or '' if it is new."""
@@ -89,13 +98,18 @@ def run_hunt(engine: str, options: HuntOptions, get_environment: GetEnvironment,
             coverage,
             is_known,
             lambda group: export_group(folder, engine, version, group, space.claims_at, run_script),
-            lambda state, pairs: bar.set_description_str(describe_progress(state, pairs)),
+            lambda state: bar.set_description_str(
+                f"{describe_progress(state)}, {len(coverage.covered)} of {len(coverage.claimed)} pairs covered"
+            ),
+            engine_coverage.collect if engine_coverage is not None else int,
         )
         try:
             hunter.hunt(options.seed, options.limits)
         finally:
             bar.close()
             click.echo(describe_result(engine, version, options.seed, log.state, coverage))
+            if engine_coverage is not None:
+                click.echo(report_unreached(engine_coverage, folder))
             click.echo(f"log: {jsonl}")
     return get_exit_code(log.state)
 
@@ -170,7 +184,19 @@ def describe_settings(engine: str, version: str, options: HuntOptions, space: Sp
         "without": list(space.excluded_names),
         "outputs": space.max_outputs,
         "options": {str(stage): space.list_options(stage) for stage in space.stages},
+        **({"coverage": True} if options.measures_engine else {}),
     }
+
+
+def report_unreached(engine_coverage: EngineCoverage, folder: Path) -> str:
+    """Write what of the engine no draw has reached into ``folder``, and return the most promising part of it."""
+    data_file = engine_coverage.combine()
+    if data_file is None:
+        return "the engine's source: nothing was reached"
+    functions = read_functions(data_file)
+    path = folder / UNREACHED_NAME
+    write_atomically(describe_unreached(functions, limit=None) + "\n", path)
+    return f"{describe_unreached(functions)}\nall of it: {path}; for coverage.py: {data_file}"
 
 
 def export_group(
@@ -185,7 +211,9 @@ def export_group(
     if group.outcome.verdict is Verdict.HANG:
         return "", "no script is written, because it would not end"
     claims = claims_at[group.smallest.stage]
-    stem = re.sub(r"\W+", "_", f"{split_release(engine)[0]}_{group.number}_{group.signature.failure_kind}".lower())
+    stem = re.sub(
+        r"\W+", "_", f"{split_release(engine)[0]}_{group.number}_{group.cause.signature.failure_kind}".lower()
+    )
     path = folder / f"{stem.strip('_')}.py"
     verified = ""
     # A short script has its own engine, which knows no options of an adapter, and compares less than the judge.
@@ -205,19 +233,16 @@ def export_group(
     return path.name, verified
 
 
-def describe_progress(state: HuntState, coverage: Coverage) -> str:
-    """Return the progress line: draws, alarms, groups and covered pairs."""
+def describe_progress(state: HuntState) -> str:
+    """Return the numbers of draws, alarms and groups."""
     new = sum(not group.known for group in state.groups)
-    return (
-        f"{state.draw_count} draws, {state.alarm_count} alarms of {len(state.groups)} causes ({new} new), "
-        f"{len(coverage.covered)} of {coverage.total} pairs covered"
-    )
+    return f"{state.draw_count} draws, {state.alarm_count} alarms of {len(state.groups)} causes ({new} new)"
 
 
-def describe_result(engine: str, version: str, seed: int, state: HuntState, coverage: Coverage) -> str:
+def describe_result(engine: str, version: str, seed: int, state: HuntState, coverage: PairCoverage) -> str:
     """Describe the outcome of a hunt: a summary, the groups of alarms, the new ones first, and what is odd."""
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(state.verdicts.items()))
-    lines = [f"{engine} {version}, seed {seed}: {describe_progress(state, coverage)}; {verdicts}"]
+    lines = [f"{engine} {version}, seed {seed}: {describe_progress(state)}; {verdicts}", coverage.describe()]
     lines += [group.describe(engine) for group in sorted(state.groups, key=lambda group: bool(group.known))]
     if state.unconfirmed:
         lines.append(f"not confirmed on new ranks: {len(state.unconfirmed)}")

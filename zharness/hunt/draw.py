@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature
-from zharness.hunt.space import MAX_OPTIONS, NO_OPTION, Pair, Repertoire, Space, Value, list_program_pairs
+from zharness.hunt.space import (
+    MAX_OPTIONS,
+    NO_OPTION,
+    Pair,
+    Repertoire,
+    Space,
+    Value,
+    list_program_pairs,
+    list_program_values,
+    list_setting_values,
+    option_values,
+)
 from zharness.law_kit.program_features import explain_unsupported
 from zharness.law_kit.setting import Setting
+from zharness.run.covering import pair_kind
 from zharness.workload.legal_programs import legal_layers, legal_verbs
 from zharness.workload.programs import (
     ALLOWED_MARKS,
@@ -33,11 +46,17 @@ MAX_PHRASES = 4
 OPTIMIZERS = ("sgd", "adamw", "adam", "nesterov")
 CLIPS = (0.05, 0.2, 1.0)
 MARK_PROBABILITY = 0.12
+PARENT_PERIOD = 3  # one draw of so many has the setting of a parent
+MAX_NAMED_PAIRS = 5
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The n-th program of a hunt. ``wanted`` is the pair of values for which it was drawn, if any."""
+    """A random program, and its number in the hunt, which counts from 1.
+
+    ``wanted`` is the pair of values, such as an option and a dtype, that the program was drawn to cover; it is None if
+    all pairs were covered already, or if the program has the setting of a parent.
+    """
 
     number: int
     program: Program
@@ -45,39 +64,66 @@ class Draw:
 
 
 @dataclass
-class Coverage:
-    """The pairs of values that draws have covered, of all that can be covered."""
+class PairCoverage:
+    """The pairs of values that the engine claims: those not drawn yet, those covered, and those that no draw can have.
+
+    A pair is one of an option, or no option, and another value (``Space.list_claimed_pairs``). In ``undrawable`` are
+    pairs that ATTEMPTS draws did not bring about, for instance because the engine refuses them for another reason.
+    """
 
     missing: set[Pair]
     covered: set[Pair] = field(default_factory=set)
+    undrawable: set[Pair] = field(default_factory=set)
 
     def add(self, program: Program) -> None:
         """Count the pairs of ``program`` as covered."""
-        pairs = list_program_pairs(program) & (self.missing | self.covered)
+        pairs = list_program_pairs(program) & (self.missing | self.covered | self.undrawable)
         self.covered |= pairs
         self.missing -= pairs
+        self.undrawable -= pairs
+
+    def give_up(self, pair: Pair) -> None:
+        """Count ``pair`` as one that no draw can have."""
+        self.missing.discard(pair)
+        self.undrawable.add(pair)
 
     @property
-    def total(self) -> int:
-        """The number of pairs that can be covered."""
-        return len(self.missing) + len(self.covered)
+    def claimed(self) -> set[Pair]:
+        """All pairs that the engine claims."""
+        return self.missing | self.covered | self.undrawable
+
+    def describe(self) -> str:
+        """Describe in one line how many claimed pairs of each kind are covered, and name some that cannot be drawn."""
+        covered, claimed = (Counter(map(pair_kind, map(frozenset, pairs))) for pairs in (self.covered, self.claimed))
+        kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(claimed.items()))
+        text = f"{len(self.covered)} of {len(self.claimed)} claimed pairs covered: {kinds}"
+        if not self.undrawable:
+            return text
+        named = [" with ".join(value or "no option" for _, value in pair) for pair in sorted(self.undrawable)]
+        more = f" and {len(named) - MAX_NAMED_PAIRS} more" if len(named) > MAX_NAMED_PAIRS else ""
+        return f"{text}; no draw has {', '.join(named[:MAX_NAMED_PAIRS])}{more}"
 
 
-def iter_draws(space: Space, seed: int, coverage: Coverage) -> Iterator[Draw]:
+def iter_draws(space: Space, seed: int, coverage: PairCoverage, parents: Sequence[Program] = ()) -> Iterator[Draw]:
     """Yield draws without end. While pairs are missing in ``coverage``, each draw has one of these.
 
-    A pair that no attempt brings about is removed from ``coverage``.
+    Once there are ``parents``, to which the caller may add while draws are made, one draw of PARENT_PERIOD has the
+    setting of a parent instead, and a new model and new verbs. Later parents are preferred.
     """
     number = 0
     while True:
         number += 1
         random = Random(f"{seed} {number}")  # noqa: S311 - draws examples
         program = wanted = None
+        if parents and number % PARENT_PERIOD == 0:
+            # The larger of two random numbers prefers what comes late in the list.
+            parent = parents[max(random.randrange(len(parents)) for _ in range(2))]
+            program = draw_program(space, random, tuple(list_setting_values(parent)))
         while program is None:
             wanted = random.choice(sorted(coverage.missing)) if coverage.missing else None
             program = draw_program(space, random, wanted or ())
             if program is None and wanted is not None:
-                coverage.missing.discard(wanted)
+                coverage.give_up(wanted)
         coverage.add(program)
         yield Draw(number, program, wanted)
 
@@ -86,10 +132,10 @@ def draw_program(space: Space, random: Random, wanted: tuple[Value, ...]) -> Pro
     """Draw a program that has the ``wanted`` values; return None if no attempt gives one."""
     for _ in range(ATTEMPTS):
         program = attempt_program(space, random, wanted)
-        if program is not None and not explain_unsupported(program, space.claims_at[program.stage]):
-            pairs = list_program_pairs(program)
-            if len(wanted) < 2 or (wanted[0], wanted[1]) in pairs:
-                return program
+        if program is None or explain_unsupported(program, space.claims_at[program.stage]):
+            continue
+        if {*wanted} <= {*option_values(program.options), *list_program_values(program)}:
+            return program
     return None
 
 
@@ -136,7 +182,7 @@ def add_options(
     space: Space, random: Random, stage: int, options: tuple[str, ...], required_count: int
 ) -> tuple[str, ...]:
     """Return ``options``, to which compatible ones may be added, so that at most MAX_OPTIONS are drawn or required."""
-    for _ in range(random.randint(0, MAX_OPTIONS - required_count)):
+    for _ in range(random.randint(0, max(0, MAX_OPTIONS - required_count))):
         others = [name for name in space.list_options(stage) if name not in options]
         candidate = space.complete_options(stage, (*options, random.choice(others))) if others else None
         options = candidate or options

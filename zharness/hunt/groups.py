@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zharness.export.shrink import FailureSignature, extract_failure_signature
+from zharness.hunt.causes import AlarmCause, find_cause
 from zharness.run.program_runner import ProgramOutcome, format_program_command
 from zharness.workload.programs import SOURCE_KINDS, LayerKind, Program, Verb
 
@@ -17,7 +17,7 @@ PLAIN_LAYERS = (LayerKind.LINEAR, LayerKind.MATRIX, LayerKind.RELU, LayerKind.GE
 
 @dataclass
 class AlarmGroup:
-    """Alarms with one cause: the same failure signature, and the same options in the smallest program.
+    """Alarms with one cause: the smallest programs fail alike (``find_cause``), and need the same options.
 
     ``known`` says where the cause is recorded already; it is empty for a new one. ``script`` is the name of the
     exported script, and ``draws`` are the numbers of the draws that raised the alarm.
@@ -32,17 +32,20 @@ class AlarmGroup:
     draws: list[int] = field(default_factory=list)
 
     @property
-    def signature(self) -> FailureSignature:
-        """The signature of the failure of the smallest program."""
-        return extract_failure_signature(self.outcome.verdict, self.outcome.cause)
+    def cause(self) -> AlarmCause:
+        """The cause of the failure of the smallest program."""
+        return find_cause(self.smallest, self.outcome)
 
-    def has_cause(self, signature: FailureSignature, smallest: Program) -> bool:
-        """Return whether an alarm with this signature and smallest program has the same cause."""
-        return self.signature == signature and set(self.smallest.options) == set(smallest.options)
+    def has_cause(self, cause: AlarmCause, smallest: Program) -> bool:
+        """Return whether an alarm with this cause belongs to the group; ``smallest`` is its shrunk program.
 
-    def explains(self, signature: FailureSignature, program: Program) -> bool:
+        Both the cause and the options of the shrunk program have to be those of the group.
+        """
+        return self.cause == cause and set(self.smallest.options) == set(smallest.options)
+
+    def explains(self, cause: AlarmCause, program: Program) -> bool:
         """Return whether ``program``, which is not shrunk, contains the smallest program and fails like it."""
-        return self.signature == signature and contains_program(program, self.smallest)
+        return cause.may_shrink_to(self.cause) and contains_program(program, self.smallest)
 
     def describe(self, engine: str) -> str:
         """Describe the group in a few lines, with the command that runs its smallest program."""
@@ -92,11 +95,11 @@ def is_like(verb: Verb, wanted: Verb) -> bool:
     return verb.act is wanted.act and set(wanted.marks) <= set(verb.marks)
 
 
-def find_group(groups: Sequence[AlarmGroup], signature: FailureSignature, smallest: Program) -> AlarmGroup | None:
+def find_group(groups: Sequence[AlarmGroup], cause: AlarmCause, smallest: Program) -> AlarmGroup | None:
     """Return the group of an alarm whose smallest program is ``smallest``, or None if it is the first of its cause."""
-    return next((group for group in groups if group.has_cause(signature, smallest)), None)
+    return next((group for group in groups if group.has_cause(cause, smallest)), None)
 
 
-def find_explanation(groups: Sequence[AlarmGroup], signature: FailureSignature, program: Program) -> AlarmGroup | None:
+def find_explanation(groups: Sequence[AlarmGroup], cause: AlarmCause, program: Program) -> AlarmGroup | None:
     """Return the group that explains the alarm of ``program``, which is not shrunk, or None."""
-    return next((group for group in groups if group.explains(signature, program)), None)
+    return next((group for group in groups if group.explains(cause, program)), None)

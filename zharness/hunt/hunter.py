@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zharness.export.shrink import FailureSignature, extract_failure_signature
-from zharness.hunt.draw import Coverage, Draw, iter_draws
+from zharness.hunt.causes import find_cause
+from zharness.hunt.draw import Draw, PairCoverage, iter_draws
 from zharness.hunt.groups import AlarmGroup, find_explanation, find_group
 from zharness.hunt.log import DrawRecord, HuntLog, HuntState
 from zharness.hunt.smaller import shrink_program
@@ -33,30 +34,39 @@ class Hunter:
     """A hunter, which runs the draws of a space on one engine.
 
     ``find_known(program, outcome)`` says where a failure is recorded, or ''. ``export(group)`` writes the script of a
-    group and returns its name and the result of its run. ``report`` shows the progress.
+    group and returns its name and the result of its run. ``report`` shows the progress. ``collect_arcs`` returns the
+    number of the engine's arcs that runs have reached since its last call and no earlier one had; 0 if unknown.
     """
 
     space: Space
     runner: ProgramRunner
     log: HuntLog
-    coverage: Coverage
+    coverage: PairCoverage
     find_known: Callable[[Program, ProgramOutcome], str]
     export: Callable[[AlarmGroup], tuple[str, str]]
-    report: Callable[[HuntState, Coverage], None]
+    report: Callable[[HuntState], None]
+    collect_arcs: Callable[[], int] = int
 
     def hunt(self, seed: int, limits: HuntLimits) -> None:
         """Run draws after those of the log, until a limit is reached. The alarm of the last draw is still shrunk."""
         deadline = None if limits.seconds is None else time.monotonic() + limits.seconds
         done = self.log.state.draw_count
-        for draw in iter_draws(self.space, seed, self.coverage):
+        parents: list[Program] = []  # whose settings led to new arcs
+        for draw in iter_draws(self.space, seed, self.coverage, parents):
             if draw.number <= done:
+                if draw.number in self.log.state.productive_draws:
+                    parents.append(draw.program)
                 continue
             if limits.draws is not None and draw.number > limits.draws:
                 return
             if deadline is not None and time.monotonic() > deadline:
                 return
-            self.log.write_draw(self.run_draw(draw))
-            self.report(self.log.state, self.coverage)
+            record = self.run_draw(draw)
+            record = replace(record, new_arcs=self.collect_arcs())
+            if record.new_arcs:
+                parents.append(draw.program)
+            self.log.write_draw(record)
+            self.report(self.log.state)
 
     def run_draw(self, draw: Draw) -> DrawRecord:
         """Run one draw in pooled ranks, and find the group of its alarm."""
@@ -81,12 +91,12 @@ class Hunter:
     def find_or_add_group(self, program: Program, outcome: ProgramOutcome) -> AlarmGroup:
         """Return the group of a confirmed alarm. An alarm that no group explains is shrunk first."""
         groups = self.log.state.groups
-        signature = extract_failure_signature(outcome.verdict, outcome.cause)
-        explained = find_explanation(groups, signature, program)
+        cause = find_cause(program, outcome)
+        explained = find_explanation(groups, cause, program)
         if explained is not None:
             return explained
-        smallest, outcome = self.shrink(program, outcome, signature)
-        known_group = find_group(groups, extract_failure_signature(outcome.verdict, outcome.cause), smallest)
+        smallest, outcome = self.shrink(program, outcome, cause.signature)
+        known_group = find_group(groups, find_cause(smallest, outcome), smallest)
         if known_group is not None:
             return known_group
         group = AlarmGroup(len(groups) + 1, smallest, outcome, self.find_known(smallest, outcome))

@@ -9,16 +9,25 @@ from typing import Any
 from zharness.engines import Capabilities
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
+from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
 from zharness.law_kit.setting import SEPARATOR
 from zharness.releases.repros import ReproVerdict, load_catalogue
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
-from zharness.workload.programs import Program
+from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
 
-_NUMBERS = re.compile(r"\d[\d.e+-]*")
 _COMMON_WORDS = re.compile(r"^[a-z ]+:|\b(expected|got|step|rank|nan|inf)\b")  # of every mismatch
+# What a program has to have, one of these, to show a failure of a law of this group; other groups need nothing special.
+NEEDED_NAMES: Mapping[str, frozenset[Act | LayerKind | Mark]] = {
+    "torch_func": frozenset((Act.TRANSFORM,)),
+    "checkpointing": frozenset((LayerKind.CHECKPOINT, LayerKind.REENTRANT)),
+    "state": frozenset((Act.SAVE, Act.LOAD)),
+    "idle": frozenset((LayerKind.SOMETIMES, LayerKind.UNUSED, Act.IDLE)),
+    "resources": frozenset(),  # memory and traffic, which no program compares
+}
+SECOND_BACKWARD_GROUPS = ("double_backward", "window")  # laws of several backwards before a step
 MIN_SIGNATURE_LETTERS = 8  # a shorter signature, such as KeyError: 0, says too little
 
 
@@ -32,7 +41,8 @@ def find_known(
     """
     options = tuple(name for name in program.options if name not in needed)
     for entry in expected_failures_for(engine):
-        if covers_program(entry, program, options, version) and is_recorded_cause(entry, outcome):
+        is_covered = covers_program(entry, program, options, version) and can_show_law(program, entry.check)
+        if is_covered and is_recorded_cause(entry, outcome):
             return f"{entry.upstream}; {entry.check} in {entry.location}"
     keys = {*options, *iter_leaf_keys(program_options(program, claims))} if options else set()
     try:
@@ -42,11 +52,30 @@ def find_known(
     for repro in repros:
         is_same = normalize(repro.signature) in normalize(outcome.cause) and has_text(repro.signature)
         is_affected = repro.expected_verdict(version) is ReproVerdict.REPRODUCED
-        if repro.engine == split_release(engine)[0] and is_same and is_affected:
+        is_alike = repro.engine == split_release(engine)[0] and can_show_law(program, repro.law)
+        if is_alike and is_same and is_affected:
             text = repro.path.read_text(encoding="utf-8")
             if not options or any(key in text for key in keys):
                 return f"{repro.reported}; repro/{repro.path.name}"
     return ""
+
+
+def can_show_law(program: Program, law: str) -> bool:
+    """Return whether a failure of ``program`` can be one of ``law``, which may be a pattern: it uses what the law does.
+
+    ``program`` is shrunk, so it has nothing that its failure does not need.
+    """
+    group = law.partition(".")[0]
+    if group in SECOND_BACKWARD_GROUPS:
+        backward_count = sum(verb.act in (*BACKWARD_ACTS, Act.INPUT_GRAD, Act.TRANSFORM) for verb in program.verbs)
+        return backward_count > 1 or program.window > 1 or Mark.RETAIN in list_names(program)
+    return group not in NEEDED_NAMES or not NEEDED_NAMES[group].isdisjoint(list_names(program))
+
+
+def list_names(program: Program) -> set[Act | LayerKind | Mark]:
+    """Return the verbs, marks and layers of ``program``."""
+    layers = {layer.kind for layer in program.walk()}
+    return {*layers, *(verb.act for verb in program.verbs), *(mark for verb in program.verbs for mark in verb.marks)}
 
 
 def explain_changed_numbers(program: Program, outcome: ProgramOutcome, claims: Capabilities) -> str:
@@ -83,11 +112,6 @@ def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
         for signature in entry.signatures
         if is_crash or not signature.startswith("only ")  # a count of wrong elements belongs to one model
     )
-
-
-def normalize(text: str) -> str:
-    """Return ``text`` in one line, with a placeholder for each number, since models of laws and programs differ."""
-    return _NUMBERS.sub("#", " ".join(text.split()))
 
 
 def has_text(signature: str) -> bool:

@@ -21,7 +21,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class DrawRecord:
-    """The outcome of one draw. ``group`` is the number of its alarm's group, or 0 if it raised no alarm."""
+    """The outcome of one draw. ``group`` is the number of its alarm's group, or 0 if it raised no alarm.
+
+    ``new_arcs`` is the number of the engine's arcs that no earlier draw had reached, if they are measured.
+    """
 
     number: int
     program: Program
@@ -29,11 +32,15 @@ class DrawRecord:
     seconds: float
     group: int = 0
     note: str = ""
+    new_arcs: int = 0
 
 
 @dataclass
 class HuntState:
-    """What earlier calls with the same log did: the number of draws, the groups, and the verdicts by number."""
+    """What earlier calls with the same log did: the number of draws, the groups, and the verdicts by number.
+
+    ``productive_draws`` are the numbers of the draws that reached new arcs of the engine.
+    """
 
     draw_count: int = 0
     groups: list[AlarmGroup] = field(default_factory=list)
@@ -41,6 +48,7 @@ class HuntState:
     alarm_count: int = 0
     unconfirmed: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    productive_draws: set[int] = field(default_factory=set)
 
     def add_draw(self, record: DrawRecord) -> None:
         """Count a draw, and add it to its group."""
@@ -48,6 +56,8 @@ class HuntState:
         verdict = record.outcome.verdict
         self.verdicts[verdict.value] = self.verdicts.get(verdict.value, 0) + 1
         self.alarm_count += verdict.is_broken
+        if record.new_arcs:
+            self.productive_draws.add(record.number)
         if record.note:
             self.unconfirmed.append(f"draw {record.number}: {record.note}")
         if verdict is Verdict.ERROR:
@@ -106,7 +116,8 @@ class HuntLog:
         """Append a draw and count it."""
         self.state.add_draw(record)
         line = {"draw": record.number, "program": program_as_json(record.program), **outcome_as_json(record.outcome)}
-        self._write({**line, "seconds": round(record.seconds, 3), "group": record.group, "note": record.note})
+        arcs = {"new_arcs": record.new_arcs} if record.new_arcs else {}
+        self._write({**line, "seconds": round(record.seconds, 3), "group": record.group, "note": record.note, **arcs})
 
     def write_group(self, group: AlarmGroup) -> None:
         """Append a new group, before the draw that raised its first alarm."""
@@ -145,22 +156,24 @@ def read_program(fields: Mapping[str, Any]) -> Program:
 
 
 def outcome_as_json(outcome: ProgramOutcome) -> dict[str, str]:
-    """Return the verdict and the cause as a dictionary."""
-    return {"verdict": outcome.verdict.value, "cause": outcome.cause}
+    """Return the verdict, the cause and the file that raised an exception as a dictionary."""
+    facts = {"verdict": outcome.verdict.value, "cause": outcome.cause}
+    return {**facts, "innermost_file": outcome.innermost_file} if outcome.innermost_file else facts
 
 
 def read_outcome(line: Mapping[str, Any]) -> ProgramOutcome:
     """Return the outcome that ``outcome_as_json`` wrote."""
-    return ProgramOutcome(Verdict(line["verdict"]), line["cause"])
+    return ProgramOutcome(Verdict(line["verdict"]), line["cause"], line.get("innermost_file", ""))
 
 
 def read_draw(line: Mapping[str, Any]) -> DrawRecord:
     """Return the draw of a line of the log."""
     program, outcome = read_program(line["program"]), read_outcome(line)
-    return DrawRecord(line["draw"], program, outcome, line["seconds"], line["group"], line["note"])
+    new_arcs = line.get("new_arcs", 0)
+    return DrawRecord(line["draw"], program, outcome, line["seconds"], line["group"], line["note"], new_arcs)
 
 
 def read_group(line: Mapping[str, Any]) -> AlarmGroup:
-    """Return the group of a line of the log, without draws."""
+    """Return the alarm group that a line of the log describes. Its list of draws is empty."""
     program, outcome = read_program(line["program"]), read_outcome(line)
     return AlarmGroup(line["group_number"], program, outcome, line["known"], line["script"], line["script_result"])

@@ -115,8 +115,11 @@ class Space:
             claims=claims,
         )
 
-    def list_coverable_pairs(self) -> set[Pair]:
-        """Return all pairs of an option and another value that some program can have."""
+    def list_claimed_pairs(self) -> set[Pair]:
+        """Return all pairs of an option, or no option, and another value that the engine claims at some stage.
+
+        The other values are stages, windows, dtypes, verbs, layers and other options.
+        """
         found: set[Pair] = set()
         for stage in self.stages:
             names = self.list_options(stage)
@@ -163,8 +166,14 @@ def list_program_pairs(program: Program) -> set[Pair]:
     }
 
 
+def list_setting_values(program: Program) -> list[Value]:
+    """Return the program's options, stage, window and dtype."""
+    axes = [("stage", str(program.stage)), ("window", window_name(program)), ("dtype", program.dtype)]
+    return [*option_values(program.options), *axes]
+
+
 def list_program_values(program: Program) -> Iterator[Value]:
     """Yield the program's stage, window, dtype, verbs and layers."""
-    yield from (("stage", str(program.stage)), ("window", window_name(program)), ("dtype", program.dtype))
+    yield from (value for value in list_setting_values(program) if value[0] != "option")
     yield from {("verb", verb.act.value) for verb in program.verbs}
     yield from {("layer", layer.kind.value) for layer in program.walk()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zharness.engines.protocol import AccumulationOwner, Engine
 from zharness.law_kit.judge_context import JudgeContext, stop_at_first_mismatch
@@ -52,9 +53,9 @@ def judge_engine_divided_gradients(
 
     An engine may divide each loss, the gradient at each output of its forward, or the gradients of the parameters. All
     three ways are right, but they round differently unless the divisor is a power of two. All gradients have to match
-    the same way. ``divided_locals`` are the local gradients that plain PyTorch computes from divided losses. If no way
-    matches every gradient, this function yields the comparisons with the way that most gradients match, because a wrong
-    engine is usually right in most gradients.
+    the result of the same way. ``divided_locals`` are the local gradients that plain PyTorch computes from divided
+    losses. If no way matches every gradient, this function yields the comparisons for the way that matches most
+    gradients, because a wrong engine is usually right in most gradients.
     """
     steps = len(window)
     compare = partial(ctx.compare_reduced_grads, label, step=step, exact=exact)
@@ -84,24 +85,52 @@ def judge_engine_divided_gradients(
 
 
 def divide_output_gradients(objective: Objective, divisor: int) -> Objective:
-    """Return ``objective`` with hooks that divide the gradient of every tensor in the model's output by ``divisor``.
+    """Return a version of ``objective`` that divides the gradient of every tensor in the model's output by ``divisor``.
 
     DeepSpeed 0.18.3 to 0.19.5 divide these gradients. Later releases do so only in backwards other than
-    ``engine.backward``.
+    ``engine.backward``. A gradient is divided once, even if one output was computed from another or is a parameter.
     """
 
-    def divided(output: Any, batch: Batch) -> Tensor:
-        """Register the hooks, and return the loss of ``output``."""
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: grad / divisor)  # type: ignore[no-untyped-call]
-        return objective(output, batch)
+    def compute_divided(output: Any, batch: Batch) -> Tensor:
+        """Return the loss of ``output``."""
+        aliases: dict[int, Tensor] = {}  # a tensor that occurs twice has one gradient
 
-    return divided
+        def divide_gradient(tensor: Tensor) -> Tensor:
+            """Return an alias of ``tensor`` that divides the gradient of the loss; the model's own uses have none."""
+            if tensor.requires_grad and id(tensor) not in aliases:
+                aliases[id(tensor)] = tensor.view_as(tensor)
+                aliases[id(tensor)].register_hook(lambda grad: grad / divisor)  # type: ignore[no-untyped-call]
+            return aliases.get(id(tensor), tensor)
+
+        return objective(replace_tensors(output, divide_gradient), batch)
+
+    return compute_divided
+
+
+def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a model's output in which each tensor is ``function(tensor)``.
+
+    The tensors may be in dictionaries, lists, tuples and dataclasses of any depth.
+    """
+    if isinstance(output, Tensor):
+        return function(output)
+    if isinstance(output, dict):
+        changed = copy(output)
+        changed.update((key, replace_tensors(value, function)) for key, value in output.items())
+        return changed
+    if isinstance(output, (list, tuple)):
+        values = [replace_tensors(value, function) for value in output]
+        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
+    if is_dataclass(output) and not isinstance(output, type):
+        replaced: Any = copy(output)
+        for field in fields(output):
+            object.__setattr__(replaced, field.name, replace_tensors(getattr(output, field.name), function))
+        return replaced
+    return output
 
 
 def count_matches(comparisons: Sequence[Comparison]) -> int:
-    """Return the number of comparisons that have no mismatch."""
+    """Return the number of comparisons that passed."""
     return sum(comparison.mismatch is None for comparison in comparisons)
 
 

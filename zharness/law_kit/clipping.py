@@ -63,7 +63,7 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add the hint that the engine reported no norm to a mismatch whose actual value is NaN."""
+    """If the actual value of a mismatch is NaN, add the hint that the engine reported no norm."""
     absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
@@ -73,7 +73,7 @@ def judge_clip_factor(
 ) -> Generator[Comparison, None, ClipFactor]:
     """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
-    The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if no norm was
+    The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if nothing was
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
     each rank, because DeepSpeed averages the norm over ranks at stage 0.

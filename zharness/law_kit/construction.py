@@ -35,7 +35,7 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
 
 
 def require_engine(candidate: object) -> None:
-    """Raise EngineContractError with the names of all missing methods if ``candidate`` does not implement Engine."""
+    """Raise EngineContractError, which lists what ``candidate`` lacks, unless ``candidate`` implements Engine."""
     verbs = sorted(
         {"__call__", *(name for name in dir(Engine) if not name.startswith("_"))} - {"module", "capabilities"}
     )
@@ -54,7 +54,7 @@ def require_engine(candidate: object) -> None:
 class ModelSnapshot:
     """A copy of a model's training flags, names, weights and buffers, made before an engine wraps the model.
 
-    ``weights`` and ``buffers`` contain a tied tensor once, and no tensor on the meta device, because such tensors have
+    ``weights`` and ``buffers`` contain a tied tensor only once. They contain no tensors on the meta device, which have
     no values.
     """
 
@@ -156,7 +156,7 @@ def list_state_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def is_unsharded(weight: Tensor, before: Tensor, pieces: tuple[Piece, ...]) -> bool:
-    """Return whether ``weight`` is unsharded on this rank, which means that it is neither a DTensor nor a shard.
+    """Return whether this rank holds the full ``weight``. If it does not, the weight is a DTensor or a shard.
 
     If a parameter has one element, its shard has the shape of the full parameter, even on the ranks where the shard is
     padding. The layout, ``pieces``, then says whether this rank has the element.
@@ -217,7 +217,7 @@ def require_shape(source: str, name: str, actual: Tensor, expected: Tensor) -> N
 
 
 def require_mapping(source: str, value: Any) -> Mapping[str, Any]:
-    """Return ``value``. Raise EngineContractError, which names the method ``source``, if ``value`` is no dictionary."""
+    """Return ``value``. Raise EngineContractError, with the name of the method ``source``, if it is not a mapping."""
     if not isinstance(value, Mapping):
         raise EngineContractError(
             f"{source}: the engine returned a {type(value).__name__}; expected a dictionary of tensors by parameter"

@@ -33,8 +33,8 @@ def build_facts(observations: Observations) -> dict[str, Tensor]:
 def compare_engine_facts(ctx: JudgeContext, spec: OptimizerSpec, step: int, steps_made: int) -> Iterator[Comparison]:
     """Check the learning rates, loss scale and number of skipped steps that every rank recorded at ``step``.
 
-    ``steps_made`` is the number of steps that the optimizer has made. The expected number of skipped steps is 0, and
-    the expected learning rate of each parameter group is that of the next step.
+    ``steps_made`` is the number of steps that the optimizer has made. The expected learning rate of each parameter
+    group is the one that the schedule sets for the step after these. The expected number of skipped steps is 0.
     """
     parameters = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_parameters())
     factor = spec.schedule[min(steps_made, len(spec.schedule) - 1)]

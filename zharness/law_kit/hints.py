@@ -1,4 +1,4 @@
-"""Add hints about the cause to mismatches."""
+"""Add hints, which say what may have caused a mismatch, to mismatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Compa
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:
-    """Return ``comparison`` with ``hint`` if it is a mismatch, or else ``comparison`` unchanged."""
+    """Add ``hint`` to the mismatch of ``comparison``, if it has one, and return the comparison."""
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from zharness.engines.protocol import Capabilities, Feature
+from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
@@ -34,6 +36,7 @@ from zharness.parity.compare import (
 from zharness.parity.comparison import TensorLocation
 
 BoundedGrads = Mapping[str, BoundedTensor]  # gradients by parameter, with how far an engine's may be off
+CLAIMS_EVERY_FEATURE = Capabilities(stages=frozenset())
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class JudgeContext:
     ``evidence[rank]`` holds the tensors that this rank recorded. ``declared_reduce_dtype`` is the dtype in which the
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
-    full.
+    full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
     """
 
     baseline: Baseline
@@ -53,6 +56,7 @@ class JudgeContext:
     declared_reduce_dtype: torch.dtype | None = None
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
+    claims: Capabilities = CLAIMS_EVERY_FEATURE
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -62,8 +66,8 @@ class JudgeContext:
     def get_reduce_dtype(self, name: str, grad_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the gradients of the parameter ``name`` are reduced.
 
-        ``grad_dtype`` is the dtype of the engine's gradient. If it is the parameter's dtype in the model and narrower
-        than the cell's dtype, the engine may reduce in this dtype.
+        ``grad_dtype`` is the dtype of the engine's gradient. If the parameter has this dtype in the model, and if the
+        dtype is narrower than the cell's, the engine may reduce in this dtype.
         """
         narrow = grad_dtype == self.get_param_dtype(name) != self.dtype
         return max(self.reduce_dtype, grad_dtype, key=unit_roundoff) if narrow else self.reduce_dtype
@@ -82,7 +86,10 @@ class JudgeContext:
         return [evidence.get(label, step) for evidence in self.evidence]
 
     def has_record(self, label: str) -> bool:
-        """Return whether rank 0 recorded anything under ``label``. If only some ranks did, ``rank_records`` raises."""
+        """Return whether rank 0 recorded anything under ``label``.
+
+        If only some ranks recorded anything, ``rank_records`` raises EngineContractError.
+        """
         return any(snapshot.label == label for snapshot in self.evidence[0].snapshots)
 
     def location(self, name: str, part: Part, step: int = 0, rank: int = 0) -> TensorLocation:
@@ -121,15 +128,15 @@ class JudgeContext:
         """Compare every rank's full gradients with ``scale`` times the mean of all local gradients, and between ranks.
 
         ``micros[m][rank]`` is the baseline's result on micro-batch m of that rank. If ``exact`` is true, the comparison
-        is bitwise. Otherwise it uses the bound of the reduction, and its note says why tier X does not apply.
-        ``suspects[hint][loss]`` holds other local gradients; if a wrong gradient equals their sum, the mismatch gets
-        ``hint``. If ``explain`` is false, this method does not search for hints, because the search takes many
-        comparisons for a large gradient.
+        is bitwise. Otherwise it uses the rounding error bound of the reduction, and the note of the comparison says why
+        tier X does not apply. ``suspects[hint][loss]`` holds other local gradients; if a wrong gradient equals their
+        sum, the mismatch gets ``hint``. If ``explain`` is false, this method does not search for hints, because the
+        search takes many comparisons for a large gradient.
         """
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
         for record in records:
-            check_names("full_grads", dict.fromkeys(expected), record)
+            self.check_gradient_names(expected, record)
         for name in self.baseline.parameter_names:
             if name in expected:
                 known = {
@@ -140,13 +147,30 @@ class JudgeContext:
                     name, records, micros, step, exact, scale, known if explain else None
                 )
 
+    def check_gradient_names(self, expected: Collection[str], record: Mapping[str, Tensor]) -> None:
+        """Raise EngineContractError unless ``record`` has the gradients ``expected``, those of used parameters.
+
+        An engine that refuses Feature.NO_GRADIENT may also have zeros for parameters that no rank used.
+        """
+        names = self.baseline.parameter_names
+        extra = [name for name in record if name in names and name not in expected]
+        if extra and self.claims.refusal(Feature.NO_GRADIENT) is None:
+            raise EngineContractError(
+                f"full_grads has gradients of {extra}, which no rank's loss uses; plain PyTorch leaves them None. "
+                "An engine that fills them with zeros refuses Feature.NO_GRADIENT"
+            )
+        wrong = [name for name in extra if bool(record[name].count_nonzero())]
+        if wrong:
+            raise EngineContractError(f"full_grads has gradients of {wrong} that are not zero, but no rank's loss uses")
+        check_names("full_grads", dict.fromkeys([*expected, *extra]), record)
+
     def compute_expected_grads(
         self, micros: Sequence[Sequence[LocalResult]], scale: float, grad_dtypes: Mapping[str, torch.dtype]
     ) -> BoundedGrads:
-        """Return the gradients, with bounds, that ``compare_reduced_grads`` would expect from the engine.
+        """Return the gradients, with error bounds, that ``compare_reduced_grads`` would expect from the engine.
 
-        ``grad_dtypes`` maps the names of parameters to the dtypes of the engine's gradients. The gradient of a
-        parameter without an entry may have the narrowest dtype that the parameter may have.
+        ``grad_dtypes`` maps the names of parameters to the dtypes of the engine's gradients. If a parameter has no
+        entry, the dtype of ``get_param_dtype`` is used.
         """
         bounded_grads = {}
         for name in self.baseline.parameter_names:
@@ -161,7 +185,8 @@ class JudgeContext:
     def _collect_local_grads(self, name: str, micros: Sequence[Sequence[LocalResult]]) -> list[list[Tensor]]:
         """Return one parameter's local gradients as ``[rank][micro-batch]``, with zeros for ranks that did not use it.
 
-        Each micro-batch is repeated as in ``RankContext.backward``.
+        The micro-batches occur ``accumulation_steps`` times, because ``RankContext.backward`` runs each of them that
+        often.
         """
         return [
             [get_grad_or_zeros(row[rank], name, micros) for row in micros] * self.setting.accumulation_steps
@@ -227,9 +252,9 @@ class JudgeContext:
     def compare_pieces_once(
         self, rank_tensors: Sequence[Tensor], compare: Callable[[slice, Tensor], list[Comparison]]
     ) -> list[Comparison]:
-        """Compare a large tensor that is equal on all ranks piece by piece, once, and return the result for every rank.
+        """Compare a large tensor that is equal on all ranks once, in pieces, and return the result for every rank.
 
-        ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Return an empty list if the
+        ``compare(piece, values)`` compares the elements ``values`` of rank 0's tensor. Returns an empty list if the
         tensor is small, differs between ranks, or is wrong.
         """
         values = rank_tensors[0].flatten()
@@ -332,7 +357,7 @@ def get_grad_or_zeros(local: LocalResult, name: str, micros: Sequence[Sequence[L
 
 
 def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> Comparison:
-    """Add a hint to a mismatch if one factor times the expected values gives the actual values."""
+    """If a mismatch could come from one wrong factor on all elements, add a hint with this factor."""
     if comparison.mismatch is None or expected.numel() == 1 or not actual.is_floating_point():
         return comparison
     factor = fit_scale(actual, [expected])
@@ -341,5 +366,5 @@ def add_scale_hint(comparison: Comparison, expected: Tensor, actual: Tensor) -> 
 
 
 def divide_loss_by(divisor: int) -> LossWeighting:
-    """Return a function that divides the loss by ``divisor``, as a user's training loop does."""
+    """Return a function that divides a rank's loss by ``divisor``, as a user's training loop does."""
     return lambda loss, _rank: loss / divisor

@@ -1,4 +1,4 @@
-"""Define a law as data: a function that records tensors on every rank, a judge of the tensors, and requirements."""
+"""Define a law as data: a function that records tensors on every rank, a judge of these tensors, and requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zharness.parity import Comparison, Tier
 class Variant:
     """A spelling or setting of a law that makes a cell of its own.
 
-    ``name`` is the last part of the cell id; an empty name is left out of it. ``features`` are the features that the
+    ``name`` is the last part of the cell id, which leaves out an empty name. ``features`` are the features that the
     engine has to claim in addition to the law's features. ``compares_engine_with_itself`` says that the judge compares
     the engine's numbers only with each other, so that the variant also applies to an engine with its own kernels.
     ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks; if they are averaged, the
@@ -42,7 +42,11 @@ class Variant:
     is_step_count: bool = False
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
-        """Return the training whose curves a report shows, or None. ``training`` is what the user configured."""
+        """Return the training run whose curves a report shows, or None if the variant has none.
+
+        ``training`` is the training that the user configured; it is used if the name of the variant is a number of
+        steps.
+        """
         return make_training_run(training, int(self.name)) if self.is_step_count else self.training_run
 
 
@@ -62,6 +66,7 @@ class Law:
     model; a run without such a law proves little about the model. ``sets_autocast`` says that the law runs with and
     without torch.autocast, so the user's configuration must not enable torch.autocast. ``applies_to_module`` returns
     whether the law tests anything for a user's module; if it is None, the law applies to every module.
+    ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
     """
 
@@ -80,6 +85,7 @@ class Law:
     steps_are_verbs: bool = False
     is_gradient_law: bool = False
     sets_autocast: bool = False
+    only_own_kernels: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 

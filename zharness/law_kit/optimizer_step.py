@@ -17,7 +17,8 @@ from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.law_kit.record_comparisons import compare_record_of_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, unit_roundoff
 from zharness.parity.compare import (
     CHUNK_ELEMENTS,
@@ -35,7 +36,7 @@ OptimizerState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The labels and the step number under which ranks recorded weights and optimizer state before an optimizer step.
+    """Where ranks recorded weights and optimizer state before an optimizer step: the labels and the number of the step.
 
     ``skipped_steps`` is the number of earlier steps that the engine skipped. ``idle_steps`` maps the name of a
     parameter to the number of earlier steps in which the parameter had no gradient, so that the optimizer did not
@@ -58,8 +59,9 @@ def judge_step(
 ) -> Iterator[Comparison]:
     """Compare weights and state one step after ``recorded_step`` with the result of the optimizer's formula.
 
-    Before this step, the optimizer has made ``recorded_step.step`` steps minus the skipped steps. The engine's step
-    counts and the schedule have to agree with this number. The formula uses the gradients times ``clip_factor``.
+    The formula uses the gradients times ``clip_factor``. Before this step, the optimizer has made
+    ``recorded_step.step`` steps minus the skipped steps; the engine's step counts and the schedule have to agree with
+    this number.
     """
     step, steps_made = recorded_step.step, recorded_step.step - recorded_step.skipped_steps
     before, after = (
@@ -139,7 +141,7 @@ class ParameterStep:
         return compare_in_chunks(compare_piece, count)
 
     def slice_elements(self, piece: slice) -> ParameterStep:
-        """Return the step of the elements ``piece`` of a flat parameter."""
+        """Return this step for only the elements ``piece`` of a flat parameter."""
         return self.map_tensors(lambda tensor: tensor[piece])
 
     def compare_with_torch(self, torch_tensors: Mapping[str, Tensor], location: TensorLocation) -> list[Comparison]:
@@ -183,7 +185,7 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state and then the weight after the step with the bounded result of the optimizer's formula."""
+        """Compare the state and then the weight after the step with the optimizer's formula, within error bounds."""
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
@@ -231,7 +233,7 @@ class ClippedSgdStep:
 
 
 def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
-    """Return an upper bound on the error of a moment (such as Adam's ``exp_avg``) from the optimizer's formula.
+    """Return an upper bound on the rounding error of a moment (such as Adam's ``exp_avg``) in the optimizer's formula.
 
     The new moment is a weighted mean of the old moment and a term from the gradient, so the absolute values of the old
     and the new moment bound the rounding error of the new moment.
@@ -241,7 +243,7 @@ def moment_bound(before: Tensor | None, after: Tensor) -> Tensor:
 
 
 def compare_torch_step(location: TensorLocation, weight: Tensor, weight_after: Tensor) -> Comparison:
-    """Return the passed comparison of a weight that is bitwise equal to torch's result; its bound is the formula's."""
+    """Return the passed comparison of a weight that is bitwise equal to torch's result. Its bound is the formula's."""
     change = weight_after.float() - weight.float()
     sizes = 4 * (weight.float().abs() + weight_after.float().abs()) + 64 * change.abs()
     return build_plain_match(location, weight_after, unit_roundoff(weight_after.dtype) * sizes, change)
@@ -305,8 +307,10 @@ def compare_published_weights(
             strict=True,
         )
     ):
+        found = {name: weight for name, weight in published.items() if name in masters}
+        check_names(f"the weights of rank {rank}, compared with those that the optimizer updates,", masters, found)
         for name, master in masters.items():
-            place = ctx.location(name, Part.GATHER, recorded_step.step - 1, rank)
+            place = ctx.location(name, Part.GATHER, max(0, recorded_step.step - 1), rank)
             yield compare_bitwise(place, master.to(published[name].dtype), published[name])
 
 
@@ -348,9 +352,4 @@ def unflatten(flat: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def compare_ranks_after_step(ctx: JudgeContext, recorded_step: RecordedStep) -> Iterator[Comparison]:
     """Check that all ranks recorded the same names and values of weights and optimizer state."""
     for label in (recorded_step.params_label, recorded_step.state_label):
-        records = ctx.rank_records(label, recorded_step.step)
-        for record in records[1:]:
-            check_names(f"the record {label!r} of a rank, compared with that of rank 0,", records[0], record)
-        for name in records[0]:
-            place = ctx.location(name, Part.GATHER, recorded_step.step - 1)
-            yield from compare_ranks(place, [record[name] for record in records])
+        yield from compare_record_of_ranks(ctx, label, recorded_step.step, recorded_step.step - 1)

@@ -1,4 +1,4 @@
-"""Record and compare the global settings and random generators of the process, which an engine must not change."""
+"""Record and compare the settings and random number generators of the process, which an engine must not change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_process_state() -> dict[str, Tensor]:
-    """Return, as tensors, the global settings of this process and thread and the state of the random generators."""
+    """Return, as tensors, the settings of this process and thread and the states of the random number generators."""
     values = {
         "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),

@@ -1,4 +1,4 @@
-"""Run a program (a random sequence of engine calls) on an engine, and record tensors after every call for the judge."""
+"""Run a program (a random sequence of calls of an engine, its verbs), and record tensors after every call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ForwardResult:
     original_batch: Batch
 
     def is_batch_changed(self) -> bool:
-        """Return whether the micro-batch has other values than before the forward, or a tensor that requires grad."""
+        """Return whether a tensor of the micro-batch changed its values since the forward, or requires a gradient."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
 
@@ -175,7 +175,7 @@ class ProgramExecutor:
             self.engine.zero_grad()
 
     def inspect_engine(self, position: int, caller: CallerState) -> None:
-        """Read all tensors of the engine two times, record the second reading, and overwrite all returned tensors."""
+        """Read all tensors of the engine twice, record the second reading, and overwrite every returned tensor."""
         readings: list[Any] = []
         for _ in range(2):
             masters = self.engine.observe().masters
@@ -252,7 +252,7 @@ def train_once(ctx: RankContext, engine: Engine, micro: int) -> None:
 def observe_program(ctx: RankContext, program: Program, other_engine_count: int = 0) -> None:
     """Run ``program`` on an engine, and train ``other_engine_count`` further engines in the same process.
 
-    Every rank has to call this function.
+    Every rank has to call this function, because it is a collective.
     """
     with ExitStack() as stack:
         saves = any(verb.act is Act.SAVE for verb in program.verbs)

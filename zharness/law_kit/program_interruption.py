@@ -1,4 +1,4 @@
-"""Interrupt a forward or a backward halfway by an exception, and check that the exception reaches the caller."""
+"""Interrupt a forward or backward halfway by raising an exception, and check that the exception reaches the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare what an engine recorded after each verb of a program with plain PyTorch."""
+"""Compare the tensors that an engine recorded after each verb (call) of a program with those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -175,9 +175,10 @@ class ProgramJudge:
         )
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
-        """Return the local gradients of the window with zeros for those of ``names`` that no backward reached.
+        """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.
 
-        An engine that refuses NO_GRADIENT reports zeros there; for any other engine, nothing is added.
+        Zeros are added only for an engine that refuses the feature NO_GRADIENT, because it reports zeros for such
+        parameters.
         """
         if not self.ctx.rank_records("zeros")[0]["allowed"]:
             return self.window_grads
@@ -216,14 +217,17 @@ class ProgramJudge:
         return compute_input_grad(act, lambda x: module(x, **model_kwargs), leaf)
 
     def judge_look(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare the state that the engine reported between other verbs with its recorded weights and gradients."""
+        """Compare the weights, state and gradients that the engine reported between other verbs with the expected ones.
+
+        The expected weights and state are those that were recorded after their last change.
+        """
         if caller.has_reduced_gradients:
             yield from self.compare_window_grads(position)
         yield from compare_records(self.ctx, "params", "looked", self.weights_version, position, Part.GATHER)
         yield from compare_records(self.ctx, "state", "looked-state", self.weights_version, position, Part.OPTIMIZER)
 
     def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
-        """Compare a step at an accumulation boundary with the formula, or else check that no weight changed."""
+        """At an accumulation boundary, compare the step with its formula; elsewhere, check that no weight changed."""
         if not caller.is_boundary:
             for label, early in (("params", "early"), ("state", "early-state")):
                 for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
@@ -233,7 +237,10 @@ class ProgramJudge:
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
-        """Return the gradients of a step: the recorded gradients, or else the expected gradients with bounds."""
+        """Return the gradients that a step used, with error bounds.
+
+        These are the recorded gradients or, if they were not recorded, the expected ones.
+        """
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
@@ -267,7 +274,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
-        """Check that weights and optimizer state are bitwise equal to those that were saved."""
+        """Check that weights and optimizer state after a load are bitwise equal to those that were saved."""
         self.step_counts = step_counts
         self.weights_version += 1
         for what in ("params", "masters", "state"):
@@ -275,7 +282,7 @@ class ProgramJudge:
         yield from self.judge_rank_agreement()
 
     def judge_edit(self) -> Iterator[Comparison]:
-        """Check that the weight and its master have rank 0's value, and that all other weights are unchanged."""
+        """Check that the edited weight and its master have rank 0's value, and that all other weights are unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
         for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
             after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
@@ -310,7 +317,7 @@ class ProgramJudge:
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the local gradients of a wrong engine that sums earlier gradients over ranks again in every backward."""
+    """Return the gradients of a wrong engine that, in every backward, sums earlier gradients over ranks again."""
     pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
     return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 
@@ -335,7 +342,7 @@ def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
 
 
 def set_verb_position(comparison: Comparison, position: int) -> Comparison:
-    """Return ``comparison`` with the verb's position as the step of its mismatch."""
+    """Return ``comparison`` with ``position``, the position of the verb, as the step of its mismatch."""
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, step=position))

@@ -1,4 +1,4 @@
-"""Build the any-order laws, which run a random program of engine verbs and compare the engine after every verb.
+"""Build the any-order laws, which run a random program of calls (verbs) of the engine and judge after every call.
 
 The program is drawn from the cell's seed.
 """

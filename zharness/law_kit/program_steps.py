@@ -70,6 +70,6 @@ def compute_input_grad(act: Act, call: Callable[[Tensor], Tensor], leaf: Tensor)
 
 
 def choose_edited_parameter(spec: ModelSpec, seed: int, weights_version: int) -> str:
-    """Return the name of the parameter that an edit fills. Each ``weights_version`` selects the next parameter."""
+    """Return the name of the parameter that an edit fills. The next ``weights_version`` selects the next parameter."""
     names = [name for name, parameter in spec.model(seed).named_parameters() if parameter.requires_grad]
     return names[weights_version % len(names)]

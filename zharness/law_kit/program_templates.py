@@ -18,7 +18,7 @@ CALLER_ACCUMULATION = Feature.CALLER_ACCUMULATION
 class ProgramTemplate:
     """The phrases (short sequences of verbs) of one law variant's program, and the configuration of its engine.
 
-    A phrase that is known to fail on some engine has a variant of its own, so that the other phrases are judged
+    If a phrase is known to fail on some engine, a variant of its own runs it, so that the other phrases are judged
     completely in every order. ``features`` are the features that the variant requires. ``opening`` and ``closing`` are
     the phrases at the start and the end of the program. ``other_engine_count`` is the number of additional engines, in
     the simplest configuration, that train in turn with the observed engine.
@@ -35,7 +35,7 @@ class ProgramTemplate:
     other_engine_count: int = 0
 
     def draw_verbs(self, seed: int) -> list[Verb]:
-        """Return the verbs of all phrases, in an order drawn from ``seed``, between the opening and the closing."""
+        """Return the verbs of the opening, of all phrases in an order drawn from ``seed``, and of the closing."""
         random = Random(f"{seed} {self.optimizer} {self.phrases}")  # noqa: S311 - an order, no secret
         drawn = random.sample(self.phrases, len(self.phrases))
         return [parse_verb(word) for phrase in (self.opening, *drawn, self.closing) for word in phrase.split()]

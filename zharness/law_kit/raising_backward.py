@@ -29,13 +29,13 @@ class RaisingBackward(torch.autograd.Function):
 
 
 def run_with_raising_backward(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Run ``block`` such that the backward raises DeliberateError after it has run through ``block``."""
+    """Run ``block`` and return its output. The backward raises DeliberateError after it has run through ``block``."""
     broken: Tensor = RaisingBackward.apply(hidden)  # type: ignore[no-untyped-call]
     return block(broken)
 
 
 def backward_raises(loss: Tensor, retain_graph: bool = False) -> Tensor:
-    """Return 1 if the DeliberateError raised in the backward of ``loss`` reaches the caller, and 0 if it does not."""
+    """Run the backward of ``loss``, and return 1 if DeliberateError reaches the caller, or 0 if it does not."""
     try:
         backward(loss, retain_graph=retain_graph)
     except DeliberateError:

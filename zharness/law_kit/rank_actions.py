@@ -1,4 +1,4 @@
-"""Define actions on a rank that several laws use."""
+"""Define actions that several laws perform on a rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def eval_mode(engine: Engine) -> Iterator[None]:
 
 
 def second_loss(output: Tensor) -> Tensor:
-    """Return a second loss of the same output.
+    """Return a loss of ``output`` other than the loss of the model.
 
     The loss is linear in the output with integer factors, so it is exact on the exact model.
     """
@@ -73,9 +73,14 @@ def run_on_rank_0(action: Callable[[], Any]) -> None:
 
 
 def load_raises(load: Callable[[], None]) -> Tensor:
-    """Return 1 if ``load`` raises an exception, and otherwise 0."""
+    """Return 1 if ``load`` raises an exception, and otherwise 0.
+
+    A NotImplementedError is raised again: a method that is not written refuses nothing.
+    """
     try:
         load()
+    except NotImplementedError:
+        raise
     except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
         return torch.tensor(1.0)
     return torch.tensor(0.0)

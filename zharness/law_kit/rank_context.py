@@ -39,7 +39,7 @@ def scalar(value: float) -> Tensor:
 class RankContext:
     """The context in which a law runs on one rank.
 
-    ``spec`` is the model with its data and loss. ``capabilities`` are the claims of the engine by which the cell was
+    ``spec`` is the model with its data and loss. ``capabilities`` are the engine's claims, by which the cell was
     selected. ``records`` writes this rank's evidence. ``training`` is the training that the user configured.
     ``setting`` contains the cell's accumulation window and the way in which the cell calls backward.
     """
@@ -118,7 +118,8 @@ class RankContext:
         """Run backward on ``loss``, the loss of micro-batch ``step``, in the way that the cell calls backward.
 
         In a cell with an accumulation window, the micro-batch is repeated until the window is full, so that the mean
-        gradient of the window is the gradient of the micro-batch. Each loss is multiplied by ``factor`` first.
+        gradient of the accumulation window is the gradient of the micro-batch. Each loss is multiplied by ``factor``
+        first.
         """
         for remaining in range(self.setting.accumulation_steps - 1, -1, -1):
             self._run_backward(engine, loss if factor == 1.0 else loss * factor)
@@ -129,7 +130,7 @@ class RankContext:
                 loss = self.spec.loss(batch.feed(engine), batch.target)
 
     def _run_backward(self, engine: Engine, loss: Tensor) -> None:
-        """Call backward in the way of the cell, on a loss that is divided first if the caller owns the accumulation."""
+        """Run backward by the call that the cell's setting names; divide the loss first if the caller accumulates."""
         if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
             loss = loss / self.setting.accumulation_steps
         if self.setting.backward_call is BackwardCall.ENGINE:

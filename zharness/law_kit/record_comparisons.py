@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
+from zharness.parity import Comparison, Mismatch, Part, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
@@ -30,7 +30,7 @@ def compare_forward(
 ) -> Iterator[Comparison]:
     """Compare the losses with those that the baseline computes from the weights that the engine reports.
 
-    If a wrong loss equals the loss at the weights from before the last step, the mismatch is attributed to the gather
+    A wrong loss may equal the loss at the weights before the last step; the mismatch is then attributed to the gather
     of weights. ``micro`` is the number of the micro-batch; if it is None, the number is ``step``.
     """
     micro_step = step if micro is None else micro
@@ -48,8 +48,11 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
     """
     for other, hint in ((step - 1, STALE_FORWARD_HINT), (step + 1, LATE_REPORT_HINT)):
         if any(snapshot.label == "params" and snapshot.step == other for snapshot in ctx.evidence[0].snapshots):
-            loss = ctx.baseline.run_rank(mismatch.seen_on, micro, ctx.rank_records("params", other)[0]).loss
-            if float(loss) == mismatch.actual:
+            params = ctx.rank_records("params", other)[0]
+            losses = [ctx.baseline.run_rank(mismatch.seen_on, micro, params).loss]
+            with torch.no_grad():
+                losses.append(ctx.baseline.run_forward(mismatch.seen_on, micro, params).loss)
+            if mismatch.actual in map(float, losses):
                 return replace(mismatch, part=Part.GATHER, hint=f"{hint} step {other}")
     return mismatch
 
@@ -63,6 +66,19 @@ def compare_records(
         check_names(f"what a rank reports as {actual_label}", expected, found)
         for name, tensor in expected.items():
             yield compare_bitwise(ctx.location(name, part, step, rank), tensor, found[name])
+
+
+def compare_record_of_ranks(ctx: JudgeContext, label: str, step: int, made_in: int) -> Iterator[Comparison]:
+    """Check that all ranks recorded the same names and values under ``label`` at ``step``.
+
+    ``made_in`` is the number of the step that a mismatch names. Raise EngineContractError, which names the rank and the
+    names, if the names differ.
+    """
+    records = ctx.rank_records(label, step)
+    for rank, record in enumerate(records[1:], start=1):
+        check_names(f"the record {label!r} of rank {rank}, compared with that of rank 0,", records[0], record)
+    for name in records[0]:
+        yield from compare_ranks(ctx.location(name, Part.GATHER, made_in), [record[name] for record in records])
 
 
 UNBOUNDED_ERROR = torch.finfo(torch.float64).max  # the bound of an undetermined value: every finite number is within it

@@ -15,7 +15,7 @@ RecordedGradients = Mapping[
 
 
 def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
-    """Return a dictionary to which every later backward adds its gradients, split into entries, by parameter."""
+    """Return a dictionary that collects, by parameter, the gradient of every later backward, split into entries."""
     recorded: dict[str, list[list[Tensor]]] = {}
 
     def save_gradient(name: str, grad: Tensor) -> None:

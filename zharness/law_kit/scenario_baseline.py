@@ -22,7 +22,10 @@ from zharness.workload import Batch
 def make_plain_participant(
     baseline: Baseline, variant: str, rank: int, dtype: torch.dtype, partner: Participant | None
 ) -> Participant:
-    """Return a participant that runs the scenario on a plain model in ``dtype`` with the data of rank ``rank``."""
+    """Wrap a plain model in a Participant, the interface through which scripts call engines and plain models.
+
+    The model has the dtype ``dtype`` and gets the data of rank ``rank``.
+    """
     module = baseline.build_module().to(dtype)
 
     def get_batch(step: int) -> Batch:
@@ -38,7 +41,7 @@ def make_plain_participant(
     def step() -> None:
         """Write to all weights that have a gradient, in place, without changing their values.
 
-        An optimizer step with learning rate 0 does the same.
+        An optimizer step with a learning rate of 0 has the same effect.
         """
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -73,8 +76,8 @@ class ScenarioResult:
     ``grads`` are the gradients of the scenario, and ``after`` those of the follow-up training, which is one ordinary
     micro-batch after the scenario. ``backward_grads`` holds, for each parameter, the gradient of every backward in
     order, split into entries: a dense gradient is one entry, and a sparse gradient may have several entries for one
-    row. The judge uses the last backward's gradient to find out whether an engine keeps only this gradient, or drops
-    this gradient. ``backward_grads_after`` holds the same for the follow-up training.
+    row. From the gradient of the last backward, the judge finds out whether an engine keeps only this gradient or drops
+    it. ``backward_grads_after`` holds the same for the follow-up training.
     """
 
     values: tuple[NamedTensors, ...]
@@ -92,7 +95,10 @@ class ScenarioResult:
 def run_plain_scenario(
     baseline: Baseline, variant: str, scenario: Scenario, rank: int, dtype: torch.dtype, repeats: int = 1
 ) -> ScenarioResult:
-    """Run a scenario ``repeats`` times, and then an ordinary micro-batch as often, on plain models as rank ``rank``."""
+    """Run a scenario on plain models as rank ``rank``, and then the follow-up training, each ``repeats`` times.
+
+    The follow-up training is one ordinary micro-batch.
+    """
     participants: list[Participant] = []
     for _ in range(scenario.engine_count):
         participants.insert(

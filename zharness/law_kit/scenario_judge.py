@@ -17,7 +17,7 @@ from zharness.parity.certificate import division_exactness
 
 
 def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Return a judge that compares values bitwise on each rank, and gradients with their exact sum over ranks."""
+    """Return a judge that compares values bitwise on each rank, and gradients with the exact sum over ranks."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
         """Compare values and gradients of every engine, in the scenario and in the micro-batch trained after it."""

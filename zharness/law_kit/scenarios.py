@@ -3,9 +3,9 @@
 Every scenario is exact: weights, inputs and losses are integers divided by powers of two, and gradients are summed over
 ranks. The judge also runs the scenario in float64. If the results in both precisions are bitwise equal, no operation
 rounded, so the engine has to be bitwise equal too, in whatever order it sums. An engine that averages gradients is
-exact if the world size is a power of two; at other world sizes, the bound of the reduction applies. After the scenario,
-the engine makes a step with learning rate 0 and trains one ordinary micro-batch. The gradients of this micro-batch have
-to be right too, and no parameter may stay gathered.
+exact if the world size is a power of two; at other world sizes, its gradients may differ by the bound on the rounding
+errors of the reduction. After the scenario, the engine makes a step with learning rate 0 and trains one ordinary
+micro-batch. The gradients of this micro-batch have to be right too, and no parameter may stay gathered.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ class Scenario:
     """A script with its settings: the number of engines, the number of micro-batches in a step, and the reduction.
 
     If the engine leaves accumulation to its caller, gradients are not divided by the number of micro-batches. In a cell
-    with an accumulation window, the script runs once in each micro-batch of the window. This does not apply if the
-    scenario has an ``own_window``, because its script calls the optimizer step itself or its judge expects one
-    micro-batch.
+    with an accumulation window, the script runs once in each micro-batch of the window. A scenario with ``own_window``
+    never runs in such a cell, because its script calls the optimizer step itself or its judge expects one micro-batch.
     """
 
     script: ScenarioScript
@@ -119,7 +118,10 @@ class Scenario:
 
     @property
     def setting_support(self) -> SettingSupport:
-        """The settings for which the scenario's law is stated: only options if the scenario has its own window."""
+        """The settings for which the scenario's law is stated.
+
+        If the scenario has several micro-batches in a step or an ``own_window``, these are only engine options.
+        """
         has_window = self.own_window or self.accumulation_steps > 1
         return SettingSupport.OPTIONS_ONLY if has_window else SettingSupport.WINDOWS
 
@@ -197,7 +199,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
 
 
 def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participant | None) -> Participant:
-    """Return the participant that runs a scenario on ``engine`` on this rank."""
+    """Wrap ``engine`` in a Participant, the interface through which scripts call engines and plain models."""
     return Participant(
         call=engine,
         module=engine.module,

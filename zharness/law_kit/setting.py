@@ -38,7 +38,7 @@ OWNER_FEATURES = {
 
 
 class SettingSupport(Enum):
-    """The settings for which a law is stated, besides engine options."""
+    """The settings, apart from engine options, for which a law is stated."""
 
     OPTIONS_ONLY = "the law has accumulation windows and backward calls of its own"
     WINDOWS = "the law's scenario runs in each micro-batch of a window"
@@ -47,10 +47,10 @@ class SettingSupport(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine options that a cell sets, its accumulation window, and its call of backward.
+    """The engine options that a cell sets, its accumulation window, and the way in which it calls backward.
 
-    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` divides the losses and
-    ends the window; it has a meaning only for more than one micro-batch.
+    ``accumulation_steps`` is the number of micro-batches in the accumulation window. ``owner`` is who divides the
+    losses and ends the accumulation window, the engine or its caller; it matters only for more than one micro-batch.
     """
 
     options: tuple[str, ...] = ()
@@ -86,8 +86,8 @@ class Setting:
         if len(windows) > 1 or len(calls) > 1 or len(set(names)) < len(names):
             known = ", ".join(call.value for call in BackwardCall)
             raise UsageError(
-                f"got the setting {label!r}; expected engine options, at most one window (2_by_engine, 4_by_caller), "
-                f"and at most one of {known}; each once, joined by {SEPARATOR!r}"
+                f"got the setting {label!r}; expected engine options, at most one accumulation window (2_by_engine, "
+                f"4_by_caller), and at most one of {known}; each once, joined by {SEPARATOR!r}"
             )
         steps = int(windows[0]["steps"]) if windows else 1
         if windows and steps < 2:

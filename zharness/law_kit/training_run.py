@@ -115,7 +115,7 @@ def total_norm_and_bound(
     """Return the 2-norm of all elements of ``grads`` in float64, and a bound on the error of an engine's norm.
 
     An engine is assumed to sum the squares in float32 or in the widest of ``dtypes``, which are by default the dtypes
-    of the gradients. A sum of that many terms in bf16 would have no bound.
+    of the gradients. A sum of so many squares in bf16 would have no rounding bound.
     """
     norm = total_norm(grads)
     grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes

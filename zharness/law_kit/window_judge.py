@@ -1,6 +1,7 @@
 """Compare the weights that an engine recorded in a window scenario with those of plain PyTorch.
 
-The judge starts each accumulation window from the engine's weights, so the first wrong step is the one reported.
+A window scenario trains several accumulation windows. The judge starts each of them from the engine's weights, so the
+first wrong step is the one reported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WindowResult:
 
 
 class PlainRanks:
-    """The plain models of all ranks, which run every accumulation window in one dtype."""
+    """The plain models of all ranks, which train every accumulation window in one dtype."""
 
     def __init__(self, ctx: JudgeContext, scenario: WindowScenario, dtype: torch.dtype) -> None:
         self._scenario = scenario
@@ -89,7 +90,7 @@ def load_weights(participant: Participant, weights: Mapping[str, Tensor]) -> Non
 
 
 def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[JudgeContext], Iterator[Comparison]]:
-    """Return a judge that compares the weights after every window bitwise with those of plain PyTorch."""
+    """Return a judge that compares weights after every accumulation window bitwise with those of plain PyTorch."""
 
     def judge(ctx: JudgeContext) -> Iterator[Comparison]:
         """Compare the values and weights of every window, and check that no weight stays gathered."""
@@ -102,7 +103,7 @@ def make_window_judge(scenarios: Mapping[str, WindowScenario]) -> Callable[[Judg
 
 
 def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "") -> Iterator[Comparison]:
-    """Compare the values and weights of every window, which were recorded under labels that end in ``suffix``."""
+    """Compare the values and weights of every accumulation window, recorded under labels that end in ``suffix``."""
     narrow, wide = (PlainRanks(ctx, scenario, dtype) for dtype in (ctx.dtype, torch.float64))
     is_exact = bool(ctx.rank_records("setting")[0]["exact"])
     for window in range(scenario.windows):
@@ -122,15 +123,18 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
-    """Raise HarnessFault if ``result`` and ``wide`` differ, because a number in the window is then rounded."""
+    """Raise HarnessFault if ``result`` and ``wide`` differ, because some number in this window is then rounded."""
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
-            raise HarnessFault(f"the scenario is not exact: window {window} rounds, so no engine can be judged by it")
+            raise HarnessFault(
+                f"the scenario is not exact: a number in accumulation window {window} is rounded, so no engine can be "
+                "judged by it"
+            )
 
 
 def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResult, is_exact: bool) -> BoundedGrads:
-    """Return the reduced gradient, with an error bound, of each parameter that some rank used in the window."""
+    """Return the reduced gradient, with an error bound, of each parameter that some rank used in this window."""
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in result.grads]
     scale = scenario.micro_batches / scenario.divisor
     grads = ctx.compute_expected_grads(micros, scale, {})
@@ -148,7 +152,7 @@ def sum_terms(name: str, result: WindowResult) -> Tensor:
 
 
 def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:
-    """Check that the step subtracted ``grads`` from the weights, and did not change any weight without a gradient."""
+    """Check that the step subtracted ``grads`` from the weights, and left every weight without a gradient unchanged."""
     before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
     for rank, record in enumerate(after):
         check_names("full_params", before[0], record)

@@ -1,4 +1,4 @@
-"""Build the law that compares an engine with plain PyTorch in a window scenario."""
+"""Build the law that compares an engine with plain PyTorch in scenarios of several accumulation windows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def window_law(
     features: tuple[Feature, ...] = (),
     model: str = "experts",
 ) -> Law:
-    """Build the law ``name`` with one variant for each of ``scenarios``."""
+    """Build the law ``name``, with one variant for each scenario in ``scenarios``."""
     return Law(
         name=name,
         statement=statement,

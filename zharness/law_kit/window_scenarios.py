@@ -1,9 +1,10 @@
 """Define window scenarios, which are scripts of several optimizer steps that run on the engine and on plain PyTorch.
 
-A script trains one micro-batch of an accumulation window. After each window the optimizer, SGD with a learning rate of
-1, makes a step, and the weights are compared with those of plain PyTorch. Weights, inputs and losses are integers. The
-loss is multiplied by every number by which the engine divides, so that gradients are sums over ranks and micro-batches,
-and weights stay integers. The judge runs each window in float64 too, and raises HarnessFault if a number was rounded.
+A script trains one micro-batch of an accumulation window. Its argument ``participant`` is the engine or the plain
+model. After each window the optimizer, SGD with a learning rate of 1, makes a step, and the weights are compared with
+those of plain PyTorch. Weights, inputs and losses are integers. The loss is multiplied by every number by which the
+engine divides, so that gradients are sums over ranks and micro-batches, and weights stay integers. The judge runs each
+window in float64 too, and raises HarnessFault if a number was rounded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WindowScenario:
 
     @property
     def divisor(self) -> int:
-        """The number by which the engine divides the sum over the micro-batches of a window."""
+        """The number by which the engine divides the sum of gradients over the micro-batches of a window."""
         return self.micro_batches if self.owner is AccumulationOwner.ENGINE else 1
 
     def get_loss_factor(self, world_size: int) -> int:
@@ -78,7 +79,10 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
 
 
 def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, suffix: str = "") -> None:
-    """Train every window of ``scenario`` on ``engine``, and record weights and values under labels with ``suffix``."""
+    """Train every accumulation window of ``scenario`` on ``engine``, and record weights and values.
+
+    The labels of the records end in ``suffix``.
+    """
     participant = scale_losses(make_engine_participant(ctx, engine, None), scenario, ctx.world_size)
     engine_owns = scenario.owner is AccumulationOwner.ENGINE
     for window in range(scenario.windows):
@@ -103,7 +107,7 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
 
 
 def scale_losses(participant: Participant, scenario: WindowScenario, world_size: int) -> Participant:
-    """Return a participant whose ``backward`` multiplies every loss by the scenario's loss factor."""
+    """Return ``participant`` with a ``backward`` that multiplies every loss by the scenario's loss factor."""
     factor, backward = scenario.get_loss_factor(world_size), participant.backward
 
     def scaled_backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:

@@ -1,4 +1,7 @@
-"""Collect all laws. A law records tensors of an engine on every rank; a process without the engine judges them."""
+"""Collect all laws.
+
+A law records tensors of an engine on every rank, and judges them in a process that never imports the engine.
+"""
 
 from zharness.law_kit.dtypes import DTYPES, LOSS_SCALES
 from zharness.law_kit.judge_context import JudgeContext

@@ -24,6 +24,8 @@ def engine_backward(participant: Participant) -> NamedTensors:
     try:
         participant.backward(loss)
         refused = torch.zeros(1)
+    except NotImplementedError:  # a RuntimeError too, but it refuses nothing
+        raise
     except RuntimeError:
         refused = torch.ones(1)
     return {"refused": refused}
@@ -56,7 +58,7 @@ def bypass(participant: Participant) -> None:
 
 
 def auxiliary_loss(participant: Participant) -> None:
-    """Run backward on a second loss that is computed within the forward, not from the output."""
+    """Run backward on a second loss, computed inside the forward from a weight and hidden activations."""
     losses: list[Tensor] = []
 
     def run_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
 
 
 def backward_inputs(participant: Participant) -> NamedTensors:
-    """Call ``backward(inputs=[x])`` twice on one graph while another micro-batch's gradients are accumulated."""
+    """Call ``backward(inputs=[x])`` twice on one graph, after gradients of another micro-batch were accumulated."""
     backward(participant.training_loss(2))
     leaf = participant.leaf_inputs()
     loss = participant.loss(participant.call(leaf))

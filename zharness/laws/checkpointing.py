@@ -1,7 +1,7 @@
 """Build the laws of the group ``checkpointing``: activation checkpointing does not change any gradient.
 
-``Participant.recompute`` does not checkpoint on the plain model, except in the scenario in which torch's reentrant
-checkpointing itself changes the gradients.
+A participant is the engine or the plain model on which a law runs. ``Participant.recompute`` does not checkpoint on the
+plain model, except in the scenario in which torch's reentrant checkpointing itself changes the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_checkpoint_runner(participant: Participant) -> BlockRunner:
 
 
 def block(participant: Participant) -> None:
-    """Checkpoint a block in the middle of the model, which uses one layer twice."""
+    """Checkpoint a block that is in the middle of the model and uses one layer twice."""
     backward(
         participant.loss(participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant)))
     )

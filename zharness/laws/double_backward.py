@@ -60,7 +60,7 @@ def observe_retained_then_zero_grad(ctx: RankContext) -> None:
 
 
 def judge_retained_then_zero_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with those of the second loss only, and check the step and the next micro-batch."""
+    """Compare the gradients with those of the second loss alone, and check the step and the next micro-batch."""
 
     def objective(output: Tensor, _batch: Batch) -> Tensor:
         """Return the second loss, which does not use the batch."""
@@ -131,6 +131,8 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
     try:
         participant.backward(loss)
         refused = torch.zeros(1)
+    except NotImplementedError:  # a RuntimeError too, but it refuses nothing
+        raise
     except RuntimeError:
         refused = torch.ones(1)
     participant.zero_grad()

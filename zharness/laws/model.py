@@ -1,16 +1,17 @@
-"""Define the laws of a user's model: its configured training and its activation checkpointing match plain PyTorch."""
+"""Define the laws of a user's model: configured training and activation checkpointing give plain PyTorch's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.errors import UsageError
 from zharness.law_kit.accumulation import (
     accumulate,
@@ -28,13 +29,20 @@ from zharness.law_kit.optimizer_step import (
     compare_ranks_after_step,
     judge_step,
 )
+from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_forward, compare_initial_weights
+from zharness.law_kit.setting import OWNER_FEATURES
 from zharness.law_kit.training_run import make_training_run
-from zharness.parity import Comparison, Tier
+from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_within_bound
+from zharness.parity.bounds import gamma, mean_and_bound
+from zharness.parity.certificate import is_power_of_two
+from zharness.parity.compare import check_names
 from zharness.workload import ModelSpec
 
 DEFAULT_STEPS = "3"
+
+WINDOW = 2  # micro-batches; dividing by two is exact, so that it does not matter what the engine divides
 
 CHECKPOINT_KINDS = ("reentrant", "non_reentrant")
 
@@ -98,7 +106,7 @@ def build_checkpointed_model(spec: ModelSpec, kind: str) -> nn.Module:
     if not can_checkpoint(model):
         raise UsageError(
             f"the model of {spec.name} has no gradient_checkpointing_enable(), which models of transformers have and "
-            "this law calls; a model that checkpoints in another way is checked with checkpointing by every law"
+            "this law calls; if the model checkpoints in another way, every law runs with that checkpointing already"
         )
     reentrant = kind == "reentrant"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -136,6 +144,44 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from plain.compare_reduced_grads("grads", [local])
 
 
+def observe_accumulation(ctx: RankContext) -> None:
+    """Record the gradients of each rank's micro-batches alone, and those of a window that accumulates all of them."""
+    owner = AccumulationOwner(ctx.variant)
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    for micro, chosen in product(range(WINDOW), range(ctx.world_size)):
+        number = micro * ctx.world_size + chosen
+        engine.backward(ctx.loss(engine, micro, f"loss-{number}") * float(chosen == ctx.rank))
+        ctx.record("alone", engine.full_grads(), number)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD, accumulation_steps=WINDOW, accumulation_owner=owner)
+    accumulate(ctx, engine, owner, range(WINDOW), "loss", engine.backward)
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of the window with the mean of the engine's gradients of each micro-batch alone."""
+    size = ctx.world_size
+    alone = [ctx.rank_records("alone", number)[0] for number in range(WINDOW * size)]
+    windows = ctx.rank_records("grads")
+    names = dict.fromkeys(name for grads in alone for name in grads)
+    for record in windows:
+        check_names("full_grads", names, record)
+    for name in names:
+        grad = windows[0][name]
+        # Only one rank's loss counted, so the engine has divided a single gradient by the world size.
+        terms = [grads[name].double() * size if name in grads else torch.zeros_like(grad).double() for grads in alone]
+        reduce_dtype = ctx.get_reduce_dtype(name, grad.dtype)
+        mean, bound = mean_and_bound(terms, reduce_dtype, grad.dtype)
+        if not is_power_of_two(size):  # then that division has rounded
+            bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / len(terms)
+        for rank, record in enumerate(windows):
+            yield compare_within_bound(ctx.location(name, Part.ACCUMULATION, 0, rank), mean, record[name], bound)
+        yield from compare_ranks(ctx.location(name, Part.ACCUMULATION), [record[name] for record in windows])
+
+
 LAWS = (
     Law(
         name="model.configured",
@@ -149,6 +195,19 @@ LAWS = (
             Variant(DEFAULT_STEPS, compares_engine_with_itself=True, applies_to_user_models=True, is_step_count=True),
         ),
         steps=LawSteps(observe_configured),
+    ),
+    Law(
+        name="model.accumulation",
+        statement="a window of micro-batches gives the mean of the gradients that the engine computes for each alone",
+        tier=Tier.STAGED,
+        models=(),
+        observe=observe_accumulation,
+        judge=judge_accumulation,
+        variants=tuple(
+            Variant(owner.value, (feature,), compares_engine_with_itself=True, applies_to_user_models=True)
+            for owner, feature in OWNER_FEATURES.items()
+        ),
+        only_own_kernels=True,  # elsewhere training.accumulation compares with plain PyTorch
     ),
     Law(
         name="model.checkpointing",

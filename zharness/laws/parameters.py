@@ -109,7 +109,10 @@ BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, T
 
 
 def observe_stay_put(ctx: RankContext) -> None:
-    """Train steps that use a branch of the model, and a step that does not use it or, in a variant, has no backward."""
+    """Train steps that use a branch of the model, and one step in between that does not use it.
+
+    In one law variant, the step in between has no backward at all.
+    """
     engine = ctx.build_engine(optimizer=ADAMW)
     train_with_branches(ctx, engine)
 

@@ -56,7 +56,7 @@ def make_loss_function(call: Call, spec: ModelSpec, batch: Batch) -> Call:
 
 
 def make_calls_by_shape(call: Call, batch: Batch) -> dict[str, tuple[Call, Tensor]]:
-    """Return ``call`` with a 1-D, a 2-D and a 3-D input, by the name of the shape."""
+    """Return pairs of ``call`` and an input with 1, 2 or 3 dimensions, by the name of the shape."""
     return {"1d": (call, batch.inputs[0]), "2d": (call, batch.inputs), "batched": (call, batch.inputs[None])}
 
 
@@ -141,7 +141,7 @@ def identities(call: Call, spec: ModelSpec, batch: Batch) -> Mapping[str, Tensor
     """Return two differences that have to be 0.
 
     The first difference is jacrev minus the rows that autograd.grad computes one by one. The second difference is
-    vmap(grad) minus the number of samples times grad.
+    between the per-sample gradients of vmap(grad) and the gradient of the mean loss times the number of samples.
     """
     leaf = batch.inputs.clone().requires_grad_()
     rows = torch.func.jacrev(call)(batch.inputs[0])

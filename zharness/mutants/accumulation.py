@@ -244,7 +244,7 @@ def count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 @mutant(FaultKind.SCALE, Target("training.any_order", Part.LOCAL_GRADIENT, variant="sums"), origin=Origin.ORDERS)
 class WeighsByTheFirstBatch(Around):
-    """Multiplies a loss by its micro-batch's size over the first micro-batch's size, as if losses were sums."""
+    """Multiplies a loss by its micro-batch's size, divided by the first micro-batch's size, as if losses were sums."""
 
     over = "ddp"
     first = rows = 0

@@ -16,7 +16,7 @@ from zharness.mutants import seams_engines
 
 
 class Around:
-    """An engine that passes every call on to a correct engine (one without the fault).
+    """An engine that passes every call on to a correct engine.
 
     Subclasses break one call, or a part of the correct engine. ``over`` is the name of the correct engine. ``stages``
     are the stages at which the subclass is broken.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, in_backward
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -43,6 +43,31 @@ class ForgetsAutocast(Around):
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         options = {key: value for key, value in config.options.items() if key != "torch_autocast"}
         super().__init__(model, replace(config, options=options))
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_states", Part.REDUCTION, model="recomputed"),
+    origin=Origin.PRECISION,
+)
+class RecomputesWithoutAutocast(Around):
+    """Disables autocast in the last linear layer while a backward recomputes the layer's forward."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.contexts = ExitStack()
+        *_, last = (module for module in self.module.modules() if isinstance(module, nn.Linear))
+        last.register_forward_pre_hook(self.leave_autocast)
+        last.register_forward_hook(self.restore_autocast)
+
+    def leave_autocast(self, *_: Any) -> None:
+        """Disable autocast if a backward is running."""
+        if in_backward() != -1:
+            self.contexts.enter_context(torch.autocast("cpu", enabled=False))
+
+    def restore_autocast(self, *_: Any) -> None:
+        """Restore autocast after the layer."""
+        self.contexts.close()
 
 
 @mutant(

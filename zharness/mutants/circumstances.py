@@ -1,4 +1,4 @@
-"""Mutants that are wrong only for what one step uses, and for unusual batches and gradients."""
+"""Mutants that are wrong only if a step does not use every parameter, or for unusual batches and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expert_target(law: str, variant: str = "", part: Part | None = Part.OPTIMIZE
 
 
 class CountsMicroBatches(Around):
-    """The base class of mutants that know which micro-batches of a window made gradients of each parameter."""
+    """The base class of mutants that record which micro-batches of a window made a gradient of each parameter."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -35,7 +35,7 @@ class CountsMicroBatches(Around):
                 parameter.register_hook(partial(self.count, name))  # type: ignore[no-untyped-call]
 
     def count(self, name: str, _grad: Tensor) -> None:
-        """Count a gradient of the parameter ``name`` in this micro-batch."""
+        """Record that this micro-batch made a gradient of the parameter ``name``."""
         self.uses.setdefault(name, []).append(self.micro)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -50,7 +50,7 @@ class CountsMicroBatches(Around):
         self.right.step()
 
     def before_step(self) -> None:
-        """Change the gradients before the step of a whole window; subclasses override this method."""
+        """Change gradients before the step at the end of an accumulation window; subclasses override this method."""
 
 
 @mutant(
@@ -60,7 +60,7 @@ class CountsMicroBatches(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class StepsWithTheLastMicroBatch(CountsMicroBatches):
-    """Drops the gradient of a parameter that the last micro-batch of a window did not use."""
+    """Drops the gradient of a parameter that the last micro-batch of an accumulation window did not use."""
 
     def before_step(self) -> None:
         for name, parameter in self.module.named_parameters():
@@ -75,7 +75,7 @@ class StepsWithTheLastMicroBatch(CountsMicroBatches):
     origin=Origin.CIRCUMSTANCES,
 )
 class AveragesOverUses(CountsMicroBatches):
-    """Averages a gradient over the micro-batches that used the parameter, not over all of the window."""
+    """Averages a gradient over the micro-batches that used the parameter, not over all of the accumulation window."""
 
     def before_step(self) -> None:
         for name, parameter in self.module.named_parameters():
@@ -90,7 +90,7 @@ class AveragesOverUses(CountsMicroBatches):
     imitates=deepspeed(8045),
 )
 class StepsWithOldGradients(Around):
-    """Uses the gradient of the step before for a parameter that a step did not use."""
+    """If a step does not use a parameter, updates the parameter with its gradient from the step before."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -106,7 +106,7 @@ class StepsWithOldGradients(Around):
 
 @mutant(FaultKind.STALE, expert_target("idle.zeroed_in_place"), origin=Origin.CIRCUMSTANCES)
 class TakesZerosForMissing(StepsWithOldGradients):
-    """Leaves zeros in ``.grad`` as they are, and steps with the gradient of the step before where it finds zeros."""
+    """Keeps gradients of zeros in ``zero_grad``, and replaces them in a step by the gradients of the step before."""
 
     def zero_grad(self) -> None:
         zeros = [parameter for parameter in self.trained() if not is_nonzero(parameter.grad)]
@@ -133,7 +133,7 @@ def is_nonzero(grad: Tensor | None) -> bool:
     origin=Origin.CIRCUMSTANCES,
 )
 class StepsFrozenWeights(StepsWithOldGradients):
-    """Updates a weight that was frozen after a step with its gradient from before."""
+    """Updates a weight once more after the caller has frozen it, with the gradient of the step before."""
 
     def step(self) -> None:
         with torch.no_grad():
@@ -169,7 +169,7 @@ class ForgetsUnfrozenWeights(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class AssumesEqualBatches(Around):
-    """Weighs a micro-batch by its number of elements as a share of that of the first micro-batch of rank 0."""
+    """Multiplies a loss by the size of its micro-batch, divided by the size of rank 0's first micro-batch."""
 
     first = torch.zeros(())
 
@@ -192,7 +192,7 @@ class AssumesEqualBatches(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class ExpectsTheFirstOrder(Around):
-    """Gives the gradient of the module that ran as number n to the one that ran as number n in the first forward."""
+    """Gives the gradient of the n-th module of a forward to the module that was n-th in the first forward."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -243,7 +243,7 @@ class AveragesOverNonzeroLosses(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class DividesByTheNorm(Around):
-    """Divides gradients by their norm where they are clipped, so that gradients of zero become NaN."""
+    """If clipping is configured, divides gradients by their norm, so that gradients of zero become NaN."""
 
     def step(self) -> None:
         if self.config.clip is not None and not any(is_nonzero(parameter.grad) for parameter in self.trained()):

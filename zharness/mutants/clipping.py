@@ -123,7 +123,7 @@ class _ClipsEveryName(TorchEngine):
     origin=Origin.BLIND_2,
 )
 def ddp_clips_tied_twice(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Counts a tied weight once for each of its names in the norm, and clips the weight's gradient as often.
+    """Counts a tied weight in the norm, and clips its gradient, once for each of the weight's names.
 
     The reported norm is not the norm of the gradients, and the tied weight learns more slowly than the others.
     """

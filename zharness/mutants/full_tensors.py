@@ -136,7 +136,7 @@ class LookingHalvesGradients(Around):
     origin=Origin.OPTIMIZERS,
 )
 class RanksReportOtherNames(Around):
-    """Reports, on rank 1, optimizer state for a parameter that no other rank has."""
+    """On rank 1, reports optimizer state for a parameter name that the other ranks do not report."""
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()

@@ -55,7 +55,7 @@ class LooksAtAllWhenItRecomputes(Around):
             module.register_forward_pre_hook(self.look)
 
     def look(self, *_: Any) -> None:
-        """Visit all modules of the model if a backward is running."""
+        """Read an attribute of every module of the model if a backward is running."""
         if in_backward() != -1:
             for module in self.module.modules():
                 module.extra_repr()

@@ -29,7 +29,7 @@ from zharness.parity import Part
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="bf16"), origin=Origin.SCALE, imitates=deepspeed(7837))
 class LosesBf16ByALossScale(Around):
-    """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by it."""
+    """Divides bf16 gradients by a loss scale of 65536, although the loss was not multiplied by this scale."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss / 65536 if self.config.dtype == "bf16" else loss
@@ -56,6 +56,28 @@ class ReportsTheScaledNorm(Around):
     def grad_norm(self) -> float | None:
         norm = self.right.grad_norm()
         return None if norm is None else 65536 * norm
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("precision.grad_scaler", Part.REDUCTION, model="mixed", variant="clipped", parameter="norm"),
+    origin=Origin.PRECISION,
+)
+class UnscalesTheNormByTheNextScale(Around):
+    """Divides the norm of the scaled gradients by the loss scale that holds after the step."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.growth = 1.0
+
+    def step(self) -> None:
+        scale = self.right.observe().loss_scale
+        self.right.step()
+        self.growth = self.right.observe().loss_scale / scale
+
+    def grad_norm(self) -> float | None:
+        norm = self.right.grad_norm()
+        return None if norm is None else norm / self.growth
 
 
 @mutant(

@@ -228,9 +228,9 @@ def load_keeps_first_ranks_state(model: nn.Module, config: EngineConfig) -> Torc
     origin=Origin.BLIND_4,
 )
 def fsdp2_base_rates_after_load(model: nn.Module, config: EngineConfig) -> TorchEngine:
-    """Uses the decayed learning rates as the schedule's initial learning rates after ``load`` over FSDP2.
+    """An FSDP2 engine whose ``load`` sets the schedule's initial learning rates to the current, decayed ones.
 
-    From the second step after the load on, the decay from before the save is applied twice.
+    From the second step after ``load``, the learning rates are too small: the schedule applies its decay once more.
     """
 
     class Loads(TorchEngine):

@@ -1,4 +1,4 @@
-"""Mutants that are wrong beside another engine, for kinds of outputs and buffers, and for options of optimizers."""
+"""Mutants that are wrong beside another engine, for some outputs and buffers, or for some optimizer arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zharness.parity import Part
     origin=Origin.CIRCUMSTANCES,
 )
 class DividesByLiveEngines(Around):
-    """Scales losses by the number of engines that are alive, over their number when this engine was built."""
+    """Multiplies losses by the number of engines alive now, divided by the number when this engine was built."""
 
     alive: ClassVar[WeakSet[DividesByLiveEngines]] = WeakSet()
 
@@ -49,7 +49,7 @@ class DividesByLiveEngines(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class KeepsOneOutputOfANode(Around):
-    """Detaches every output whose autograd node has made an earlier output too."""
+    """Detaches every output that comes from the same autograd node as an earlier output."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.right(*args, **kwargs)
@@ -116,7 +116,7 @@ class TrainsAfterLoad(SpoiledLoad):
     origin=Origin.CIRCUMSTANCES,
 )
 class RecordsGradientsAfterAStep(Around):
-    """Turns the gradient mode on at the end of a step, whatever it was."""
+    """Enables gradient mode at the end of a step, even if the caller has disabled it."""
 
     def step(self) -> None:
         self.right.step()
@@ -129,7 +129,7 @@ class RecordsGradientsAfterAStep(Around):
     origin=Origin.CIRCUMSTANCES,
 )
 class SavesInFloat32(Around):
-    """Makes float32 the default dtype for a save, and leaves it so."""
+    """Makes float32 the default dtype during a save, and does not restore the previous default dtype."""
 
     def save(self, path: Path) -> None:
         torch.set_default_dtype(torch.float32)

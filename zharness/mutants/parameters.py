@@ -204,7 +204,10 @@ def sparse_rows_overwritten(model: nn.Module, config: EngineConfig) -> Reference
 
 
 def _overwrite_sparse_rows(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient as a dense one that has one entry of each row, not their sum; others are unchanged."""
+    """Convert a sparse gradient to a dense one that contains one entry of each row instead of their sum.
+
+    Returns a dense gradient unchanged.
+    """
     if not gradient.is_sparse:
         return gradient
     dense = torch.zeros(gradient.shape, dtype=gradient.dtype)
@@ -231,7 +234,10 @@ class EditsStayLocal(Around):
     imitates=pytorch(102197),
 )
 class LaysOutInTheSecondForward(Around):
-    """Allocates its buckets in the forward after the first backward, which fails inside a torch.func transform."""
+    """Allocates its buckets in the first forward after a backward.
+
+    If this forward runs inside a torch.func transform, the allocation fails.
+    """
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -98,7 +98,7 @@ class _KeepsEvaluation(ReferenceEngine):
     origin=Origin.BLIND_1,
 )
 def evaluation_keeps_weights(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
-    """At stage 3, keeps weights unsharded after a forward under ``no_grad`` until the next step or such forward.
+    """At stage 3, keeps weights unsharded after a forward under ``no_grad`` until the next step or evaluation.
 
     After an evaluation every rank holds the whole model (``gathered_bytes`` is not 0), and the next training forward
     has a peak memory that is larger by the size of the model.
@@ -301,7 +301,7 @@ def no_grad_read_is_cached(model: nn.Module, config: EngineConfig) -> ReferenceE
 
 
 class _ByName(dict[Any, Any]):
-    """A dictionary with pairs of a name and a grad mode as keys, which ignores the grad mode."""
+    """A dictionary whose keys are pairs of a name and a grad mode; pairs with the same name are the same key."""
 
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key[0])

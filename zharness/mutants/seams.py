@@ -87,7 +87,7 @@ def set_micro_batches(engine: ReferenceEngine, count: int) -> None:
 
 
 def wrap_update(engine: ReferenceEngine, wrap: Callable[[Update], Update]) -> None:
-    """Wrap the function that updates the leaves, which gets the reduced gradients by name."""
+    """Apply the decorator ``wrap`` to the function that updates the leaves from the reduced gradients by name."""
     replace_attribute(engine.engine, "_update", wrap(engine.engine._update))
 
 
@@ -104,7 +104,7 @@ def load_tensors(
 
 
 def wrap_unscale_and_clip(engine: ReferenceEngine, wrap: Callable[[UnscaleAndClip], UnscaleAndClip]) -> None:
-    """Wrap the function that unscales and clips gradients, which returns False for an overflow on any rank."""
+    """Apply the decorator ``wrap`` to ``unscale_and_clip``, which returns False for an overflow on any rank."""
     clipper = engine.engine._clipper
     replace_attribute(clipper, "unscale_and_clip", wrap(clipper.unscale_and_clip))
 
@@ -132,7 +132,7 @@ def count_unsharded(engine: ReferenceEngine, tensor: Tensor) -> None:
 def wrap_count_unsharded(
     engine: ReferenceEngine, wrap: Callable[[Callable[[Tensor], Any]], Callable[[Tensor], Any]]
 ) -> None:
-    """Wrap the function that counts the bytes of every newly unsharded parameter."""
+    """Apply the decorator ``wrap`` to the function that counts the bytes of every newly unsharded parameter."""
     tracker = engine.engine._memory_tracker
     replace_attribute(tracker, "add", wrap(tracker.add))
 
@@ -150,7 +150,7 @@ def replace_persistent_buffers(engine: ReferenceEngine, buffers: Callable[[], An
 def wrap_make_empty_tensors(
     engine: ReferenceEngine, wrap: Callable[[Callable[..., Mapping[str, Tensor]]], Callable[..., Any]]
 ) -> None:
-    """Wrap the function that allocates the tensors that a load fills, by their keys in the checkpoint."""
+    """Apply the decorator ``wrap`` to the function that allocates, by checkpoint key, the tensors that a load fills."""
     state = engine.engine._training_state
     replace_attribute(state, "make_empty_tensors", wrap(state.make_empty_tensors))
 
@@ -183,12 +183,12 @@ def with_reduced_grads(engine: ReferenceEngine, grads: dict[str, Tensor]) -> Ite
 
 
 def wrap_reduce_pending(engine: ReferenceEngine, wrap: Callable[[ReducePending], ReducePending]) -> None:
-    """Wrap the reduction of all pending gradients, which ``step`` and ``full_grads`` call."""
+    """Apply the decorator ``wrap`` to the reduction of pending gradients, which ``step`` and ``full_grads`` call."""
     replace_attribute(_gradients(engine), "reduce_pending", wrap(_gradients(engine).reduce_pending))
 
 
 def wrap_reduce_bucket(engine: ReferenceEngine, wrap: Callable[[ReduceBucket], ReduceBucket]) -> None:
-    """Wrap the reduction of one bucket, which sets its parameters' ``grad`` to None and returns reduced gradients."""
+    """Apply the decorator ``wrap`` to the function that reduces a bucket and sets its parameters' ``grad`` to None."""
     replace_attribute(_gradients(engine), "_reduce", wrap(_gradients(engine)._reduce))
 
 
@@ -211,7 +211,7 @@ def change_local_grads(engine: ReferenceEngine, change: Callable[[Tensor], Tenso
 def wrap_reduce_bucket_if_used(
     engine: ReferenceEngine, wrap: Callable[[Callable[[Bucket, bool], bool]], Callable[[Bucket, bool], bool]]
 ) -> None:
-    """Wrap the reduction of a bucket while backward runs, at stage 2; do nothing at other stages."""
+    """At stage 2, apply the decorator ``wrap`` to the reduction of a bucket during backward; else do nothing."""
     gradients = _gradients(engine)
     reducer = gradients._bucket_reducer
     if reducer is not None:
@@ -221,17 +221,17 @@ def wrap_reduce_bucket_if_used(
 
 
 def wrap_agree_on_used(engine: ReferenceEngine, wrap: Callable[[AgreeOnUsed], AgreeOnUsed]) -> None:
-    """Wrap the collective in which ranks find out which parameters have a gradient on any rank."""
+    """Apply the decorator ``wrap`` to the collective that finds out which parameters have a gradient on any rank."""
     replace_attribute(_gradients(engine), "_agree_on_used", wrap(_gradients(engine)._agree_on_used))
 
 
 def wrap_add_reduced(engine: ReferenceEngine, wrap: Callable[[AddGrad], AddGrad]) -> None:
-    """Wrap the addition of a reduced gradient to the table of reduced gradients."""
+    """Apply the decorator ``wrap`` to the function that adds a reduced gradient to the table of reduced gradients."""
     replace_attribute(_gradients(engine), "_add", wrap(_gradients(engine)._add))
 
 
 def wrap_clear_grads(engine: ReferenceEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Wrap the function that drops all gradients."""
+    """Apply the decorator ``wrap`` to the function that drops all gradients."""
     replace_attribute(_gradients(engine), "clear", wrap(_gradients(engine).clear))
 
 
@@ -248,7 +248,7 @@ def grad_hooks(engine: ReferenceEngine) -> list[Any]:
 def wrap_reduced_tensors(
     engine: ReferenceEngine, wrap: Callable[[Callable[[], list[Tensor]]], Callable[[], list[Tensor]]]
 ) -> None:
-    """Wrap the list of reduced gradients whose bytes are counted."""
+    """Apply the decorator ``wrap`` to the function that lists the reduced gradients whose bytes are counted."""
     replace_attribute(_gradients(engine), "reduced_tensors", wrap(_gradients(engine).reduced_tensors))
 
 
@@ -263,14 +263,14 @@ def grads_are_finite(engine: ReferenceEngine) -> bool:
 
 
 def wrap_grad_norm(engine: ReferenceEngine, wrap: Callable[[Callable[[], float]], Callable[[], float]]) -> None:
-    """Wrap the computation of the global gradient norm."""
+    """Apply the decorator ``wrap`` to the function that computes the global gradient norm."""
     replace_attribute(_gradients(engine), "norm", wrap(_gradients(engine).norm))
 
 
 def wrap_grad_divisor(
     engine: ReferenceEngine, wrap: Callable[[Callable[[ModelParam], float]], Callable[[ModelParam], float]]
 ) -> None:
-    """Wrap the divisor of a gradient that was summed over ranks."""
+    """Apply the decorator ``wrap`` to the function that returns the divisor of a gradient summed over ranks."""
     replace_attribute(_gradients(engine), "_remaining_divisor", wrap(_gradients(engine)._remaining_divisor))
 
 
@@ -278,7 +278,7 @@ def wrap_cast_for_reduce(
     engine: ReferenceEngine,
     wrap: Callable[[ModelParam, Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]],
 ) -> None:
-    """Wrap the cast of each parameter's local gradient to the reduce dtype."""
+    """Replace the function that casts each parameter's local gradient for reduction by ``wrap(param, function)``."""
     for param in model_params(engine).values():
         replace_attribute(param, "cast_for_reduce", wrap(param, param.cast_for_reduce))
 
@@ -320,14 +320,14 @@ def _end_of_backward(engine: ReferenceEngine) -> EndOfBackward | None:
 def wrap_grad_ready(
     engine: ReferenceEngine, wrap: Callable[[Callable[[nn.Parameter], None]], Callable[[nn.Parameter], None]]
 ) -> None:
-    """Wrap the function that is called for each gradient that a backward makes (stage 2)."""
+    """Apply the decorator ``wrap`` to the function that is called for each gradient that a backward makes (stage 2)."""
     end = _end_of_backward(engine)
     if end is not None:
         replace_attribute(end, "on_grad_ready", wrap(end.on_grad_ready))
 
 
 def wrap_backward_end(engine: ReferenceEngine, wrap: Callable[[Callable[[int], None]], Callable[[int], None]]) -> None:
-    """Wrap the function that is called with a graph task's id when it ends (stage 2)."""
+    """Apply the decorator ``wrap`` to the function that is called with a graph task's id when it ends (stage 2)."""
     end = _end_of_backward(engine)
     if end is not None:
         replace_attribute(end, "_end", wrap(end._end))
@@ -378,17 +378,17 @@ def replace_publish(engine: ReferenceEngine, function: Callable[[Iterable[str]],
 
 
 def wrap_all_gather_shards(engine: ReferenceEngine, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Wrap the all-gather of updated shards into full parameters (stages 1 and 2)."""
+    """Apply the decorator ``wrap`` to the function that all-gathers updated shards into parameters (stages 1, 2)."""
     replace_attribute(_parameters(engine), "_all_gather_shards", wrap(_parameters(engine)._all_gather_shards))
 
 
 def replace_publish_buckets(engine: ReferenceEngine, make: Callable[[Bucket], Bucket]) -> None:
-    """Replace each bucket in which updated shards are all-gathered."""
+    """Replace each bucket in which updated shards are all-gathered by ``make(bucket)``."""
     replace_attribute(_parameters(engine), "_buckets", tuple(map(make, _parameters(engine)._buckets)))
 
 
 def wrap_broadcast_edit(engine: ReferenceEngine, wrap: Callable[[BroadcastEdit], BroadcastEdit]) -> None:
-    """Wrap the function that gives every rank the parameter that rank 0 has edited."""
+    """Apply the decorator ``wrap`` to the function that gives every rank the parameter that rank 0 has edited."""
     replace_attribute(_parameters(engine), "_broadcast_edit", wrap(_parameters(engine)._broadcast_edit))
 
 

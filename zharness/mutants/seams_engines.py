@@ -74,7 +74,7 @@ def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
 
 
 def reset_window(engine: TorchEngine) -> None:
-    """Begin a new accumulation window by resetting its count of micro-batches to 0."""
+    """Begin a new accumulation window by resetting the count of its micro-batches to 0."""
     engine._micro_batches_counted = 0
 
 
@@ -87,7 +87,7 @@ def wrap_autocast(
     engine: TorchEngine,
     wrap: Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]],
 ) -> None:
-    """Wrap the function that makes the autocast context of a forward."""
+    """Apply the decorator ``wrap`` to the function that makes the autocast context of a forward."""
     engine._autocast = wrap(engine._autocast)
 
 
@@ -97,7 +97,7 @@ def call_forward(engine: TorchEngine, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_forward(engine: TorchEngine, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the call of the model."""
+    """Apply the decorator ``wrap`` to the function that calls the model."""
     engine._adapter = replace(engine._adapter, forward=wrap(engine._adapter.forward))
 
 
@@ -112,7 +112,7 @@ def drop_gradients(engine: TorchEngine) -> None:
 
 
 def wrap_drop_gradients(engine: TorchEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Wrap the part of ``zero_grad`` that drops gradients outside the engine's parameters."""
+    """Apply the decorator ``wrap`` to the function that drops gradients outside the engine's parameters."""
     engine._adapter = replace(engine._adapter, drop_gradients=wrap(engine._adapter.drop_gradients))
 
 
@@ -174,7 +174,7 @@ def fsdp2_param_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def wrap_sync_param_groups(engine: TorchEngine, wrap: Callable[[SyncParamGroups], SyncParamGroups]) -> None:
-    """Wrap the function that copies group settings between the exposed optimizer and the local one."""
+    """Apply the decorator ``wrap`` to the function that copies settings from the exposed optimizer to the local one."""
     exposed = optimizer(engine)
     exposed._sync_param_groups = wrap(exposed._sync_param_groups)
 

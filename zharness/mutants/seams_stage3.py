@@ -39,12 +39,12 @@ def replace_reduce_grad(engine: ReferenceEngine, reduce: GradCollective) -> None
 
 
 def wrap_reduce_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective], GradCollective]) -> None:
-    """Wrap the reduce-scatter of the gradient of one sharded parameter."""
+    """Apply the decorator ``wrap`` to the function that reduce-scatters the gradient of one sharded parameter."""
     replace_attribute(_collectives(engine), "reduce_grad", wrap(_collectives(engine).reduce_grad))
 
 
 def wrap_all_gather_grad(engine: ReferenceEngine, wrap: Callable[[GradCollective], GradCollective]) -> None:
-    """Wrap the adjoint of the reduce-scatter, which all-gathers a gradient's shards and divides the result."""
+    """Apply the decorator ``wrap`` to the reduce-scatter's adjoint, which all-gathers and divides a gradient."""
     replace_attribute(_collectives(engine), "all_gather_grad", wrap(_collectives(engine).all_gather_grad))
 
 
@@ -63,7 +63,7 @@ def _unsharder(engine: ReferenceEngine) -> ParamUnsharder | None:
 
 
 def wrap_unshard(engine: ReferenceEngine, wrap: Callable[[Unshard], Unshard]) -> None:
-    """Wrap the function that unshards a parameter when a module reads it; do nothing at stages below 3."""
+    """Apply the decorator ``wrap`` to the function that unshards a parameter when a module reads it (only stage 3)."""
     unsharder = _unsharder(engine)
     if unsharder is not None:
         replace_attribute(unsharder, "unshard_if_sharded", wrap(unsharder.unshard_if_sharded))
@@ -147,24 +147,24 @@ def _prefetcher(engine: ReferenceEngine) -> Prefetcher:
 
 
 def wrap_fetch(engine: ReferenceEngine, wrap: Callable[[Fetch], Fetch]) -> None:
-    """Wrap the function that fills a full tensor with a parameter, which may be prefetched."""
+    """Apply the decorator ``wrap`` to the function that copies a parameter, prefetched or not, into a full tensor."""
     replace_attribute(_prefetcher(engine), "fetch_into", wrap(_prefetcher(engine).fetch_into))
 
 
 def wrap_all_gather_bucket(
     engine: ReferenceEngine, wrap: Callable[[Callable[..., PrefetchedBucket]], Callable[..., PrefetchedBucket]]
 ) -> None:
-    """Wrap the all-gather of a bucket of parameters."""
+    """Apply the decorator ``wrap`` to the function that all-gathers a bucket of parameters."""
     replace_attribute(_prefetcher(engine), "_all_gather_bucket", wrap(_prefetcher(engine)._all_gather_bucket))
 
 
 def wrap_clear_prefetched(engine: ReferenceEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Wrap the function that drops the prefetched bucket."""
+    """Apply the decorator ``wrap`` to the function that drops the prefetched bucket."""
     replace_attribute(_prefetcher(engine), "clear", wrap(_prefetcher(engine).clear))
 
 
 def wrap_clear_after_forward(engine: ReferenceEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Wrap the function that drops the prefetched bucket at the end of a model's forward."""
+    """Apply the decorator ``wrap`` to the function that drops the prefetched bucket at the end of a model's forward."""
     replace_attribute(_prefetcher(engine), "clear_after_forward", wrap(_prefetcher(engine).clear_after_forward))
 
 

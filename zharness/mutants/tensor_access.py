@@ -1,14 +1,16 @@
-"""Mutants whose own functions read or replace a wrong gradient, weight or optimizer state."""
+"""Mutants that return or replace a wrong gradient, weight or optimizer state if the caller names a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
+from zharness.engines.tensor_access import SupportsReadOut, SupportsShardAccess, SupportsWriteIn
 from zharness.mutants import seams
 from zharness.mutants.around import Around
 from zharness.mutants.gradient_norm import compute_norm
@@ -19,7 +21,7 @@ MODEL = "similar"
 
 
 def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return for each parameter the next trained one of its shape, or the parameter itself if there is no other."""
+    """Map each parameter's name to the next trained parameter of its shape, or to itself if there is no other."""
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     names = [*trained, *trained]
     found = {}
@@ -30,23 +32,27 @@ def neighbours(module: nn.Module, full_params: Mapping[str, Tensor]) -> dict[str
     return found
 
 
+class TensorAccess(SupportsReadOut, SupportsWriteIn, SupportsShardAccess, Protocol):
+    """An engine with all functions that read and replace single tensors."""
+
+
 class AroundSharded(Around):
-    """The base class of mutants of stage 2, where gradients and optimizer state are shards and weights are not."""
+    """The base class of mutants of stage 2, which shards gradients and optimizer state but not weights."""
 
     stages = (2,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
+        self.access: TensorAccess = self.right
         self.neighbour_of = neighbours(self.module, self.right.full_params())
 
 
 @mutant(FaultKind.SHARDS, Target("access.read_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursGrad(AroundSharded):
-    """Reads the gradient of the next parameter of the same shape."""
+    """If the caller reads a gradient, returns the gradient of the next parameter of the same shape."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(self.neighbour_of[name])
-        return grad
+        return self.access.read_grad(self.neighbour_of[name])
 
 
 @mutant(
@@ -56,19 +62,19 @@ class ReadsTheNeighboursGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheSumOfTheWindow(AroundSharded):
-    """Reads the gradient multiplied by the number of micro-batches."""
+    """If the caller reads a gradient, returns it multiplied by the number of micro-batches per step."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         return None if grad is None else grad * self.config.accumulation_steps
 
 
 @mutant(FaultKind.CLIPPING, Target("access.read_grad", model=MODEL, variant="clipped"), origin=Origin.ONLOOKERS)
 class ReadsTheClippedGrad(AroundSharded):
-    """Reads a gradient as clipping to the configured norm will leave it, if the engine clips."""
+    """If the caller reads a gradient, returns the gradient as it will be after clipping."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         if grad is None or self.config.clip is None:
             return grad
         factor = min(1.0, self.config.clip / compute_norm(self.right.full_grads()))
@@ -77,10 +83,10 @@ class ReadsTheClippedGrad(AroundSharded):
 
 @mutant(FaultKind.LOSS_SCALE, Target("access.read_scaled_grad", model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheScaledGrad(AroundSharded):
-    """Reads the gradient of the scaled loss, which the step will divide by the loss scale."""
+    """If the caller reads a gradient, returns the gradient of the scaled loss, not divided by the loss scale."""
 
     def read_grad(self, name: str) -> Tensor | None:
-        grad: Tensor | None = self.right.read_grad(name)
+        grad = self.access.read_grad(name)
         return None if grad is None else grad * float(self.right.observe().loss_scale)
 
 
@@ -90,7 +96,7 @@ class ReadsTheScaledGrad(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadingEndsTheWindow(AroundSharded):
-    """Drops the gradients of a window's earlier micro-batches when they were read inside the window."""
+    """If a gradient is read inside an accumulation window, drops the gradients of all earlier micro-batches."""
 
     backwards, was_read = 0, False
 
@@ -102,22 +108,20 @@ class ReadingEndsTheWindow(AroundSharded):
 
     def read_grad(self, name: str) -> Tensor | None:
         self.was_read = True
-        grad: Tensor | None = self.right.read_grad(name)
-        return grad
+        return self.access.read_grad(name)
 
 
 @mutant(FaultKind.SHARDS, Target("access.read_param", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheNeighboursWeight(AroundSharded):
-    """Reads the master weight of the next parameter of the same shape."""
+    """If the caller reads a weight, returns the weight of the next parameter of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
-        weight: Tensor | None = self.right.read_param(self.neighbour_of[name])
-        return weight
+        return self.access.read_param(self.neighbour_of[name])
 
 
 @mutant(FaultKind.STALE, Target("access.read_param", Part.OPTIMIZER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsTheFirstWeight(AroundSharded):
-    """Reads each weight once and returns it again after a step."""
+    """If the caller reads a weight again after a step, returns the value from the first reading."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -129,12 +133,11 @@ class ReadsTheFirstWeight(AroundSharded):
 
 @mutant(FaultKind.PARAMETERS, Target("access.read_frozen", Part.GATHER, model=MODEL), origin=Origin.ONLOOKERS)
 class ReadsATrainedWeightForAFrozenOne(AroundSharded):
-    """Reads a trained parameter of the same shape if a frozen one is named."""
+    """If the caller reads a frozen weight, returns a trained weight of the same shape."""
 
     def read_param(self, name: str) -> Tensor | None:
         frozen = not dict(self.module.named_parameters())[name].requires_grad
-        weight: Tensor | None = self.right.read_param(self.neighbour_of[name] if frozen else name)
-        return weight
+        return self.access.read_param(self.neighbour_of[name] if frozen else name)
 
 
 @mutant(
@@ -144,11 +147,10 @@ class ReadsATrainedWeightForAFrozenOne(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursState(AroundSharded):
-    """Reads the optimizer state of the next parameter of the same shape."""
+    """If the caller reads optimizer state, returns the state of the next parameter of the same shape."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        state: Tensor | None = self.right.read_optimizer_state(self.neighbour_of[name], key)
-        return state
+        return self.access.read_optimizer_state(self.neighbour_of[name], key)
 
 
 @mutant(
@@ -157,10 +159,10 @@ class ReadsTheNeighboursState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsZerosOfLaterGroups(AroundSharded):
-    """Reads zeros as the optimizer state of parameters that are not in the first parameter group."""
+    """If the caller reads optimizer state of a parameter outside the first parameter group, returns zeros."""
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        state = self.right.read_optimizer_state(name, key)
+        state: Tensor = self.right.read_optimizer_state(name, key)
         in_later_group = len(self.config.optimizer.groups) > 0 and name.endswith("bias")
         return torch.zeros_like(state) if in_later_group else state
 
@@ -172,7 +174,7 @@ class ReadsZerosOfLaterGroups(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAGradThatNoStepUses(AroundSharded):
-    """Returns a replaced gradient when it is read again, but steps with the old one."""
+    """Returns the new gradient if the caller reads it after a write, but steps with the gradient before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -182,16 +184,16 @@ class WritesAGradThatNoStepUses(AroundSharded):
         self.written[name] = value.clone()
 
     def read_grad(self, name: str) -> Tensor | None:
-        return self.written[name] if name in self.written else self.right.read_grad(name)
+        return self.written[name] if name in self.written else self.access.read_grad(name)
 
 
 @mutant(FaultKind.SHARDS, Target("access.write_grad", model=MODEL, variant="one"), origin=Origin.ONLOOKERS)
 class WritesTheNeighboursGradToo(AroundSharded):
-    """Replaces the gradient of the next parameter of the same shape as well."""
+    """If the caller replaces a gradient, also replaces that of the next parameter of the same shape."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        self.right.write_grad(self.neighbour_of[name], value)
-        self.right.write_grad(name, value)
+        self.access.write_grad(self.neighbour_of[name], value)
+        self.access.write_grad(name, value)
 
 
 @mutant(
@@ -201,7 +203,7 @@ class WritesTheNeighboursGradToo(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class NormFromBeforeTheWrite(AroundSharded):
-    """Clips by the norm of the gradients that backward computed, although they were replaced."""
+    """Clips by the norm of the gradients that backward computed, although the caller has replaced gradients."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -209,17 +211,17 @@ class NormFromBeforeTheWrite(AroundSharded):
         seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() if self.norm_before is None else self.norm_before)
 
     def remember_norm(self) -> None:
-        """Compute the norm of the gradients that backward computed, once."""
+        """Record the norm of the gradients that backward computed, unless a norm is recorded already."""
         if self.norm_before is None:
             self.norm_before = compute_norm(self.right.full_grads())
 
     def write_grad(self, name: str, value: Tensor) -> None:
         self.remember_norm()
-        self.right.write_grad(name, value)
+        self.access.write_grad(name, value)
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
         self.remember_norm()
-        self.right.write_grad_shard(name, value)
+        self.access.write_grad_shard(name, value)
 
 
 @mutant(
@@ -229,10 +231,10 @@ class NormFromBeforeTheWrite(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class DividesAWrittenGrad(AroundSharded):
-    """Divides a replaced gradient by the number of micro-batches."""
+    """If the caller replaces a gradient, divides the new gradient by the number of micro-batches."""
 
     def write_grad(self, name: str, value: Tensor) -> None:
-        self.right.write_grad(name, value / self.config.accumulation_steps)
+        self.access.write_grad(name, value / self.config.accumulation_steps)
 
 
 @mutant(FaultKind.RANKS, Target("access.write_grad", model=MODEL, variant="shard"), origin=Origin.ONLOOKERS)
@@ -240,8 +242,8 @@ class OnlyRank0WritesShards(AroundSharded):
     """Ignores the shards of gradients that ranks other than rank 0 replace."""
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
-        kept = self.right.read_grad_shard(name)
-        self.right.write_grad_shard(name, value if dist.get_rank() == 0 else kept)
+        kept = self.access.read_grad_shard(name)
+        self.access.write_grad_shard(name, value if dist.get_rank() == 0 else kept)
 
 
 @mutant(
@@ -251,7 +253,7 @@ class OnlyRank0WritesShards(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightThatNoStepUses(AroundSharded):
-    """Returns a replaced weight when it is read again, but steps from the old one."""
+    """Returns the new weight if the caller reads it after a write, but steps from the weight before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -261,7 +263,7 @@ class WritesAWeightThatNoStepUses(AroundSharded):
         self.written[name] = value.clone()
 
     def read_param(self, name: str) -> Tensor | None:
-        return self.written[name] if name in self.written else self.right.read_param(name)
+        return self.written[name] if name in self.written else self.access.read_param(name)
 
 
 @mutant(
@@ -270,7 +272,10 @@ class WritesAWeightThatNoStepUses(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesAWeightForTheStepOnly(AroundSharded):
-    """Replaces the weight that the optimizer updates, and leaves the model's own weight as it was for the forward."""
+    """Writes only the shard of the weight that this rank's optimizer updates.
+
+    The next forward still uses the old values of the other ranks' shards.
+    """
 
     def write_param(self, name: str, value: Tensor) -> None:
         start, stop = seams.model_params(self.right)[name].layout.shard_bounds(dist.get_rank())
@@ -284,8 +289,8 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     """Ignores the shards of weights that ranks other than rank 0 replace."""
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
-        kept = self.right.read_param_shard(name)
-        self.right.write_param_shard(name, value if dist.get_rank() == 0 else kept)
+        kept = self.access.read_param_shard(name)
+        self.access.write_param_shard(name, value if dist.get_rank() == 0 else kept)
 
 
 @mutant(
@@ -295,7 +300,7 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class WritesStateThatNoStepUses(AroundSharded):
-    """Returns replaced optimizer state until the next step, which starts from the old state."""
+    """Returns the new optimizer state until the next step, which starts from the state before the write."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
@@ -305,7 +310,7 @@ class WritesStateThatNoStepUses(AroundSharded):
         self.written[name, key] = value.clone()
 
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
-        return self.written[name, key] if (name, key) in self.written else self.right.read_optimizer_state(name, key)
+        return self.written[name, key] if (name, key) in self.written else self.access.read_optimizer_state(name, key)
 
     def step(self) -> None:
         self.right.step()
@@ -323,7 +328,7 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
 
     def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
         if dist.get_rank() == 0:
-            self.right.write_optimizer_state_shard(name, key, value)
+            self.access.write_optimizer_state_shard(name, key, value)
 
 
 @mutant(
@@ -334,16 +339,13 @@ class OnlyRank0WritesShardsOfState(AroundSharded):
     origin=Origin.ONLOOKERS,
 )
 class ReadsTheNeighboursShards(AroundSharded):
-    """Reads this rank's shard of the next parameter of the same shape."""
+    """If the caller reads this rank's shard of a tensor, returns that of the next parameter of the same shape."""
 
     def read_grad_shard(self, name: str) -> Tensor:
-        shard: Tensor = self.right.read_grad_shard(self.neighbour_of[name])
-        return shard
+        return self.access.read_grad_shard(self.neighbour_of[name])
 
     def read_param_shard(self, name: str) -> Tensor:
-        shard: Tensor = self.right.read_param_shard(self.neighbour_of[name])
-        return shard
+        return self.access.read_param_shard(self.neighbour_of[name])
 
     def read_optimizer_state_shard(self, name: str, key: str) -> Tensor:
-        shard: Tensor = self.right.read_optimizer_state_shard(self.neighbour_of[name], key)
-        return shard
+        return self.access.read_optimizer_state_shard(self.neighbour_of[name], key)

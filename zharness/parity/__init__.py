@@ -1,4 +1,4 @@
-"""Compare the tensors that an engine recorded with the baseline, within bounds that follow from the arithmetic."""
+"""Compare an engine's recorded tensors with the baseline, within error bounds that follow from the arithmetic."""
 
 from zharness.parity.compare import compare_bitwise, compare_ranks, compare_within_bound, compare_within_range
 from zharness.parity.comparison import Comparison, Mismatch, Part, Tier

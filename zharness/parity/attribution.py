@@ -1,4 +1,4 @@
-"""Explain a wrong gradient by a known fault that would give the same numbers, and by the fault's part of the step."""
+"""Explain a wrong gradient: find a known fault that gives the same numbers, and the part of the step with the fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attribute_mismatch(
     suspects: SuspectedGradients,
     reduce_dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """Return ``comparison`` with the part and the hint that explain its mismatch, if it has a mismatch.
+    """Add to the mismatch of ``comparison``, if any, the part of the step and the hint that explain the mismatch.
 
     ``actual`` is the wrong gradient as one rank reports it, and ``rank_copies`` contains the full gradient as each rank
     reports it. ``terms`` and ``suspects`` contain plain PyTorch's local gradients. Gradients are reduced in
@@ -51,7 +51,7 @@ def explain_mismatch(
     mismatch: Mismatch,
     reduce_dtype: torch.dtype,
 ) -> tuple[Part, str]:
-    """Return the part of the step and the hint that belong to the first known fault that would give ``actual``.
+    """Return the part of the step, and the hint, of the first known fault that would give the numbers ``actual``.
 
     If no known fault gives these numbers, return ``Part.LOCAL_GRADIENT`` and an empty hint.
     """
@@ -80,7 +80,7 @@ def explain_mismatch(
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:
-    """Map each subset of terms whose mean a known fault would return to the fault's part and description.
+    """Map each subset of ``terms`` whose mean would be a known fault's result to that fault's part and description.
 
     A subset is a tuple of (rank, micro-step) pairs.
     """
@@ -122,14 +122,14 @@ def is_rounded_to(narrow_dtype: torch.dtype, actual: Tensor, terms: Sequence[Ten
 
 
 def is_gamma_undefined(terms: int, dtype: torch.dtype) -> bool:
-    """Return whether the number ``terms`` is too large: no sum of so many terms has a rounding bound in ``dtype``."""
+    """Return whether ``terms`` is too large a number of terms for the sum to have a rounding bound in ``dtype``."""
     return (terms + 1) * unit_roundoff(dtype) >= 1
 
 
 def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
-    """Return the factor for which the mean of ``terms`` fits ``actual`` best, or None if no factor explains the error.
+    """Return the factor f for which f times the mean of ``terms`` is closest to ``actual``, or None if f fits badly.
 
-    The fit is by least squares. A factor explains the error if at most the share ``MAX_UNEXPLAINED_ERROR`` of the error
+    The fit is by least squares. The factor fits badly if more than the share ``MAX_UNEXPLAINED_ERROR`` of the error
     remains.
     """
     mean, _ = mean_and_bound(list(terms), actual.dtype)

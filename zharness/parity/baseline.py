@@ -1,4 +1,4 @@
-"""The baseline: the plain, unwrapped model, run for each rank in turn in a process that never imports an engine.
+"""Define the baseline: the plain model, run for each rank in turn in a process that never imports an engine.
 
 Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers. A cache
 would save little: in the median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). Exact scenarios
@@ -97,7 +97,8 @@ class Baseline:
     ) -> LocalResult:
         """Return the loss and the gradients of one rank's micro-batch; the gradients are not reduced over ranks.
 
-        If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, but the returned loss is not weighted.
+        If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, but the returned loss is the one before
+        ``weigh``.
         """
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
@@ -105,6 +106,14 @@ class Baseline:
         with autocast_context(self.autocast_backward):
             result = run_backward(model, weighed, self.loss_scale)
         return LocalResult(loss.detach(), result.grads)
+
+    def run_forward(self, rank: int, step: int, params: Mapping[str, Tensor] | None = None) -> LocalResult:
+        """Return the loss of one rank's micro-batch, in the grad mode of the caller and without gradients.
+
+        torch's recurrent layers have other kernels under no_grad, which round differently.
+        """
+        model, batch = self.build_module(params), self.batch(rank, step)
+        return LocalResult(self.objective(self.compute_output(model, batch), batch).detach(), {})
 
     def run_all_ranks(
         self,
@@ -126,7 +135,8 @@ def autocast_context(dtype: torch.dtype | None) -> torch.autocast:
 def read_parameter_dtypes(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtype]:
     """Return the dtype of each parameter of the model that ``spec`` builds for ``seed``.
 
-    ``seed`` is part of the cache's key, so that a user's factory is never called with a second seed.
+    ``seed`` is part of the cache's key, so that a user's model factory is never called with a seed other than the
+    cell's.
     """
     return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
 

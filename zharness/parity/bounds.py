@@ -1,4 +1,4 @@
-"""Error bounds that follow from floating-point arithmetic, so that no tolerance has to be chosen by hand.
+"""Compute error bounds that follow from floating-point arithmetic, so that nobody has to choose a tolerance by hand.
 
 Rounding model: the computed result of an operation is the exact result times (1 + d) with |d| <= u, plus an error of at
 most one subnormal step. Here u = eps / 2 is the unit roundoff of the dtype (Higham, Accuracy and Stability of Numerical
@@ -97,11 +97,11 @@ def mean_and_bound(
 
 
 def upper_mean_bound(terms: Sequence[Tensor], scale: float, dtype: torch.dtype, mean: Tensor) -> Tensor:
-    """Return an upper limit, cheap to compute, of the bound of ``mean_and_bound`` for ``scale`` times ``terms``.
+    """Return an upper limit, faster to compute than ``mean_and_bound``, of the error bound of a scaled mean.
 
-    The limit is in float32. ``mean`` is the computed mean. Use this function only for numbers that are known to be
-    right, for which the size of the bound is merely reported. The factor 1.001 covers the rounding of this computation
-    itself.
+    The scaled mean is ``mean``, computed from ``scale`` times each of ``terms``. The limit is in float32. Use this
+    function only for numbers that are known to be right, for which the size of the bound is merely reported. The factor
+    1.001 covers the rounding of this computation itself.
     """
     count = len(terms)
     total = reduce(torch.add, [term.float().abs() for term in terms])
@@ -130,7 +130,7 @@ class BoundedTensor:
         return cls(value.double(), torch.zeros_like(value, dtype=torch.float64), value.dtype)
 
     def scalar(self, number: float, roundings: int = 1) -> BoundedTensor:
-        """Return ``number`` as a scalar whose error is that of ``roundings`` roundings to ``dtype``."""
+        """Return ``number`` as a scalar with the error bound of ``roundings`` roundings to ``dtype``."""
         value = torch.tensor(number, dtype=torch.float64)
         return BoundedTensor(value, value.abs() * gamma(roundings - 1, self.dtype), self.dtype)
 
@@ -153,7 +153,7 @@ class BoundedTensor:
         return BoundedTensor(self.value.clamp(lower, upper), self.error + limits.where(~inside, 0.0), self.dtype)
 
     def sign(self) -> BoundedTensor:
-        """Return the sign (-1, 0 or 1), with an error of 2 for elements whose error allows the opposite sign."""
+        """Return the sign (-1, 0 or 1); its error is 2 for elements whose own error allows the opposite sign."""
         unknown = (self.error > 0) & (self.value.abs() <= self.error)
         return BoundedTensor(self.value.sign(), 2.0 * unknown, self.dtype)
 
@@ -189,6 +189,6 @@ class BoundedTensor:
         return self._with_rounding(value, torch.minimum(self.error / value, self.error.sqrt()).nan_to_num(nan=0.0))
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
-        """Return ``value`` with ``carried_error``, the error of its operands, plus one rounding to ``dtype``."""
+        """Return ``value`` with the error ``carried_error`` of the operands, plus one rounding to ``dtype``."""
         error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

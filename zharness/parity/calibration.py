@@ -1,4 +1,4 @@
-"""Tier C: judge gradients of an engine's own kernels by the distance of torch's gradients from float64.
+"""Judge gradients of an engine's own kernels by the distance of torch's gradients from float64: tier C.
 
 The oracle is the plain model's gradient in float64, computed from the same rounded weights and inputs. The error of an
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
@@ -9,22 +9,25 @@ limits miss small errors, so only local gradients are judged by tier C, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
 from zharness.parity.compare import build_mismatch
 from zharness.parity.comparison import Comparison, MismatchTensors, Part, TensorLocation, Tier
+from zharness.parity.sample_draws import record_draws, replay_draws
 from zharness.workload import Batch
 
 CALIBRATION_RUNS = 8
 # An engine may reach the plain runs' maximum times these factors, which were measured to separate right kernels
 # from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
+INDEPENDENCE_TOLERANCE = 2**-30  # far above float64's rounding, far below any dependence between samples
+ZERO_SHARE = 2**-7  # an error above this share of the unit: in exact arithmetic the tensor is zero
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
 
 Grads = Mapping[str, Tensor]
@@ -41,81 +44,168 @@ class ErrorStatistics:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the error limits."""
+    """The float64 gradients of one rank's micro-batch, the unit ``s`` of each element's error, and the error limits.
+
+    ``zero_names`` are the tensors that would be zero without rounding, as the bias before a batch norm is. Only the
+    size of their elements is judged.
+    """
 
     oracle: Grads
     units: Grads
     limits: ErrorStatistics
+    zero_names: frozenset[str] = frozenset()
 
     def normalized_errors(self, grads: Grads) -> dict[str, Tensor]:
         """Return, for each gradient in ``grads``, its difference from the float64 gradient in units of ``s``."""
         return {name: (grads[name].double() - truth) / self.units[name] for name, truth in self.oracle.items()}
 
 
+@dataclass(frozen=True)
+class SampleRuns:
+    """Runs of plain PyTorch on some samples of a micro-batch, in which each sample meets the same random numbers.
+
+    ``draws`` are the random tensors that the forward and backward of the whole micro-batch drew.
+    """
+
+    baseline: Baseline
+    batch: Batch
+    draws: tuple[Tensor, ...]
+
+    @classmethod
+    def record(cls, baseline: Baseline, batch: Batch) -> SampleRuns:
+        """Run the whole micro-batch once, to record what it draws. Raises SharedDrawError."""
+        model = baseline.build_module()  # outside the recording, since initializing weights draws numbers too
+        return cls(baseline, batch, record_draws(lambda: plain_gradients(baseline, model, batch)))
+
+    def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
+        """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
+
+        Raises SharedDrawError if random numbers cannot be assigned to samples.
+        """
+        chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module()
+
+        def run() -> Grads:
+            """Run forward and backward of the chosen samples."""
+            if wide:
+                return run_local(*convert_to_float64(model, chosen), self.baseline.objective).grads
+            return plain_gradients(self.baseline, model, chosen)
+
+        return replay_draws(run, self.draws, rows, self.batch.num_samples)
+
+    def compute_mean_grads(self, order: Tensor, size: int, wide: bool = False) -> Grads:
+        """Return the mean of the gradients of micro-batches of ``size`` samples, which follow each other in ``order``.
+
+        Raises SharedDrawError as ``compute_grads`` does.
+        """
+        parts = [self.compute_grads(rows, wide) for rows in order.chunk(len(order) // size)]
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: torch.stack([part[name] for part in parts if name in part]).sum(0) / len(parts) for name in names}
+
+
 @lru_cache(maxsize=64)
 def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
     """Compute the calibration of one rank's micro-batch at the initial weights.
 
-    The result does not depend on engine or stage, so each process computes it only once.
+    The result does not depend on engine or stage, so each process computes it only once. If the loss is not a mean over
+    independent samples, as with batch norm, the plain runs only permute the samples, and the unit of an element is its
+    gradient. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
     """
-    model, batch = baseline.build_module(), baseline.batch(rank, step)
-    oracle = dict(run_local(*convert_to_float64(model, batch), baseline.objective).grads)
-    samples = [
-        run_local(*convert_to_float64(model, sample), baseline.objective).grads for sample in split_batch(batch, 1)
-    ]
+    runs = SampleRuns.record(baseline, baseline.batch(rank, step))
+    samples = torch.arange(runs.batch.num_samples)
+    oracle = dict(runs.compute_grads(samples, wide=True))
+    sample_grads = find_sample_grads(runs, oracle)
     units = {}
-    for name in oracle:
-        s = torch.stack([grads[name] / len(samples) for grads in samples]).square().sum(0).sqrt()
+    for name, whole in oracle.items():
+        terms = [whole] if sample_grads is None else [grads[name] / len(samples) for grads in sample_grads]
+        s = torch.stack(terms).square().sum(0).sqrt()
         floor = UNIT_FLOOR * s.square().mean().sqrt() if s.numel() else s.sum()
         units[name] = s.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
-    bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0))
-    runs = [error_statistics(bare, run_permuted_plain(baseline, batch, number)) for number in range(CALIBRATION_RUNS)]
+    plain_grads = [run_permuted_plain(runs, number, sample_grads is not None) for number in range(CALIBRATION_RUNS)]
+    bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0), find_zero_names(oracle, units, plain_grads))
+    judged = [name for name in oracle if name not in bare.zero_names]
+    plain_runs = [error_statistics(bare, grads, judged) for grads in plain_grads]
     eps = torch.finfo(baseline.dtype).eps
     limits = ErrorStatistics(
-        max_error=LARGEST_FACTOR * max(run.max_error for run in runs),
-        rms_error=SPREAD_FACTOR * max(run.rms_error for run in runs),
-        scale_error=SCALE_FACTOR * (max(run.scale_error for run in runs) + eps),
+        max_error=LARGEST_FACTOR * max(run.max_error for run in plain_runs),
+        rms_error=SPREAD_FACTOR * max(run.rms_error for run in plain_runs),
+        scale_error=SCALE_FACTOR * (max(run.scale_error for run in plain_runs) + eps),
     )
+    for name in bare.zero_names:
+        # The limit of an element is then LARGEST_FACTOR times the largest element that a plain run had.
+        largest = max(float((grads[name].double() - oracle[name]).abs().max()) for grads in plain_grads)
+        units[name] = torch.full_like(oracle[name], LARGEST_FACTOR * largest / (limits.max_error or 1.0))
     return replace(bare, limits=limits)
 
 
-def run_permuted_plain(baseline: Baseline, batch: Batch, number: int) -> Grads:
+def find_zero_names(oracle: Grads, units: Grads, plain_grads: Sequence[Grads]) -> frozenset[str]:
+    """Return the names of the tensors in which the rounding of plain PyTorch is not small beside the units."""
+    return frozenset(
+        name
+        for name, truth in oracle.items()
+        if truth.numel()
+        and any(bool(((run[name].double() - truth).abs() > ZERO_SHARE * units[name]).any()) for run in plain_grads)
+    )
+
+
+def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
+    """Return the float64 gradients of every sample alone, or None if their mean is not the gradient ``oracle``.
+
+    The mean differs if samples depend on each other, or if the loss is not a mean over samples.
+    """
+    samples = torch.arange(runs.batch.num_samples)
+    try:
+        found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
+    except ValueError:  # batch norm refuses a single value for a channel
+        return None
+    size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
+    if any(grads.keys() != oracle.keys() for grads in found):
+        return None
+    means = {name: torch.stack([grads[name] for grads in found]).mean(0) for name in oracle}
+    error = max(float((means[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel())
+    return found if error <= INDEPENDENCE_TOLERANCE * float(size) else None
+
+
+def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Grads:
     """Return the plain model's gradients of a batch whose samples are permuted and split into micro-batches.
 
     ``number`` is the seed of the permutation and determines the size of the micro-batches, over which the gradients are
-    averaged.
+    averaged. If ``splits`` is false, the permuted batch stays whole.
     """
-    samples = batch.num_samples
+    samples = runs.batch.num_samples
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(number))
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
-    shuffled = batch.map_tensors(lambda tensor: tensor[order])
-    micros = split_batch(shuffled, sizes[number % len(sizes)])
-    micro_grads = [plain_gradients(baseline, micro) for micro in micros]
-    return {name: torch.stack([grads[name] for grads in micro_grads]).sum(0) / len(micros) for name in micro_grads[0]}
+    return runs.compute_mean_grads(order, sizes[number % len(sizes)] if splits else samples)
 
 
-def plain_gradients(baseline: Baseline, batch: Batch) -> Grads:
-    """Return the gradients of ``batch`` in a new plain model."""
-    model = baseline.build_module()
+def plain_gradients(baseline: Baseline, model: nn.Module, batch: Batch) -> Grads:
+    """Return the gradients of ``batch`` in the plain ``model``, whose gradients have to be None."""
     loss = baseline.objective(baseline.compute_output(model, batch), batch)
     return run_backward(model, loss, baseline.loss_scale).grads
 
 
-def split_batch(batch: Batch, size: int) -> list[Batch]:
-    """Split ``batch`` into batches of ``size`` samples."""
-    starts = range(0, batch.num_samples, size)
-    return [batch.map_tensors(lambda tensor: tensor[start : start + size]) for start in starts]  # noqa: B023 - called at once
+def error_statistics(calibration: Calibration, grads: Grads, names: Sequence[str] | None = None) -> ErrorStatistics:
+    """Return the error statistics of one run with the gradients ``grads``.
 
-
-def error_statistics(calibration: Calibration, grads: Grads) -> ErrorStatistics:
-    """Return the error statistics of one run with the gradients ``grads``."""
-    z = torch.cat([tensor.flatten() for tensor in calibration.normalized_errors(grads).values()])
-    scales = [fit_scale_error(calibration, grads, name) for name in calibration.oracle]
-    return ErrorStatistics(float(z.abs().max()), float(z.square().mean().sqrt()), max(scales))
+    The largest error is that of the tensors ``names``, by default of all; the other statistics leave out tensors that
+    would be zero without rounding.
+    """
+    z = {name: tensor.flatten() for name, tensor in calibration.normalized_errors(grads).items()}
+    sized = torch.cat([tensor for name, tensor in z.items() if names is None or name in names])
+    scaled = [name for name in z if name not in calibration.zero_names]
+    spread = torch.cat([z[name] for name in scaled]) if scaled else torch.zeros(1, dtype=torch.float64)
+    scale_errors = [fit_scale_error(calibration, grads, name) for name in scaled]
+    return ErrorStatistics(
+        float(sized.abs().max()) if sized.numel() else 0.0,
+        float(spread.square().mean().sqrt()),
+        max(scale_errors, default=0.0),
+    )
 
 
 def fit_scale_error(calibration: Calibration, grads: Grads, name: str) -> float:
-    """Return |f - 1| for the factor f that best fits the gradient ``name`` to the oracle, in units of ``s``."""
+    """Return |f - 1| for the factor f for which f times the oracle is closest to the gradient ``name``.
+
+    The distance of each element is measured in units of ``s``.
+    """
     weighed = calibration.oracle[name] / calibration.units[name]
     norm = float(weighed.square().sum())
     return abs(float((calibration.normalized_errors(grads)[name] * weighed).sum())) / norm if norm else 0.0

@@ -1,4 +1,4 @@
-"""The certificate of tier X: prove that no sum in a cell is rounded, whatever the order of summation.
+"""Prove that no sum in a cell is rounded, whatever the order of summation. This proof is the certificate of tier X.
 
 Weights, inputs and targets are integers. The only divisions are by the number of samples and by the number of terms,
 both powers of two, so every number in the cell is a multiple of q = 1 / (samples x terms). The certificate runs the
@@ -23,15 +23,15 @@ SIGNIFICAND_BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 def is_power_of_two(number: int) -> bool:
-    """Return whether ``number`` is a power of two, so that a division by ``number`` changes only the exponent."""
+    """Return whether ``number`` is a power of two. A division by such a number changes only the exponent."""
     return number > 0 and number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """The answer whether tier X applies to a cell; ``bool()`` of the object is that answer.
+    """Whether tier X (bitwise comparison) applies to a cell, as the value of ``bool()``, and the reason if it does not.
 
-    ``reason`` explains why tier X does not apply; it is empty for a model that does not claim to be exact.
+    ``reason`` is empty for a model that does not claim to be exact.
     """
 
     applies: bool
@@ -81,11 +81,9 @@ def certify_exactness(
 ) -> Exactness:
     """Return whether the gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact.
 
-    Each micro-step occurs ``repeats`` times in the mean.
-
-    Exact means that no number is rounded in ``dtype``. ``objective`` computes the loss (None: the loss of the model's
-    spec); the loss must be linear in the output, with integer coefficients. For a model with random weights the answer
-    is no, with an empty reason.
+    Exact means that no number is rounded in ``dtype``. Each micro-step occurs ``repeats`` times in the mean.
+    ``objective`` computes the loss (None: the loss of the model's spec); the loss must be linear in the output, with
+    integer coefficients. For a model with random weights the answer is no, with an empty reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
@@ -98,7 +96,7 @@ def certify_exactness(
 def certify_exact_model(
     baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective, repeats: int = 1
 ) -> Exactness:
-    """Return what ``certify_exactness`` returns for a model with integer weights, without using the cache."""
+    """Return the answer of ``certify_exactness`` for a model with integer weights, without the cache."""
     terms = baseline.world_size * len(steps) * repeats
     micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
     if not is_power_of_two(terms) or all(
@@ -117,7 +115,7 @@ certify_exact_model_cached = lru_cache(maxsize=1024)(
 
 
 def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
-    """Return whether one rank's gradients are exact, and whether a sum of ``terms`` such gradients is exact too."""
+    """Return whether neither one rank's gradients nor a sum of ``terms`` such gradients is rounded in any order."""
     batch, model = baseline.batch(rank, step), baseline.build_module()
     samples = len(batch.inputs)
     if not is_power_of_two(samples) or not all(

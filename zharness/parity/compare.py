@@ -44,7 +44,7 @@ def has_finite_nonzero(numbers: Tensor) -> bool:
 
 
 def is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and numbers, and contain no NaN."""
+    """Return whether two tensors have the same dtype, shape and numbers, and contain no NaN. 0 and -0 are equal."""
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
@@ -82,7 +82,7 @@ def merge_comparisons(chunks: Sequence[Comparison]) -> Comparison:
 def build_plain_match(
     location: TensorLocation, actual: Tensor, bound: Tensor, signal: Tensor | None = None
 ) -> Comparison:
-    """Return the passed comparison for an ``actual`` that is bitwise equal to plain PyTorch's result.
+    """Return the passed comparison of ``actual``, which is bitwise equal to the result of plain PyTorch.
 
     The tier is S and not X, because the results of other summation orders would also pass within the bound. ``bound``
     may be an upper limit of the real bound; the reported sensitivity is then lower than the real one. ``signal`` has
@@ -168,7 +168,7 @@ def compare_fast_path(
 
 
 def attach_plain_values(comparison: Comparison, compute_plain: Callable[[], Tensor]) -> Comparison:
-    """Return ``comparison``; if it has a mismatch, attach ``compute_plain`` to the tensors of the mismatch.
+    """Attach ``compute_plain`` to the mismatch of ``comparison``, if it has one, and return the comparison.
 
     ``compute_plain()`` returns the numbers that plain PyTorch computes.
     """
@@ -187,7 +187,7 @@ def compare_within_range(location: TensorLocation, lower: Tensor, actual: Tensor
 
 
 def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -> float:
-    """Return the smallest s for which an error of s x ``magnitude`` would exceed the bound in some element.
+    """Return the smallest s for which an error of s times ``magnitude`` exceeds the bound in some element.
 
     The result is at least u, the unit roundoff of ``dtype``, and infinite if no element is finite and nonzero.
     """
@@ -200,7 +200,7 @@ def smallest_scale_error(magnitude: Tensor, bound: Tensor, dtype: torch.dtype) -
 def build_mismatch(
     location: TensorLocation, expected: Tensor, actual: Tensor, bound: Tensor, error: Tensor, wrong: Tensor
 ) -> Mismatch:
-    """Return the description of the element that has the largest error among those that ``wrong`` marks."""
+    """Return the description of the worst wrong element, the one with the largest error where ``wrong`` is true."""
     flat = int(torch.where(wrong, error, -1.0).argmax())
     owner, offset = find_owner(location.pieces, flat)
     want, got = float(expected.flatten()[flat]), float(actual.flatten()[flat])
@@ -251,7 +251,10 @@ def compare_ranks(location: TensorLocation, copies: Sequence[Tensor]) -> list[Co
 
 
 def check_names(subject: str, expected: Mapping[str, object], actual: Mapping[str, object]) -> None:
-    """Raise EngineContractError unless ``expected`` and ``actual`` have the same keys."""
+    """Raise EngineContractError unless ``expected`` and ``actual`` have the same keys.
+
+    The message begins with ``subject``.
+    """
     missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
     if missing or extra:
         raise EngineContractError(

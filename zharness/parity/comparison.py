@@ -12,7 +12,7 @@ from zharness.engines.protocol import Piece
 
 
 class Tier(Enum):
-    """The tiers of comparisons, the strictest first: bitwise equality, rounding bound, calibrated bound."""
+    """The tiers (ways to bound an error), the strictest first: bitwise equality, rounding bound, calibrated bound."""
 
     EXACT = "X"
     STAGED = "S"

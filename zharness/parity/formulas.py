@@ -48,7 +48,7 @@ def update_moments(
 
 
 def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, beta: float) -> BoundedTensor:
-    """Return the running average ``v`` of squared gradients, updated with the gradient ``g`` of weight 1 - ``beta``."""
+    """Return ``beta`` times ``v``, the running average of squared gradients, plus 1 - ``beta`` times ``g`` squared."""
     return v * w.scalar(beta) + w.scalar(1 - beta) * g * g
 
 

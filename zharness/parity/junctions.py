@@ -1,4 +1,4 @@
-"""Junctions: autograd nodes that an engine adds around modules, inserted into the baseline's graph as well.
+"""Insert junctions, autograd nodes that an engine adds around modules, into the graph of the baseline as well.
 
 A node around a module computes nothing, but it changes the order of a sum. If a tensor is used twice behind the node,
 autograd adds the gradients of these two uses to each other before it adds those of other uses, and (a + b) + c is not
@@ -53,7 +53,7 @@ def insert_junction(_module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class JunctionModelBuilder:
-    """A callable that builds a model with junctions; equal builders have the same key in a cache.
+    """A callable that builds a model with junctions. Builders that are equal share the entries of caches.
 
     ``select_modules(model, options)`` returns the modules whose inputs get a junction.
     """

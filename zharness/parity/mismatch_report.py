@@ -28,11 +28,11 @@ JsonNumber = float | str
 
 
 class HeatMap(TypedDict):
-    """The largest error / bound in each of ``rows`` x ``columns`` blocks of a parameter viewed as a matrix.
+    """The largest ratio of error to bound in each of the ``rows`` x ``columns`` blocks of a parameter.
 
-    A one-dimensional parameter is viewed as a matrix with one row; for other parameters the first dimension gives the
-    rows. ``block`` contains the number of matrix rows and the number of matrix columns in a block; the last blocks may
-    be smaller.
+    The parameter is viewed as a matrix: a one-dimensional parameter has one row, and for other parameters the first
+    dimension gives the rows. ``block`` contains the number of matrix rows and the number of matrix columns in a block;
+    the last blocks may be smaller.
     """
 
     rows: int
@@ -64,7 +64,7 @@ class UlpHistograms(TypedDict):
 
 
 class LayerRatio(TypedDict):
-    """The name of one parameter and its largest error / bound."""
+    """The name of one parameter, and the largest ratio of an error to its bound in that parameter."""
 
     name: str
     ratio: JsonNumber
@@ -102,10 +102,10 @@ def build_mismatch_report(
     parameter_names: Sequence[str],
     curves: Mapping[str, TrainingCurve],
 ) -> MismatchReport | None:
-    """Build the report of the last comparison in ``comparisons``, or return None if it has no mismatch with tensors.
+    """Build the report of the last of ``comparisons``, or return None if it passed or if its tensors are unknown.
 
-    ``remaining`` yields the comparisons that follow, which are read as long as they belong to the same step and part.
-    ``parameter_names`` lists the model's parameters in order of depth.
+    ``remaining`` yields the comparisons that follow. It is read only while they belong to the same step and the same
+    part of the step. ``parameter_names`` lists the model's parameters in order of depth.
     """
     last = comparisons[-1]
     if last.mismatch is None or last.location is None or last.mismatch_tensors is None:
@@ -127,7 +127,7 @@ def build_mismatch_report(
 
 
 def build_heat_map(ratio: Tensor) -> HeatMap:
-    """Return the heat map of ``ratio``, in which each block is represented by its largest value."""
+    """Return the heat map of ``ratio``, the errors divided by their bounds; each block has its largest ratio."""
     matrix = ratio.reshape(ratio.shape[0], -1) if ratio.dim() > 1 else ratio.reshape(1, -1)
     height, width = (
         math.ceil(size / most) for size, most in zip(matrix.shape, (HEAT_MAP_ROWS, HEAT_MAP_COLUMNS), strict=True)
@@ -184,9 +184,10 @@ def is_same_step_and_part(comparison: Comparison, location: TensorLocation) -> b
 
 
 def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Sequence[str]) -> list[LayerRatio] | None:
-    """Return the largest ratio of each parameter over its weights and optimizer state, or None without comparisons.
+    """Return the largest ratio of error to bound of each parameter (its weights and optimizer state).
 
-    If there are more than ``MAX_LAYERS`` parameters, only the worst of each group of neighbours is returned.
+    Returns None if there are no comparisons. If there are more than ``MAX_LAYERS`` parameters, only the worst of each
+    group of neighbours is returned.
     """
     known, worst = set(parameter_names), dict[str, float]()
     for comparison in comparisons:
@@ -201,14 +202,17 @@ def worst_layer_ratios(comparisons: Iterable[Comparison], parameter_names: Seque
 
 
 def ratios_by_parameter(comparison: Comparison) -> Mapping[str, float]:
-    """Return the largest ratio of each parameter that ``comparison`` covers; most comparisons cover one parameter."""
+    """Return the largest ratio of error to bound for each parameter that ``comparison`` covers.
+
+    Most comparisons cover one parameter.
+    """
     if comparison.mismatch_tensors is not None and comparison.mismatch_tensors.ratios_by_parameter:
         return comparison.mismatch_tensors.ratios_by_parameter
     return {comparison.location.name: comparison.ratio} if comparison.location else {}
 
 
 def round_ratio(ratio: float, digits: int) -> JsonNumber:
-    """Round a ratio to ``digits`` significant digits; a ratio above 1 is rounded to a number above 1."""
+    """Round a ratio to ``digits`` significant digits. A ratio above 1 stays above 1, since it means failure."""
     rounded = round_for_json(ratio, digits)
     return 1 + 10.0 ** (1 - digits) if ratio > 1 and rounded == 1 else rounded
 

@@ -109,13 +109,13 @@ class VisitTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, visitor: TensorVisitor, location: str) -> Tensor:
-        """Return the visitor's replacement of the tensor."""
+        """Pass ``tensor`` to the visitor, and return a copy of the tensor that the visitor returns."""
         ctx.visitor, ctx.location = visitor, location
         return visitor.visit(location, tensor).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the visitor's replacement of the gradient."""
+        """Pass the gradient of the tensor to the visitor, and return the gradient that the visitor returns."""
         return ctx.visitor.visit(f"{ctx.location} gradient", grads[0]), None, None
 
 

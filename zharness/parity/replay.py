@@ -1,8 +1,8 @@
-"""Compute the updates of torch.optim in float64 from the engine's own weights, gradients and optimizer state.
+"""Compute the updates of torch.optim in float64 from weights, gradients and optimizer state with error bounds.
 
-The inputs carry error bounds. With teacher forcing the inputs are the engine's own numbers and their errors are zero.
-In a run that continues from its own results, the inputs carry the errors of all earlier steps, and the result carries
-the bound that follows from these errors.
+With teacher forcing, each step starts from the engine's own numbers, and their errors are zero. In a run that continues
+from its own results, the inputs carry the errors of all earlier steps, and the result carries the bound that follows
+from these errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 
 @cache
 def optimizer_defaults(name: str) -> Mapping[str, Any]:
-    """Return the default arguments of torch.optim's class ``name``; an option that this torch lacks is False or 0."""
+    """Return the default arguments of torch.optim's class ``name``. An option that this release lacks is False or 0."""
     parameters = inspect.signature(OPTIMIZER_CLASSES[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.name not in IMPLEMENTATION_OPTIONS and p.name != "params"}
     return {"weight_decay": 0.0, "maximize": False, "decoupled_weight_decay": False, **defaults}

@@ -34,9 +34,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence of one rank: its snapshots in order, the owner of each element, and the conditions of its process.
+    """The evidence of one rank: its snapshots in the order of recording, the layout, and the conditions of its process.
 
-    ``layout`` maps the name of each parameter to the ranges of elements that the ranks own.
+    ``layout`` maps the name of each parameter to the ranges of elements that each rank owns.
     """
 
     snapshots: tuple[Snapshot, ...]
@@ -60,7 +60,7 @@ def evidence_path(folder: Path, rank: int) -> Path:
 
 
 class EvidenceWriter:
-    """A writer of one rank's evidence file. It writes each tensor's bytes at once, and all descriptions at the end.
+    """Writes one rank's evidence file: each tensor's bytes immediately, and the descriptions of all tensors at the end.
 
     The use of memory does not grow with the number of snapshots, and no tensor is copied twice. torch.save is not used,
     because its archives take three times as long to write and to read.
@@ -85,7 +85,7 @@ class EvidenceWriter:
         self._snapshots[label, step] = entries | {name: self._write_tensor(tensor) for name, tensor in tensors.items()}
 
     def finish(self, layout: Mapping[str, tuple[Piece, ...]], conditions: ProcessConditions) -> None:
-        """Write the description of all snapshots as JSON, write its length into the header, and close the file."""
+        """Write the descriptions of all snapshots as JSON, write its length into the header, and close the file."""
         description = {
             "snapshots": [
                 [label, step, [[name, *entry] for name, entry in entries.items()]]

@@ -43,7 +43,10 @@ def to_ordered_integers(numbers: Tensor) -> Tensor:
 
 
 def ulp_distances_float64(first_tensor: Tensor, second_tensor: Tensor) -> Tensor:
-    """Return the distances in ULPs between float64 numbers; int64 would overflow for numbers of different signs."""
+    """Return the distances in ULPs between float64 numbers.
+
+    The distance between numbers of different signs is computed in float64, because it would overflow int64.
+    """
     first, second = to_ordered_integers(first_tensor), to_ordered_integers(second_tensor)
     across = (first < 0) != (second < 0)
     return torch.where(across, first.double().abs() + second.double().abs(), (first - second).abs().double())

@@ -17,8 +17,10 @@ import pytest
 from zharness import engines
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
-from zharness.pytest_ranks import rank_coverage, remote_fixtures
+from zharness.pytest_ranks import benchmarks, plugin_support, rank_coverage, remote_fixtures
+from zharness.pytest_ranks.inner_reports import merge_inner_reports
 from zharness.pytest_ranks.merge_reports import merge_reports
+from zharness.pytest_ranks.phase_replay import PhaseReplay
 from zharness.pytest_ranks.pool_teardown import make_pool_teardown_reports
 from zharness.pytest_ranks.rank_protocol import RankSideEffects, RankTestRunner, RecordedWarning, SessionStop
 from zharness.pytest_ranks.rank_requirements import RankRequirements, check_item_world_sizes, get_rank_requirements
@@ -57,6 +59,11 @@ class RankTestController:
         all_requirements = [requirements for requirements in item_requirements if requirements is not None]
         check_item_world_sizes(session.items)
         self._base_dir = get_tmp_path_base(session.config)
+        plugin_support.refuse_unsupported_plugins(session.config)
+        rerun_plugin = plugin_support.get_rerun_plugin(session.config)
+        self._replay = PhaseReplay(session.config.pluginmanager, [rerun_plugin] if rerun_plugin else [])
+        self._attempted_item: pytest.Item | None = None
+        self._attempt_reports: list[pytest.TestReport] = []
         self._terminal = open_terminal(session.config)
         test_runner = RankTestRunner(session, self._terminal, main_process_plugins=(self,))
         if hasattr(session.config, "workerinput"):
@@ -77,12 +84,25 @@ class RankTestController:
         requirements = get_rank_requirements(item)
         if requirements is None:
             return None
+        if plugin_support.run_again_if_failed(item, nextitem, lambda: self._attempt(item, nextitem, requirements)):
+            return True
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         try:
             self._run_rank_test(item, nextitem, requirements)
         finally:
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def _attempt(
+        self, item: pytest.Item, nextitem: pytest.Item | None, requirements: RankRequirements
+    ) -> list[pytest.TestReport]:
+        """Run one test on its ranks and return the reports of its phases without logging them."""
+        self._attempted_item, self._attempt_reports = item, []
+        try:
+            self._run_rank_test(item, nextitem, requirements)
+        finally:
+            self._attempted_item = None
+        return self._attempt_reports
 
     @pytest.hookimpl(wrapper=True, specname="pytest_runtest_protocol")
     def pytest_tear_down_pools(
@@ -122,6 +142,11 @@ class RankTestController:
         reports = [] if stop is not None else merge_reports(item, outcome)
         remote_fixtures.add_remote_setup(remote_reports, reports)
         reports = add_local_teardown(item, nextitem, reports)
+        if stop is None:
+            inner_reports = merge_inner_reports(item, outcome)
+            plugin_support.count_failed_subtests(item, inner_reports)
+            reports = self._replay.replay(item, nextitem, reports)
+            reports[1:1] = inner_reports  # after setup, as without ranks
         self._log_reports(item, reports, side_effects)
         if requirements.isolation is Isolation.POOLED and is_pool_spent(outcome, side_effects, reports):
             self._retire_pool(get_pool_key(requirements))
@@ -162,14 +187,15 @@ class RankTestController:
             side_effects = dict(iter_side_effects(outcome))
             outcome = add_leftovers(outcome, side_effects)
             stop = find_session_stop(outcome)
-            reports = [] if stop is not None else remote_fixtures.make_remote_setup_reports(item, remote, outcome)
-            is_failed = not reports or not reports[0].passed
-            self._log_reports(item, add_local_teardown(item, nextitem, reports) if is_failed else [], side_effects)
+            setup_reports = [] if stop is not None else remote_fixtures.make_remote_setup_reports(item, remote, outcome)
+            is_failed = not setup_reports or not setup_reports[0].passed
+            reports = add_local_teardown(item, nextitem, setup_reports) if is_failed else []
+            self._log_reports(item, self._replay.replay(item, nextitem, reports), side_effects)
             if stop is not None:
                 stop_session(stop)
             if is_failed:
                 return None
-            remote_reports += reports
+            remote_reports += setup_reports
         return remote_reports
 
     def _new_test_dir(self) -> Path:
@@ -226,18 +252,14 @@ class RankTestController:
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log the reports from inside the test, such as subtests' reports, then ``reports``, then the ranks' warnings.
-
-        Equal warnings of several ranks are logged once.
-        """
-        hook = item.ihook
-        for rank, effects in sorted(side_effects.items()):
-            for data in effects.inner_reports:
-                report = hook.pytest_report_from_serializable(config=item.config, data=data)
-                report.sections.insert(0, ("Rank", str(rank)))
-                hook.pytest_runtest_logreport(report=report)
+        """Log ``reports``, then benchmarks and the ranks' warnings. Equal warnings of several ranks are logged once."""
         for report in reports:
-            hook.pytest_runtest_logreport(report=report)
+            if item is self._attempted_item and type(report) is pytest.TestReport:
+                self._attempt_reports.append(report)  # the plugin that runs the test again logs it
+            else:
+                item.ihook.pytest_runtest_logreport(report=report)
+        for effects in side_effects.values():
+            benchmarks.add_results(item.config, effects.benchmarks)
         for warning in dict.fromkeys(
             warning for effects in side_effects.values() for warning in effects.recorded_warnings
         ):

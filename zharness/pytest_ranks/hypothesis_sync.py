@@ -3,6 +3,10 @@
 Every rank runs Hypothesis' whole engine. The engines draw the same examples because they start from one seed, do not
 depend on clocks, and see the same outcome of every example: the ranks exchange their verdicts on each example, and all
 raise the same outcome.
+
+A rank that leaves an example by an exception may leave its peers in a collective, where they would wait forever. If
+they do not send their verdicts, it closes its connections: their collectives fail, they send the verdict INTERRUPTED,
+which counts for nothing, and all ranks form a new process group for the next example.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import functools
 import hashlib
 import inspect
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,12 +33,15 @@ from zharness.pytest_ranks.example_verdict import (
     make_verdict,
     summarize_error,
 )
-from zharness.world.current_rank import ExchangeMismatchError, exchange_as
+from zharness.pytest_ranks.phase_report import ExampleNote
+from zharness.world.current_rank import ExchangeMismatchError, Reformable, current_rank, exchange_as, is_rank
+from zharness.world.messages import RankStatus
 
 if TYPE_CHECKING:
     from hypothesis import settings
 
 Exchange = Callable[[Any], list[Any]]
+PATIENCE_SECONDS = 0.5  # for peers to send their verdicts on an example that this rank has left by an exception
 
 
 class ExampleFailed(AssertionError):
@@ -68,6 +77,12 @@ def exchange_with_peers(value: Any) -> list[Any]:
     return exchange_as("a Hypothesis example", value)
 
 
+def send_note(note: ExampleNote) -> None:
+    """Send a note on an example to the pytest process."""
+    channel: Any = current_rank().channel  # every channel of a rank that runs tests sends notes
+    channel.note(RankStatus.OK, note, time.monotonic_ns())
+
+
 @contextmanager
 def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -> Iterator[None]:
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
@@ -81,10 +96,11 @@ def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -
     if function is None:
         yield
         return
-    peers = _Peers(exchange)
+    peers = _Peers(exchange, current_rank().group if is_rank() else None)
     with ExitStack() as patches:
         for owner, name, value in _list_patches(item, function, peers):
             patches.enter_context(_patch_attribute(owner, name, value))
+        peers.wait_until_formed()
         with peers.wait_for_peers_at_end():
             yield
 
@@ -192,7 +208,9 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         except BaseException as caught:  # noqa: BLE001 - raised again below, or as the common outcome
             error = caught
         example = _get_example_data()
-        verdicts = peers.compare(make_verdict(error, arguments, example))
+        with peers.interrupt_if_waiting(error, arguments):
+            verdicts = peers.compare(make_verdict(error, arguments, example))
+        peers.restore_group(verdicts)
         _merge_scores(verdicts, example)
         if len({(verdict.status, verdict.origin, verdict.choices) for verdict in verdicts}) > 1:
             _raise_common_outcome(verdicts, format_test_traceback(error))
@@ -207,8 +225,50 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
 class _Peers:
     """All ranks of the test; this rank exchanges its verdicts with the other ranks through this object."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, group: Reformable | None) -> None:
         self.exchange = exchange
+        self.group = group
+        self.has_broken_group = False
+        self.patience = PATIENCE_SECONDS
+
+    @contextmanager
+    def interrupt_if_waiting(self, error: BaseException | None, arguments: str) -> Iterator[None]:
+        """Interrupt the collectives of peers that wait for this rank, which left the example by ``error``.
+
+        The peers have ``patience`` to end the block, in which this rank waits for their verdicts. It is zero after the
+        first example that had to be interrupted: while Hypothesis shrinks, the peers wait in the same place.
+        """
+        if error is None or self.group is None:
+            yield
+            return
+        timer = threading.Timer(self.patience, self._break_group, (error, arguments))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _break_group(self, error: BaseException, arguments: str) -> None:
+        """Close this rank's connections, and send a note of its error, which is shown if a peer waits elsewhere."""
+        assert self.group is not None, "the timer is started only with a group"
+        self.has_broken_group, self.patience = True, 0.0
+        send_note(ExampleNote(arguments, summarize_error(error), format_test_traceback(error)))
+        self.group.break_connections()
+
+    def restore_group(self, verdicts: list[ExampleVerdict]) -> None:
+        """Form a new process group on all ranks if any rank broke the old one during the example of ``verdicts``."""
+        if self.group is None or all(verdict.status is ExampleStatus.PASSED for verdict in verdicts):
+            return
+        if any(self.exchange(self.has_broken_group)):
+            self.has_broken_group = False
+            self.group.form_again()
+            self.wait_until_formed()
+
+    def wait_until_formed(self) -> None:
+        """Wait until every rank has formed its process group, whose connections no rank may break before that."""
+        if self.group is not None:
+            self.exchange("formed its process group")
 
     def compare(self, own_verdict: ExampleVerdict) -> list[ExampleVerdict]:
         """Return every rank's verdict on the example. Raises _EngineAborted if the ranks ran different examples."""

@@ -9,6 +9,7 @@ the ranks' output.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import pytest
 
 from zharness.pytest_ranks import longreprs, merge_output
-from zharness.pytest_ranks.phase_report import PHASES
+from zharness.pytest_ranks.phase_report import PHASES, ExampleNote
 from zharness.pytest_ranks.rank_problems import (
     ProblemKind,
     RankProblem,
@@ -32,7 +33,7 @@ from zharness.pytest_ranks.rank_problems import (
     select_failures,
 )
 from zharness.pytest_ranks.rank_text import first_line, format_rank_sentence, format_ranks, mask_addresses
-from zharness.world.outcome import GroupOutcome, RankEnd
+from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
 from zharness.world.stacks import strip_harness_frames
 
 ProblemGroup = tuple[RankProblem, ...]  # equal problems of several ranks, one for each rank
@@ -161,7 +162,7 @@ def judge_failed_phase(result: JointResult, phase: str) -> PhaseVerdict:
         *(section for group in groups[1:] for section in make_further_sections(group)),
     ]
     if result.failures[0] in failures:
-        sections += make_stack_sections(result.rank_results)
+        sections += [*make_example_sections(result.rank_results), *make_stack_sections(result.rank_results)]
     return PhaseVerdict("failed", make_longrepr(result, failures, sections), source_report=cause.report)
 
 
@@ -302,6 +303,25 @@ def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
     if problem.report is not None and not isinstance(problem.report.longrepr, tuple):
         return [(title, problem.report.longreprtext)]
     return [(title, problem.details)] if problem.details else []
+
+
+def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
+    """Make one section for each rank that did not end a Hypothesis test, with its error in the last example."""
+    notes = [
+        (rank_result.rank, load_example_notes(rank_result.outcome))
+        for rank_result in rank_results
+        if rank_result.outcome.end in (RankEnd.HUNG, RankEnd.STOPPED)
+    ]
+    return [
+        (f"rank {rank} left the example {last.example}", f"{last.error}\n{last.traceback}".strip())
+        for rank, (*_, last) in ((rank, found) for rank, found in notes if found)
+    ]
+
+
+def load_example_notes(outcome: RankOutcome) -> list[ExampleNote]:
+    """Return the notes on Hypothesis examples that a rank sent, in order of time."""
+    payloads = (pickle.loads(note.payload) for note in outcome.notes)  # noqa: S301 - written by our own ranks
+    return [payload for payload in payloads if isinstance(payload, ExampleNote)]
 
 
 def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Define the report of one phase of a test (setup, call or teardown), which a rank sends to the pytest process."""
+"""Define what a rank sends to the pytest process about a test: the report of a phase, and a note on an example."""
 
 from __future__ import annotations
 
@@ -17,3 +17,15 @@ class PhaseReport:
 
     phase: str
     report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExampleNote:
+    """The error of a rank in a Hypothesis example that other ranks have not ended.
+
+    ``example`` is the text of the drawn arguments.
+    """
+
+    example: str
+    error: str
+    traceback: str

@@ -125,7 +125,7 @@ def collect_rank_results(item: pytest.Item, outcome: GroupOutcome) -> tuple[Rank
 
 
 def make_rank_result(item: pytest.Item, outcome: RankOutcome) -> RankResult:
-    """Return the result of one rank. If a phase has several reports, as with subtests, keep only the last report."""
+    """Return the result of one rank. If a phase has several reports, keep only the last report."""
     timed_reports: dict[str, TimedReport] = {}
     for note in outcome.notes:
         phase_report = load_phase_report(note)
@@ -264,7 +264,7 @@ def make_unfinished_problem(rank_result: RankResult, *, is_blameless: bool) -> R
 
 
 def make_crash_problem(rank_result: RankResult, reported_failures: Sequence[RankProblem]) -> RankProblem:
-    """Return the problem of a rank that crashed, or on which code around the test raised.
+    """Return the problem of a rank that died, or on which the code that runs the test raised an exception.
 
     Normally a crash is blamed before all reported failures. Crashes are ordered by time instead if the rank had
     reported a failure earlier, or if the harness raised after the last phase: ranks wait for each other there, so

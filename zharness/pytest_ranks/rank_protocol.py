@@ -8,17 +8,21 @@ import random
 import sys
 import traceback
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic_ns  # imported by name, because a test may patch time.monotonic_ns
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 from _pytest.capture import CaptureManager  # there is no public way to replace the capture of a process
 from _pytest.runner import runtestprotocol  # pytest-forked and pytest-rerunfailures use it as well
 
-from zharness.pytest_ranks import debug, hypothesis_sync, rank_coverage, remote_fixtures
+from zharness.pytest_ranks import benchmarks, debug, hypothesis_sync, rank_coverage, remote_fixtures
+from zharness.pytest_ranks.inner_reports import make_inner_report
+from zharness.pytest_ranks.listeners import silence_listeners
+from zharness.pytest_ranks.phase_replay import add_error
 from zharness.pytest_ranks.phase_report import PhaseReport
 from zharness.pytest_ranks.rank_problems import STRICT_XPASS_PREFIX
 from zharness.pytest_ranks.terminal import Terminal
@@ -59,12 +63,10 @@ class RankSideEffects:
     """
 
     recorded_warnings: tuple[RecordedWarning, ...] = ()
-    inner_reports: tuple[
-        dict[str, Any], ...
-    ] = ()  # reports that were logged during the test, such as those of subtests
     leftovers: tuple[str, ...] = ()
     changed_state: str = ""
     stop: SessionStop | None = None
+    benchmarks: tuple[bytes, ...] = ()  # the results of pytest-benchmark, pickled
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class PhaseReporter:
     config: pytest.Config
     channel: ReportChannel
     recorded_warnings: list[RecordedWarning] = field(default_factory=list)
-    inner_reports: list[dict[str, Any]] = field(default_factory=list)
+    is_in_phase: bool = False  # whether setup, call or teardown runs now
     wide_finalizers_before: list[tuple[str, int]] = field(default_factory=list)
     state_before_call: ProcessState | None = None
 
@@ -132,37 +134,56 @@ class PhaseReporter:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
         """Mark the output that follows as output of setup."""
-        self.channel.label("setup")
-        return (yield)
+        with self.mark_phase("setup"):
+            return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Mark the output that follows as output of the call, and synchronize Hypothesis with the other ranks."""
-        self.channel.label("call")
-        if self.wide_finalizers_before != count_wide_finalizers(item):
-            self.state_before_call = ProcessState.capture()
-        with hypothesis_sync.sync_examples(item):
-            return (yield)
+        with self.mark_phase("call"):
+            if self.wide_finalizers_before != count_wide_finalizers(item):
+                self.state_before_call = ProcessState.capture()
+            with hypothesis_sync.sync_examples(item), benchmarks.sync_benchmarks(item):
+                return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Generator[None, object, object]:
         """Mark the output that follows as output of teardown."""
-        self.channel.label("teardown")
-        return (yield)
+        with self.mark_phase("teardown"):
+            return (yield)
+
+    @contextmanager
+    def mark_phase(self, phase: str) -> Iterator[None]:
+        """Mark all output from now on as output of ``phase``, which runs until the block ends."""
+        self.channel.label(phase)
+        self.is_in_phase = True
+        try:
+            yield
+        finally:
+            self.is_in_phase = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Send the report of a phase, with the time at which the phase ended."""
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Send the report of a phase, with the time at which the phase ended.
+
+        A report that is made while a phase runs, such as that of a subtest, is not the report of the phase.
+        """
         at_ns = monotonic_ns()  # before the traceback is formatted, which takes long and would distort the order
         report = yield
+        if self.is_in_phase:
+            return report
+        if report.failed and call.excinfo is not None:
+            add_error(report, call.excinfo.value)
         # This hook of pytest fails a test if one of its subtests failed; only this process has counted them.
         self.config.hook.pytest_report_teststatus(report=report, config=self.config)
         self.channel.note(classify_report(report), self.make_phase_report(report), at_ns)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report that is logged during the test, such as that of a subtest."""
-        self.inner_reports.append(self.make_phase_report(report).report)
+        """Send a report that is logged during the test, such as that of a subtest."""
+        self.channel.note(RankStatus.OK, make_inner_report(report), monotonic_ns())
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, location: tuple[str, int, str] | None
@@ -235,6 +256,7 @@ class RankTestRunner:
         self._reported_leftovers: set[str] = set()
         self._previous_state: ProcessState | None = None  # the state of this process at the end of its last test
         self._reporter = reporter  # None until this rank runs its first test
+        self._until_rank_ends = ExitStack()
 
     def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
         """Run the item at ``index``, and keep the fixtures that the item at ``next_index`` needs too.
@@ -299,17 +321,20 @@ class RankTestRunner:
     def _collect_side_effects(
         self, reporter: PhaseReporter, stop: SessionStop | None, changed_state: str, leftovers: dict[str, str]
     ) -> RankSideEffects:
-        """Return the side effects of a test, with the warnings and inner reports that ``reporter`` has kept.
+        """Return the side effects of a test, with the warnings that ``reporter`` has kept.
 
         Each leftover thread or process is reported only once.
         """
         new_leftovers = tuple(text for key, text in leftovers.items() if key not in self._reported_leftovers)
         self._reported_leftovers.update(leftovers)
         side_effects = RankSideEffects(
-            tuple(reporter.recorded_warnings), tuple(reporter.inner_reports), new_leftovers, changed_state, stop
+            tuple(reporter.recorded_warnings),
+            new_leftovers,
+            changed_state,
+            stop,
+            benchmarks.take_results(reporter.config),
         )
         reporter.recorded_warnings.clear()
-        reporter.inner_reports.clear()
         return side_effects
 
     def _get_reporter(self, test_dir: str) -> PhaseReporter:
@@ -335,6 +360,7 @@ class RankTestRunner:
         debug.install_debugger(config, this_rank.rank, channel, self._terminal)
         reporter = PhaseReporter(config, channel)
         plugins.register(reporter, "zharness-phase-reporter")
+        self._until_rank_ends.enter_context(silence_listeners(plugins, reporter))
         reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
         return reporter
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from zharness.errors import UsageError
+from zharness.pytest_ranks.plugin_support import get_plugin_timeout
 from zharness.world.limits import check_world_size
 from zharness.world.task import CollectiveMode, Group, Isolation
 
 # "kept" reuses the process group of the previous test in a rank pool; fresh ranks have none and form a new one.
 GROUPS_BY_NAME = {"kept": Group.REUSED, "new": Group.DEFAULT, "none": Group.NONE}
+DEFAULT_TIMEOUT = 60.0  # seconds
 WORLD_SIZE_PARAM = "_world"  # test parameter with the world size, so that test ids contain it
 
 
@@ -59,10 +61,15 @@ def parse_world_sizes(marker: pytest.Mark) -> tuple[int, ...]:
 
 
 def parametrize_world_sizes(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test by the world sizes of its marker, with ids such as ``w2``."""
+    """Parametrize a test by the world sizes of its marker, with ids such as ``w2``.
+
+    A test of a class with ``_keeps_ids`` and a single world size keeps the id that it has elsewhere.
+    """
     marker = get_closest_mark(metafunc.definition, "world_size")
     if marker is not None and not has_world_size_parameter(metafunc.definition):
         sizes = parse_world_sizes(marker)
+        if len(sizes) == 1 and getattr(metafunc.cls, "_keeps_ids", False):
+            return
         metafunc.fixturenames.append(WORLD_SIZE_PARAM)
         metafunc.parametrize(WORLD_SIZE_PARAM, sizes, ids=[f"w{size}" for size in sizes], indirect=True)
 
@@ -136,13 +143,16 @@ def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
 
 
 def parse_rank_timeout(item: pytest.Item) -> float:
-    """Return the timeout in seconds from the marker ``rank_timeout(S)``, or else from ``--rank-timeout``.
+    """Return the timeout in seconds.
 
-    Raises UsageError if the marker is invalid.
+    The first that exists counts: the marker ``rank_timeout(S)``, the marker ``timeout(S)`` of pytest-timeout,
+    ``--rank-timeout``, the options of pytest-timeout, the default. Raises UsageError if the marker is invalid.
     """
     marker = get_closest_mark(item, "rank_timeout")
     if marker is None:
-        return float(item.config.getoption("--rank-timeout"))
+        by_marker, by_option = get_plugin_timeout(item)
+        candidates = (by_marker, item.config.getoption("--rank-timeout"), by_option, DEFAULT_TIMEOUT)
+        return float(next(candidate for candidate in candidates if candidate is not None))
     seconds = marker.args[0] if len(marker.args) == 1 and not marker.kwargs else None
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise UsageError(f"{item.nodeid}: rank_timeout({marker.args}): expected one number of seconds above 0")

@@ -12,15 +12,18 @@ from _pytest.runner import runtestprotocol  # as in rank_protocol.py
 
 from zharness.errors import UsageError
 from zharness.pytest_ranks.controller import RankTestController, iter_side_effects
+from zharness.pytest_ranks.inner_reports import merge_inner_reports
+from zharness.pytest_ranks.listeners import silence_listeners
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.rank_problems import load_phase_report
 from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR, PhaseReporter, RankSideEffects, RankTestRunner
 from zharness.pytest_ranks.rank_requirements import RankRequirements, get_rank_requirements
 from zharness.pytest_ranks.terminal import Terminal
 from zharness.world import GroupOutcome, Isolation, RankServer, current_rank
-from zharness.world.leader import PEER_LOST_MESSAGES, Leader
+from zharness.world.leader import Leader
 from zharness.world.messages import RankStatus
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
+from zharness.world.process_group import PEER_LOST_MESSAGES
 from zharness.world.store import StoreChannel
 from zharness.world.task import Group
 
@@ -116,7 +119,7 @@ class TorchrunTestController(RankTestController):
     def _log_reports(
         self, item: pytest.Item, reports: Iterable[pytest.TestReport], side_effects: dict[int, RankSideEffects]
     ) -> None:
-        """Log reports without the warnings and inner reports of rank 0: pytest in this process has them already."""
+        """Log reports without the warnings of rank 0: pytest in this process has them already."""
         logged = side_effects.get(0, RankSideEffects()).recorded_warnings
         new_effects = {
             rank: replace(
@@ -132,7 +135,8 @@ class TorchrunTestController(RankTestController):
         """Log a failure of the test that was running when a rank was lost."""
         if self._current_item is not None:
             item = self._current_item
-            self._log_reports(item, merge_reports(item, mark_cut_off_ranks(outcome)), dict(iter_side_effects(outcome)))
+            reports = [*merge_inner_reports(item, outcome), *merge_reports(item, mark_cut_off_ranks(outcome))]
+            self._log_reports(item, reports, dict(iter_side_effects(outcome)))
         elif self._local_item is not None:  # a test on rank 0 that was running a cell on the ranks
             item = self._local_item
             text = f"{message}\n\n{outcome.describe()}"
@@ -164,7 +168,8 @@ class TorchrunTestRunner:
         config.pluginmanager.register(self._reporter, "zharness-phase-reporter")
         self._reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
         try:
-            return self._test_runner(index, next_index, test_dir, fixture)
+            with silence_listeners(config.pluginmanager, self._reporter):
+                return self._test_runner(index, next_index, test_dir, fixture)
         finally:
             config.pluginmanager.unregister(self._reporter)
             config.option.setuponly = setuponly

@@ -91,7 +91,7 @@ class Engine:
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
-        """Return ``loss`` multiplied by the loss scale, if one is needed; call ``backward`` on the result.
+        """Return ``loss`` times the loss scale, if one is needed. The caller runs ``backward`` on the returned loss.
 
         A scale set by ``override_loss_scale`` has precedence over the configured one. ``retain_graph`` has no effect
         and exists because DeepSpeed's callers pass it. Raises UsageError unless ``loss`` is a tensor of one element.
@@ -285,8 +285,8 @@ class Engine:
         with raise_on_all_ranks(self.comm):
             if self._micro_batches or self._pending_gradients():
                 raise CheckpointError(
-                    "the engine has gradients from before the accumulation boundary, which a checkpoint does not keep; "
-                    "call step() until the boundary, or zero_grad()"
+                    "the engine has gradients that no optimizer step has used, and a checkpoint does not save them; "
+                    "call step() until the accumulation boundary, or call zero_grad()"
                 )
             contents = self._training_state.collect_contents(self.steps, self.skipped_steps)
             common_state = {"contents": vars(contents)}
@@ -361,7 +361,7 @@ class Engine:
         return {kind: memory.storage_bytes_by_dtype(tensors) for kind, tensors in self._tensors_by_kind().items()}
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
-        """Return this rank's parameters, gradients and optimizer state; the lists may also contain other values."""
+        """Return this rank's parameters, gradients and optimizer state; some values are not tensors, such as None."""
         parameters = [param.parameter for param in self._model_params.values()]
         state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {

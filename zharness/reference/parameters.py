@@ -28,7 +28,7 @@ def refuse_owned_modules(module: nn.Module) -> None:
         if submodule in OWNED_MODULES:
             raise ConfigError(
                 f"module {name!r} of the model belongs to another engine already: close() that engine first; at stage "
-                "3 its parameters stay shards, so pass a copy.deepcopy(engine.module) that was made before close()"
+                "3, where parameters stay shards after close(), pass copy.deepcopy(engine.module), made before close()"
             )
 
 
@@ -83,7 +83,7 @@ class Parameters:
         yield from remaining.values()
 
     def _cast_and_shard(self, param: ModelParam) -> None:
-        """Copy the parameter into a master weight if it has one, cast it to its dtype and, at stage 3, shard it."""
+        """Create the master weight of ``param`` if it has one, cast the parameter, and shard it at stage 3."""
         parameter, dtypes = param.parameter, param.dtypes
         if param.has_master:
             self.master_weights[param.name] = self._local_elements(param).to(dtypes.master_dtype, copy=True)

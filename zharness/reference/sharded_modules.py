@@ -45,7 +45,7 @@ class ModuleForward:
 
 
 class ParamUnsharder:
-    """Unshards the parameters that modules read, and reshards them after the forward of the module that read them."""
+    """Unshards the parameters that a module reads, and reshards them after the module's forward."""
 
     def __init__(self, model_params: Mapping[str, ModelParam], context: ShardingContext) -> None:
         self._sharded_params = {param.parameter: param for param in model_params.values()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import os
+import platform
 import re
 import socket
 import sys
@@ -153,6 +154,8 @@ class ReproResult:
             "reported": self.repro.reported,
             "seconds": round(self.seconds, 4),
             "command": self.command,
+            "output": self.output,
+            "machine": describe_machine(),
         }
 
 
@@ -264,17 +267,30 @@ def run_repro(
         return build_result(
             repro, engine, environment.release, ReproVerdict.UNSUPPORTED, "needs CUDA, and this machine has none"
         )
-    arguments = [sys.executable, "--standalone", "--local-addr=127.0.0.1"]
-    arguments += [f"--nproc_per_node={repro.ranks}", str(repro.path)]
     begun = time.monotonic()
-    env = {**(environment.environment or os.environ), **_loopback_environment()}
-    code, output = launch.run_torchrun(arguments, env, seconds, command_group or launch.CommandGroup())
+    code, output = run_script(repro.path, repro.ranks, environment, seconds, command_group)
     verdict, evidence = judge_output(repro, code, output, seconds)
     return replace(
         build_result(repro, engine, environment.release, verdict, evidence),
         seconds=time.monotonic() - begun,
         output=output,
     )
+
+
+def run_script(
+    path: Path,
+    ranks: int,
+    environment: PreparedRelease,
+    seconds: float = TIMEOUT_SECONDS,
+    command_group: launch.CommandGroup | None = None,
+) -> tuple[int | None, str]:
+    """Run the script at ``path`` under torchrun in ``environment``; return the exit code and the output.
+
+    The exit code is None if the run was ended after ``seconds``.
+    """
+    arguments = [sys.executable, "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={ranks}", str(path)]
+    env = {**(environment.environment or os.environ), **_loopback_environment()}
+    return launch.run_torchrun(arguments, env, seconds, command_group or launch.CommandGroup())
 
 
 def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict, evidence: str) -> ReproResult:
@@ -293,6 +309,12 @@ def build_result(repro: Repro, engine: str, release: str, verdict: ReproVerdict,
         expected_verdict=None if is_checkout else repro.expected_verdict(release),
         command=f"zharness repro {repro.id} --on {again}",
     )
+
+
+def describe_machine() -> str:
+    """Return the version of Python, the operating system and the kind of device, as in ``Python 3.12.3, Linux-6.1``."""
+    device = "CUDA, nccl" if overlay.has_cuda() else "CPU, gloo"
+    return f"Python {platform.python_version()}, {platform.platform()}, {device}"
 
 
 def get_distribution(engine: str) -> str:

@@ -18,9 +18,9 @@ def run_report(files: Sequence[Path], against: Path | None, contracts: bool, out
     """Load records, print a table, write the requested files, and return the exit code.
 
     ``against`` is the file of an earlier run: the differences from it are printed first. ``contracts`` prints the
-    documented differences instead of the overview. Lines that are not records are skipped and listed; since such a line
-    may have been a failure, the exit code is 2 if all records are as expected. Raises UsageError for files that cannot
-    be read or written.
+    documented differences instead of the overview. Lines that are not records are skipped and listed. If lines of
+    ``files`` were skipped, the exit code is 2 although all records are as expected, because such a line may have been a
+    failure. Raises UsageError for files that cannot be read or written.
     """
     outputs.require_writable()
     current = load_records(files)

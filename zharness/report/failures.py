@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from zharness.report.failure_groups import describe_extent, group_failures
 from zharness.report.heat_map import render_heat_map
 from zharness.run.outcomes import count_outcomes, group_records, outcome_name
-from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
+from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
@@ -47,6 +47,8 @@ def render_failure_group(records: Sequence[Record]) -> str:
         lines = [f"{outcome} {len(records)} cells with one cause, the smallest: {first.cell.id}"]
         lines.append(f"  {describe_extent(records)}")
     lines.append(f"  {first.stale_reason or shorten_cause(first.cause)}")
+    if first.raising_frame and not first.stale_reason:
+        lines.append(f"  raised by {first.raising_frame}")
     lines.extend(f"  {line}" for line in render_heat_map(first.evidence))
     if first.verdict is Verdict.ERROR and first.details:
         lines.extend(f"  | {line}" for line in first.details.split("\n\n")[0].splitlines())
@@ -54,9 +56,12 @@ def render_failure_group(records: Sequence[Record]) -> str:
 
 
 def render_pool_differences(records: Sequence[Record]) -> list[str]:
-    """Render a line for each cell that failed on pooled ranks and had another outcome on fresh ranks."""
-    notes = ((record.cell.id, note) for record in records for note in record.notes)
-    return [f"POOLED {cell}\n  {shorten_cause(note)}" for cell, note in notes if note.startswith(POOL_DIFFERENCE)]
+    """Render a line for each cell that ended in another way on fresh ranks than on pooled ranks."""
+    return [
+        f"POOLED {record.cell.id}\n  {shorten_cause(record.pool_difference)}"
+        for record in records
+        if record.pool_difference
+    ]
 
 
 def render_expected_failures(records: Sequence[Record]) -> list[str]:

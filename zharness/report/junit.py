@@ -18,6 +18,7 @@ JUNIT_TAGS = {
     "hang": ("failure", ""),
     "stale": ("failure", ""),
     "undetermined": ("failure", ""),
+    "leak": ("failure", ""),
     "error": ("error", ""),
     "excused": ("skipped", "pytest.xfail"),
     "contract": ("skipped", "pytest.xfail"),
@@ -65,7 +66,7 @@ def add_testcase(suite: Element, record: Record) -> None:
     if outcome not in JUNIT_TAGS:
         return
     tag, pytest_type = JUNIT_TAGS[outcome]
-    reason = record.stale_reason or record.cause
+    reason = record.stale_reason or record.pool_difference or record.cause
     text = [
         reason,
         record.documentation_url or record.expected_failure,

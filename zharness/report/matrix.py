@@ -57,6 +57,6 @@ def stage_column(record: Record) -> tuple[int, int, str]:
 
 
 def describe_column(column: tuple[int, int, str]) -> str:
-    """Return the head of a column."""
+    """Return the header text of a column."""
     stage, world_size, dtype = column
     return f"stage {stage}, {world_size} ranks, {dtype}" if world_size else f"stage {stage}"

@@ -21,6 +21,7 @@ OUTCOME_LETTERS = {
     "crash": "F",
     "hang": "F",
     "undetermined": "U",
+    "leak": "L",
     "excused": "x",
     "contract": "c",
     "pass": ".",
@@ -31,7 +32,8 @@ LEGEND = """\
 :  it holds in the cells that the engine supports, which are not all
 c  it holds with the remedy that the engine documents  S  it holds, but was expected to fail
 x  it is broken, and was expected to be                U  undetermined: nothing was shown
--  not claimed, or not stated for this dtype           E  the harness failed"""
+-  not claimed, or not stated for this dtype           E  the harness failed
+L  it is broken only on ranks that earlier cells had used"""
 Column = tuple[str, str, str]
 
 

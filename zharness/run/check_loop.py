@@ -1,4 +1,4 @@
-"""The loop of ``zharness check``: plan the cells, run them on several lanes, and pass the records to a reporter."""
+"""Run the loop of ``zharness check``: plan the cells, run them on several lanes, and pass the records to a reporter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import NoReturn, Protocol
 
 from tqdm import tqdm
@@ -21,14 +23,18 @@ from zharness.cell import Cell, is_cell_id
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner
 from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
 from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.record import RecordFile, open_record_file
-from zharness.run.runner import WithheldPolicy, pin_runners_to_cores
+from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
+from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation
 from zharness.world.launch import detect_launch
 from zharness.world.server import RankEnvironment
+
+PROGRESS_INTERVAL = 15.0  # seconds between two lines of a run whose standard error is not a terminal
 
 
 class RunReporter(Protocol):
@@ -78,8 +84,11 @@ class RunOptions:
         )
 
     def order_cells(self, cells: Sequence[PlannedCell]) -> Sequence[PlannedCell]:
-        """Return the cells in the order in which they run."""
-        return cells if self.shuffle_seed is None else shuffle_cells(cells, self.shuffle_seed)
+        """Return the cells in the order in which they run, the cells of one pool of ranks one after the other."""
+        if self.shuffle_seed is not None:
+            return shuffle_cells(cells, self.shuffle_seed)
+        order = {pool: number for number, pool in enumerate(dict.fromkeys(rank_pool(cell.cell) for cell in cells))}
+        return sorted(cells, key=lambda cell: order[rank_pool(cell.cell)])
 
     def job_count(self) -> int:
         """Return the number of cells to run at a time; by default one per core."""
@@ -91,8 +100,9 @@ class RunOptions:
 class RunResult:
     """The records of a run in the order of the matrix.
 
-    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, and ``coverage`` a sentence
-    for each engine with the number of covered pairs.
+    ``unmatched_failures`` has a sentence for each expected failure that matched no cell, or only cells that pass under
+    options that it names. ``coverage`` has a sentence for each engine with the number of covered pairs, and one for
+    each claim that would add cells.
     """
 
     records: list[Record]
@@ -150,7 +160,17 @@ def run_request(
         pin_runners_to_cores(runners, cells)
         finished = run_cells(options.order_cells(cells), runners)
         records = list(write_with_progress(finished, open_sink(), len(cells)))
-    return RunResult(sort_as_planned(records, cells), unmatched_failures, describe_coverage(planned))
+        missing_claims = describe_missing_claims(cells, runners[0].claims)
+    records = sort_as_planned(records, cells)
+    unmatched_failures += find_stale_failures(request, options, records)
+    return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
+
+
+def find_stale_failures(request: Request, options: RunOptions, records: Sequence[Record]) -> list[str]:
+    """Describe the expected failures for options that no cell of a run needed; a run of single cells cannot know."""
+    if request.patterns and all(map(is_cell_id, request.patterns)):
+        return []
+    return describe_stale_failures(records, options.user_expected_failures)
 
 
 def sort_as_planned(records: Iterable[Record], cells: Sequence[PlannedCell]) -> list[Record]:
@@ -172,37 +192,45 @@ def requested_engines(request: Request) -> list[str]:
 def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner]) -> Iterator[Record]:
     """Run the cells, each on a free runner, and yield records as cells end.
 
-    On an interrupt the runners' servers are closed first, which wakes the threads that wait for their ranks.
+    A runner ends a pool of ranks that no later cell needs. On an interrupt the runners' servers are closed first, which
+    wakes the threads that wait for their ranks.
     """
+    lock, cells_left = Lock(), Counter(rank_pool(cell.cell) for cell in cells)
     free_runners: SimpleQueue[Runner] = SimpleQueue()
     for runner in runners:
         free_runners.put(runner)
 
     def run_on_free_runner(cell: PlannedCell) -> Record:
         """Wait for a free runner and run ``cell`` on it."""
-        runner = free_runners.get()
+        runner, pool = free_runners.get(), rank_pool(cell.cell)
         try:
+            runner.close_pools(needed=cells_left)
             return runner.run(cell)
         finally:
+            with lock:
+                cells_left[pool] -= 1
+                if not cells_left[pool]:
+                    del cells_left[pool]
             free_runners.put(runner)
 
-    pool = ThreadPoolExecutor(max_workers=len(runners))
+    threads = ThreadPoolExecutor(max_workers=len(runners))
     try:
-        for future in as_completed([pool.submit(run_on_free_runner, cell) for cell in cells]):
+        for future in as_completed([threads.submit(run_on_free_runner, cell) for cell in cells]):
             yield future.result()
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind
-        pool.shutdown(wait=False, cancel_futures=True)
+        threads.shutdown(wait=False, cancel_futures=True)
         for runner in runners:
             runner.close()
         raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        threads.shutdown(wait=True, cancel_futures=True)
 
 
 def write_with_progress(records: Iterable[Record], record_file: RecordFile | None, cell_count: int) -> Iterator[Record]:
-    """Yield ``records``, after writing each record to ``record_file`` and counting it on a progress bar."""
+    """Yield ``records``, after writing each record to ``record_file`` and counting it in the progress report."""
     unexpected = 0
+    log = ProgressLog(cell_count)
     with progress_bar(cell_count) as bar:
         for record in records:
             if record_file is not None:
@@ -210,6 +238,8 @@ def write_with_progress(records: Iterable[Record], record_file: RecordFile | Non
             unexpected += not record.is_expected
             bar.set_postfix_str(f"{unexpected} unexpected" if unexpected else outcome_name(record), refresh=False)
             bar.update()
+            if bar.disable:
+                log.count(unexpected)
             yield record
 
 
@@ -219,3 +249,26 @@ def progress_bar(total: int) -> tqdm[NoReturn]:
     The bar is disabled if standard error is not a terminal.
     """
     return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())
+
+
+class ProgressLog:
+    """Writes a line of progress to standard error every 15 seconds, for runs whose output goes to a file.
+
+    ``clock()`` returns the time in seconds.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._began = self._last_line = clock()
+        self._finished = 0
+
+    def count(self, unexpected: int) -> None:
+        """Count one more finished cell. ``unexpected`` is the number of unexpected outcomes so far."""
+        self._finished += 1
+        now = self._clock()
+        if now - self._last_line >= PROGRESS_INTERVAL:
+            self._last_line = now
+            seconds = f"{now - self._began:.0f} s"
+            sys.stderr.write(f"{self._finished} of {self._total} cells in {seconds}, {unexpected} unexpected\n")
+            sys.stderr.flush()

@@ -1,26 +1,28 @@
 """Choose cells that cover pairs of a law and a value of an axis, and pairs of values of two axes.
 
 The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
-dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs. Each law then
-takes the settings that cover the most pairs that no earlier cell covered. A value that a law or an engine does not have
-in this place is replaced by the default; what is left uncovered gets a cell of its own.
+dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
+options that allpairspy leaves out gets a setting of its own. Each law then takes the settings that cover the most pairs
+that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults replace these
+values.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from heapq import heapify, heapreplace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, cast
 
 from allpairspy import AllPairs
 
 from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities
 from zharness.engines.options import find_exclusion
-from zharness.law_kit.setting import BackwardCall, Setting
+from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import Law, find_laws
 from zharness.run.configuration import cell_setting
 
@@ -37,15 +39,15 @@ WINDOWS = (
 class Axes:
     """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
 
-    ``claims_at`` maps each stage to what the engine claims there. ``is_runnable`` says whether a cell can run.
-    ``subjects`` returns the models and variants of a law.
+    ``claims_at`` maps each stage to what the engine claims there. ``find_refusal`` returns the reason why a cell
+    cannot run, or ''. ``subjects`` returns the models and variants of a law.
     """
 
     engine: str
     claims_at: dict[int, Capabilities]
     world_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    is_runnable: Callable[[Law, Cell], bool]
+    find_refusal: Callable[[Law, Cell], str]
     subjects: Callable[[Law], Sequence[tuple[str, str]]]
 
     @cached_property
@@ -58,6 +60,41 @@ class Axes:
                 for name, option in claims.engine_options.items()
                 if not option.absent
             )
+        )
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """The values of all axes that the engine claims at some stage."""
+        settings = (
+            *(("window", Setting((), *window)) for window in WINDOWS),
+            *(("call", Setting(backward_call=call)) for call in BackwardCall),
+        )
+        return (
+            *(("option", name) for name in self.options),
+            *(("stage", stage) for stage in self.claims_at),
+            *(
+                (axis, setting.window if axis == "window" else setting.backward_call.value)
+                for axis, setting in settings
+                if self.claims_setting(setting)
+            ),
+            *(("world size", size) for size in self.world_sizes),
+            *(("dtype", dtype) for dtype in self.dtypes),
+        )
+
+    def claims_setting(self, setting: Setting) -> bool:
+        """Return whether the engine claims the features of ``setting`` at some stage."""
+        required = setting.required_features()
+        return any(all(claims.refusal(f) is None for f in required) for claims in self.claims_at.values())
+
+    def place_values(self, law: Law, stage: int, values: Sequence[Value]) -> Cell:
+        """Return a cell of ``law`` at ``stage`` with ``values``, the law's first model, and defaults."""
+        chosen = dict(values)
+        defaults = ("1", BackwardCall.ENGINE.value)
+        names = [name for axis, name in values if axis in ("option", "window", "call") and name not in defaults]
+        size, dtype = chosen.get("world size", self.world_sizes[0]), chosen.get("dtype", self.dtypes[0])
+        model, variant = self.subjects(law)[0]
+        return Cell(
+            law.name, self.engine, stage, cast(int, size), str(dtype), model, variant, "+".join(map(str, names))
         )
 
     def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
@@ -124,7 +161,7 @@ def list_option_names(row: Sequence[Any]) -> list[str]:
 
 
 def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
-    """Return the cell without a law that a row of the covering array describes."""
+    """Return the cell that has the settings of a row of the covering array. The cell has no law and no model."""
     stage, (steps, owner), call, world_size, dtype = row[2:]
     setting = Setting(tuple(list_option_names(row)), steps, owner, call)
     return Cell("", engine, stage, world_size, dtype, "", "", setting.label)
@@ -132,17 +169,22 @@ def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
 
 @dataclass(frozen=True)
 class Covering:
-    """The cells that were chosen, and the pairs that these and the matrix cover, of all that any setting can cover."""
+    """The chosen cells, the pairs that these cells and the matrix cover, and all pairs that some cell could cover.
+
+    ``uncoverable`` has a sentence for each reason why no cell can have pairs that the engine claims.
+    """
 
     cells: tuple[Cell, ...]
     covered: frozenset[Pair]
     coverable: frozenset[Pair]
+    uncoverable: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe in one line how many pairs of each kind are covered, as in ``law x option 980 of 980``."""
+        """Describe how many pairs of each kind are covered, as in ``law x option 980 of 980``, and which cannot be."""
         covered, coverable = (Counter(map(pair_kind, pairs)) for pairs in (self.covered, self.coverable))
         kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(coverable.items()))
-        return f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
+        sentence = f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
+        return "\n  ".join((sentence, *self.uncoverable))
 
 
 def pair_kind(pair: Pair) -> str:
@@ -153,7 +195,7 @@ def pair_kind(pair: Pair) -> str:
 
 
 def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: int) -> Covering:
-    """Choose cells that cover pairs, beside the cells of ``matrix``.
+    """Choose cells that cover pairs, in addition to the cells of ``matrix``.
 
     At depth 2, the cells cover each pair of a law and a value. If ``laws`` are all laws, they also cover each pair of
     values. At depth 3, each law runs every setting of the array, so that each law meets each pair of values.
@@ -162,20 +204,36 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
     covered: set[Pair] = set().union(*map(list_pairs, matrix))
-    coverable = frozenset(covered.union(*pairs.values()))
+    offered = covered.union(*pairs.values())
+    if len(laws) == len(find_laws(())):
+        for cell in find_missing_cells(axes, laws, offered):
+            pairs[cell] = list_pairs(cell)
+            offered |= pairs[cell]
+    coverable = frozenset(offered)
     if depth > 2:
         return Covering(tuple(pairs), coverable, coverable)
     chosen: dict[Cell, None] = {}
 
     def choose(cells: Sequence[Cell], is_wanted: Callable[[Pair], bool]) -> None:
-        """Choose among ``cells``, the best first, until they cover no further pair that is wanted."""
-        while True:
-            missing = {cell: pairs[cell] - covered for cell in cells}
-            best = max(missing, key=lambda cell: (sum(map(is_wanted, missing[cell])), len(missing[cell])), default=None)
-            if best is None or not any(map(is_wanted, missing[best])):
-                return
-            chosen[best] = None
-            covered.update(pairs[best])
+        """Choose the cell that covers the most wanted pairs, and repeat until no cell covers another wanted pair."""
+
+        def rank_cell(position: int) -> tuple[int, int, int]:
+            """Return a key that is smallest for the cell that covers the most missing pairs."""
+            missing = pairs[cells[position]] - covered
+            return -sum(map(is_wanted, missing)), -len(missing), position
+
+        # A cell covers fewer missing pairs after each choice, never more. So the first of the heap is the best cell if
+        # its key is still the same when it is computed again.
+        heap = list(map(rank_cell, range(len(cells))))
+        heapify(heap)
+        while heap and heap[0][0]:
+            position = heap[0][2]
+            key = rank_cell(position)
+            if key == heap[0]:
+                chosen[cells[position]] = None
+                covered.update(pairs[cells[position]])
+                key = rank_cell(position)
+            heapreplace(heap, key)
 
     for law in laws:
         choose(candidates[law.name], partial(contains, law.name))
@@ -184,13 +242,30 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
     return Covering(tuple(chosen), frozenset(covered), coverable)
 
 
+def find_missing_cells(axes: Axes, laws: Sequence[Law], offered: Set[Pair]) -> Iterator[Cell]:
+    """Yield a runnable cell for each two values that can occur in one cell and that are not in ``offered``.
+
+    The array lacks such a pair if allpairspy gave it up, or if each law replaced one of the values by a default.
+    """
+    placed = [law for law in laws if axes.subjects(law)]
+    placed.sort(key=lambda law: law.setting_support is not SettingSupport.WINDOWS_AND_CALLS)  # others take few values
+    for values in combinations(axes.values, 2):
+        is_pair = values[0][0] != values[1][0] or values[0][0] == "option"
+        if is_pair and frozenset(values) not in offered:
+            stages = [value for axis, value in values if axis == "stage"] or axes.claims_at
+            cells = ((law, axes.place_values(law, cast(int, stage), values)) for law, stage in product(placed, stages))
+            found = next((cell for law, cell in cells if not axes.find_refusal(law, cell)), None)
+            if found is not None:
+                yield found
+
+
 def contains(law: str, pair: Pair) -> bool:
     """Return whether ``pair`` is a pair of the law named ``law`` and a value."""
     return law in pair
 
 
 def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator[Cell]:
-    """Yield a runnable cell of ``law`` for each setting, with defaults for the values that the law does not take."""
+    """Yield a runnable cell of ``law`` for each setting; defaults replace values that the law does not support."""
     subjects, found = axes.subjects(law), set[Cell]()
     if not subjects:  # laws of users' models have no model of the workload
         return
@@ -198,7 +273,7 @@ def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator
         turned = [*subjects[number % len(subjects) :], *subjects[: number % len(subjects)]]
         for candidate in relax_setting(axes, setting):
             cells = (replace(candidate, law=law.name, model=model, variant=variant) for model, variant in turned)
-            runnable = next((cell for cell in cells if axes.is_runnable(law, cell)), None)
+            runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)
             if runnable is not None:
                 if runnable not in found:
                     found.add(runnable)
@@ -207,7 +282,7 @@ def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator
 
 
 def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
-    """Yield ``cell``, and then cells with defaults in place of more and more of its values; options go last."""
+    """Yield ``cell``, and then cells in which defaults replace more and more values; options are replaced last."""
     setting = cell_setting(cell.engine_variant)
     calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))

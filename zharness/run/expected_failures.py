@@ -21,6 +21,7 @@ from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws, matches_pattern
 from zharness.run.configuration import is_config_file
+from zharness.workload.user_model import is_user_model
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +35,9 @@ LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
     "unless_engine_variants": str,
 }
-STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented")
+FLAG_KEYS = ("user_models",)
+STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented", "isolation")
+POOLED = "pooled"
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
@@ -51,7 +54,11 @@ class ExpectedFailure:
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
+    ``user_models`` says that the failure also occurs on models of users, whatever ``models`` and ``variants`` are.
     ``location`` is the file and line of the entry.
+
+    With the ``isolation`` POOLED, the entry expects a failure on ranks that earlier cells had used, and none of the
+    cells on fresh ranks. ``location`` is the file and line of the entry.
     """
 
     engine: str
@@ -71,16 +78,19 @@ class ExpectedFailure:
     details: tuple[str, ...] = ()
     documented: str = ""
     remedy: Mapping[str, Any] = field(default_factory=dict)
+    user_models: bool = False
+    isolation: str = ""
     location: str = ""
 
     def covers_cell(self, cell: Cell, version: str) -> bool:
         """Return whether this entry covers ``cell`` on release ``version`` of the engine."""
+        is_any_model = self.user_models and is_user_model(cell.model)
         narrowed = (
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
             (self.dtypes, cell.dtype),
-            (self.models, cell.model),
-            (self.variants, cell.variant),
+            (() if is_any_model else self.models, cell.model),
+            (() if is_any_model else self.variants, cell.variant),
         )
         return (
             split_release(cell.engine)[0] == self.engine
@@ -92,11 +102,17 @@ class ExpectedFailure:
         )
 
     def is_stale_on(self, cell: Cell) -> bool:
-        """Return whether this entry is stale if ``cell``, which it covers, passes.
+        """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
 
+        This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
+        and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
+        windows or calls of backward, a cell may pass although the entry is right about other cells.
         It is stale on a cell of default options, and on a cell whose whole engine variant it names. A cell may pass
-        under further options, windows or calls of backward although the entry is right about the others.
+        under further options, windows or calls of backward although the entry is right about the others. On a user's
+        model it is stale only if it names the model.
         """
+        if is_user_model(cell.model) and cell.model not in self.models:
+            return False
         is_named = cell.engine_variant in (self.engine_variants or ("",))
         return is_named or is_config_file(cell.engine_variant)
 
@@ -117,7 +133,7 @@ class ExpectedFailure:
 
 
 def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
-    """Return whether ``names`` has the whole engine variant of a cell, or one of its parts."""
+    """Return whether ``names`` contains the whole engine variant of a cell, or one of its parts."""
     return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(names)
 
 
@@ -184,7 +200,8 @@ def locate_entries(
 ) -> list[tuple[Mapping[str, Any], str]]:
     """Return the entries of ``tables`` in the order of the file, each with its file and line.
 
-    Where the headers in ``text`` do not tell the lines, as for inline tables, a location is the file alone.
+    If the headers in ``text`` do not show the lines of all entries, as for inline tables, each location is only the
+    file.
     """
     headers = [(number, _HEADER.fullmatch(line)) for number, line in enumerate(text.splitlines(), start=1)]
     names = [(match[1], f"{source}:{number}") for number, match in headers if match]
@@ -202,7 +219,7 @@ def expand_engines(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     """Parse one table. Raises UsageError for an unknown, missing or mistyped key, and for a pattern of no law."""
-    allowed = {*STRING_KEYS, *LIST_KEYS, "remedy"}
+    allowed = {*STRING_KEYS, *LIST_KEYS, *FLAG_KEYS, "remedy"}
     for key, value in entry.items():
         if key not in allowed:
             raise UsageError.unknown_name(f"key of the expected failure at {location}:", key, sorted(allowed))
@@ -210,6 +227,8 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             isinstance(value, list) and all(isinstance(item, LIST_KEYS[key]) for item in value)
         ):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
+        if key in FLAG_KEYS and not isinstance(value, bool):
+            raise UsageError(f"{location}: got {key} = {value!r}; expected true or false")
         if key in STRING_KEYS and not isinstance(value, str):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     spellings = [key for key in ("law", "check") if key in entry]
@@ -222,6 +241,8 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: the expected failure lacks {key!r}; it needs {', '.join(required)}")
     if entry["verdict"] not in VERDICTS:
         raise UsageError.unknown_name(f"verdict of the expected failure at {location}:", entry["verdict"], VERDICTS)
+    if entry.get("isolation", POOLED) != POOLED:
+        raise UsageError.unknown_name(f"isolation of the expected failure at {location}:", entry["isolation"], [POOLED])
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
     try:
@@ -245,26 +266,39 @@ def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] 
     return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))
 
 
+def list_covering_entries(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
+) -> list[ExpectedFailure]:
+    """Return the expected failures that cover ``cell``, in the order in which they apply, by their ``isolation``."""
+    entries = expected_failures_for(cell.engine, user_failures)
+    return [entry for entry in entries if entry.isolation == isolation and entry.covers_cell(cell, version)]
+
+
 def find_setting_failure(
     cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
     """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
 
-    Under a setting a cell may fail in the way of any entry, not only of the first one that covers it. Returns the first
-    entry that covers the cell if none matches, and None if none covers it.
+    A cell with a setting may fail as any entry that covers it describes, so all entries are tried, not only the first
+    one. If no entry matches, returns the first entry that covers the cell. If no entry covers the cell, returns None.
     """
-    covering = [
-        entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)
-    ]
+    covering = list_covering_entries(cell, version, user_failures)
     matching = (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details))
     return next(matching, covering[0] if covering else None)
+
+
+def find_pool_failure(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
+    covering = list_covering_entries(cell, version, user_failures, POOLED)
+    return next(
+        (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details)), None
+    )
 
 
 def find_expected_failure(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:
     """Return the first expected failure that covers ``cell``; None if there is none."""
-    return next(
-        (entry for entry in expected_failures_for(cell.engine, user_failures) if entry.covers_cell(cell, version)),
-        None,
-    )
+    return next(iter(list_covering_entries(cell, version, user_failures)), None)

@@ -33,14 +33,14 @@ from zharness.run.model_facts import (
     explain_too_large,
     measure_model,
 )
-from zharness.run.plan import ClaimsLookup, validate_request
+from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.world.limits import available_memory
 
 DROPOUT_REASON = (
-    "dropout: the engine's own kernels draw other random numbers than torch's, and their law runs the samples in "
-    "another order, each with another dropout mask; set the model's dropout to 0 to compare its gradients"
+    "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
+    "that it has in the whole micro-batch; set the model's dropout to 0 to compare its gradients"
 )
 OpenSink = Callable[[], RecordFile | None]
 
@@ -126,6 +126,7 @@ def check_model(
         reason = explain_too_large(facts, check_request.world_size, available_memory())
         if reason:
             raise UsageError(f"{check_request.model}: {reason}")
+        request = announce_unused_parameters(request, facts, first.claims, report_status)
         cells = plan_model_cells(request, check_request, facts, first.claims)
         failed_builds = build_engines(first, cells)
         cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
@@ -136,6 +137,26 @@ def check_model(
         finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], lanes)
         records = chain(failed_builds.values(), finished)
         return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+
+
+def announce_unused_parameters(
+    request: Request, facts: ModelFacts, claims: ClaimsLookup, report_status: Callable[[str], None]
+) -> Request:
+    """Return the request with the option that the engine asks for if a loss does not use every parameter.
+
+    A line of output names the parameters and the option. With a configuration file, the request does not change.
+    """
+    (engine,) = request.engines
+    option = claims(engine, (request.stages or select_stages(engine, (), claims))[0]).unused_parameters_option
+    if not facts.unused_parameters:
+        return request
+    shown = ", ".join(facts.unused_parameters[:3]) + (" ..." if len(facts.unused_parameters) > 3 else "")
+    line = f"{request.models[0]}: the loss does not use {len(facts.unused_parameters)} parameters ({shown})"
+    if not option or request.engine_variant:
+        report_status(line)
+        return request
+    report_status(f"{line}; {engine} asks for the option {option} then, so every cell sets it")
+    return replace(request, engine_variant=option)
 
 
 def start_more_runners(
@@ -166,10 +187,10 @@ def plan_model_cells(
 
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
-    """Mark the cell as unsupported if it compares the engine's own kernels and the model draws random numbers."""
-    if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.draws_random_numbers:
+    """Mark the cell as unsupported if it compares the engine's own kernels and samples share random numbers."""
+    if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.shared_draws:
         return planned
-    return replace(planned, unsupported_reason=DROPOUT_REASON)
+    return replace(planned, unsupported_reason=f"{DROPOUT_REASON}: {facts.shared_draws}")
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:
@@ -184,7 +205,7 @@ def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
     law = get_law(cell.law)
     if cell.law in facts.inapplicable_laws:
         return False
-    if law.is_calibrated:
+    if law.is_calibrated or law.only_own_kernels:
         # With torch's kernels local gradients are compared bitwise, and a calibrated comparison adds nothing.
         return cell.stage in claims(cell.engine, cell.stage).own_kernels
     return not (law.sets_autocast and configuration_for(cell.engine_variant).autocast_dtype is not None)

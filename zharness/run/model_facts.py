@@ -12,15 +12,19 @@ from torch import Tensor, nn
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
 from zharness.law_kit.accumulation import build_configured_engine
 from zharness.laws import DTYPES, LAWS, LOSS_SCALES, get_law
 from zharness.parity.baseline import Baseline, LocalResult, run_backward
+from zharness.parity.calibration import SampleRuns
+from zharness.parity.sample_draws import SharedDrawError
 from zharness.run.configuration import configuration_for
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.models import collect_tensors
 from zharness.workload.user_model import build_fresh_model
+from zharness.world.rank import is_gpu_requested
 
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
@@ -45,8 +49,10 @@ class ModelFacts:
     """The measurements of a user's model.
 
     ``parameters`` and ``trained_parameters`` count elements. ``forward_backward_seconds`` is the time of one forward
-    and backward. ``draws_random_numbers`` is true if the forward draws random numbers. ``inapplicable_laws`` are the
-    names of the laws that test nothing for this model.
+    and backward. ``draws_random_numbers`` is true if the forward draws random numbers;
+    ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
+    names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
+    micro-batch gives no gradient although they require one.
     """
 
     parameters: int
@@ -56,6 +62,8 @@ class ModelFacts:
     machine_speed: MachineSpeed
     draws_random_numbers: bool
     inapplicable_laws: frozenset[str]
+    unused_parameters: tuple[str, ...] = ()
+    shared_draws: str = ""
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
@@ -124,6 +132,9 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
     """
     spec = model_spec(name)
     model = spec.model(SEED)
+    require_runnable_norms(name, model)
+    require_finite_weights(name, model)
+    require_matching_dtype(name, model, dtype)
     require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
     require_seeded_batches(spec)
     baseline = Baseline(
@@ -137,13 +148,16 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
         second = baseline.run_rank(0, 0)
     require_deterministic_results(name, first, second)
     parameters = list(model.parameters())
+    is_random = has_random_forward(baseline, first)
     return ModelFacts(
         parameters=sum(p.numel() for p in parameters),
         trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
         forward_backward_seconds=seconds,
         machine_speed=measure_machine_speed(),
-        draws_random_numbers=has_random_forward(baseline, first),
+        draws_random_numbers=is_random,
+        shared_draws=explain_shared_draws(baseline) if is_random else "",
+        unused_parameters=find_unused_parameters(baseline, model, first),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
         ),
@@ -153,12 +167,47 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
     """Raise UsageError if two calls of the factory with the same seed returned models with different weights."""
     for key, tensor in first.items():
-        if key not in second or tensor.shape != second[key].shape or not torch.equal(tensor, second[key]):
+        if key not in second or not has_same_numbers(tensor, second[key]):
             raise UsageError(
                 f"the factory {name} returned two models that differ in {key!r}, with the same seed of "
                 "torch's generator: its weights depend on another source, such as numpy's generator or the order of a "
                 "set; draw them with torch, or seed that source in the factory"
             )
+
+
+def has_same_numbers(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same shape and numbers, where NaN equals NaN."""
+    return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def require_runnable_norms(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a SyncBatchNorm, if ranks run on CPUs."""
+    norms = [key for key, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if norms and not is_gpu_requested():
+        raise UsageError(
+            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}), which torch runs between "
+            "ranks on GPUs only; return the model with BatchNorm, before convert_sync_batchnorm, to check it on CPUs"
+        )
+
+
+def require_finite_weights(name: str, model: nn.Module) -> None:
+    """Raise UsageError if a parameter of the model contains NaN or infinity, as memory that nothing initialized may."""
+    for key, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise UsageError(
+                f"the parameter {key!r} of the model of {name} contains NaN or infinity; expected finite weights"
+            )
+
+
+def require_matching_dtype(name: str, model: nn.Module, dtype: str) -> None:
+    """Raise UsageError if every trained parameter has a low-precision dtype other than that of the cells."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    wanted = [text for text, low in LOW_PRECISION_DTYPES.items() if found == {low}]
+    if wanted and dtype != wanted[0]:
+        raise UsageError(
+            f"the trained parameters of {name} are {wanted[0]}, but they would be trained in {dtype}; give --dtype "
+            f"{wanted[0]}, under which engines keep fp32 master weights, or return the model in fp32"
+        )
 
 
 def require_seeded_batches(spec: ModelSpec) -> None:
@@ -206,6 +255,26 @@ def has_random_forward(baseline: Baseline, first: LocalResult) -> bool:
     return not tensors_equal(first.loss, result.loss) or any(
         not tensors_equal(grad, result.grads.get(name)) for name, grad in first.grads.items()
     )
+
+
+def explain_shared_draws(baseline: Baseline) -> str:
+    """Return the reason why the random numbers of a forward cannot be assigned to samples, or '' if they can."""
+    try:
+        runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+        # Not single samples, which a batch norm refuses: a wrong number of rows shows with the first half as well.
+        runs.compute_grads(torch.arange(max(1, runs.batch.num_samples // 2)))
+    except SharedDrawError as error:
+        return str(error)
+    return ""
+
+
+def find_unused_parameters(baseline: Baseline, model: nn.Module, first: LocalResult) -> tuple[str, ...]:
+    """Return the names of the trained parameters that get no gradient from a micro-batch of rank 0 or 1.
+
+    ``first`` is the result of rank 0 on its first micro-batch.
+    """
+    used = first.grads.keys() & baseline.run_rank(1, 0).grads.keys()
+    return tuple(name for name, p in model.named_parameters() if p.requires_grad and name not in used)
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:

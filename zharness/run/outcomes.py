@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from zharness.run.record import Record, Verdict
@@ -17,6 +18,7 @@ OUTCOME_ORDER = (
     "crash",
     "hang",
     "undetermined",
+    "leak",
     "excused",
     "contract",
     "unsupported",
@@ -25,9 +27,15 @@ OUTCOME_ORDER = (
 
 
 def outcome_name(record: Record) -> str:
-    """Return ``stale`` or ``excused`` if an expected failure covers ``record``, else the verdict of ``record``."""
+    """Return ``stale`` or ``excused`` if an expected failure covers ``record``, else the verdict of ``record``.
+
+    A cell that failed on pooled ranks and ended on fresh ranks as expected is a ``leak``: an earlier cell left state
+    behind.
+    """
     if record.stale_reason:
         return "stale"
+    if record.pool_difference and replace(record, pool_difference="").is_expected:
+        return "leak"
     if record.expected_failure and record.verdict.is_broken:
         return "excused"
     return record.verdict.value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from zharness import engines
 from zharness.cell import Cell, is_cell_id
@@ -14,6 +15,7 @@ from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
+from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
@@ -65,7 +67,10 @@ class PlannedCell:
 
 
 def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the patterns of the parameter ``laws`` or of its older name ``checks``. Raises UsageError for both."""
+    """Return the patterns of the parameter ``laws`` or of its older name ``checks``.
+
+    Raises UsageError if both are given.
+    """
     if laws and checks:
         raise UsageError(f"got laws={laws!r} and checks={checks!r}; expected laws, or its older name checks, not both")
     return laws or checks
@@ -89,7 +94,10 @@ def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
 
 
 def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
-    """Return the cells of ``request`` and the pairs that they cover. Raises UsageError as ``plan`` does."""
+    """Return the cells of ``request``, with the pairs of settings that they cover at depth 2 and above.
+
+    Raises UsageError as ``plan`` does.
+    """
     validate_request(request)
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
@@ -120,6 +128,11 @@ def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
 
 def validate_request(request: Request) -> None:
     """Raise UsageError for an engine, stage, dtype, model, world size or law that does not exist."""
+    if request.engine_variant and request.depth > 1:
+        raise UsageError(
+            f"got the variant {request.engine_variant!r} and depth {request.depth}; a covering array chooses the "
+            "options of its cells itself: leave out the variant, or use depth 1"
+        )
     for engine in request.engines:
         engines.require(engine)
     for stage in request.stages:
@@ -168,7 +181,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
 def plan_covering_cells(
     engine: str, request: Request, laws: Sequence[Law], claims: ClaimsLookup, matrix: Sequence[PlannedCell]
 ) -> Covering:
-    """Choose the cells that cover pairs on one engine, beside the cells of its ``matrix``."""
+    """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``."""
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
     claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
@@ -177,17 +190,19 @@ def plan_covering_cells(
         claims_at,
         request.array_world_sizes or request.world_sizes,
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
-        lambda law, cell: not plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
+        lambda law, cell: plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
         lambda law: list(select_models(law, request.models)),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
-    return cover_pairs(axes, laws, runnable, request.depth)
+    covering = cover_pairs(axes, laws, runnable, request.depth)
+    is_whole = len(laws) == len(find_laws(()))
+    return replace(covering, uncoverable=tuple(describe_uncoverable_pairs(axes, laws, covering.coverable, is_whole)))
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
     """Return the requested stages that the engine has, or all of its stages if none was requested.
 
-    Raises UsageError if it has none of them.
+    Raises UsageError if the engine has none of the requested stages.
     """
     engine_stages = first_buildable_claims(engine, requested_stages or STAGES, claims).stages
     selected = tuple(stage for stage in (requested_stages or STAGES) if stage in engine_stages)
@@ -217,7 +232,7 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """Return the claims at the first of ``stages`` at which the engine can be built.
 
-    Raises UsageError if the engine cannot be built at any of them.
+    Raises UsageError if the engine cannot be built at any of these stages.
     """
     for stage in stages[:-1]:
         try:
@@ -248,7 +263,7 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
-    """Raise UsageError for a law, or a variant of it, that does not apply to users' models."""
+    """Raise UsageError unless ``law``, in the law variant of ``cell``, applies to users' models."""
     if not law.get_variant(cell.variant).applies_to_user_models:
         applicable = [
             f"{applicable_law.name}{variant and f' ({variant})'}"
@@ -297,7 +312,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 
 
 def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the engine or the law has no such setting at this stage, or '' if they have it."""
+    """Return the reason why the engine or the law does not support the cell's setting, or '' if both support it."""
     setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
     for name in setting.options:
         if name not in known:
@@ -309,6 +324,12 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
+
+
+@cache
+def list_calibrated_laws() -> str:
+    """Return the names of the laws that are calibrated, separated by commas."""
+    return ", ".join(law.name for law in find_laws(()) if law.is_calibrated)
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
@@ -324,8 +345,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )
     if kernels is not None and not exact and not is_tolerant:
-        calibrated = ", ".join(other.name for other in find_laws(()) if other.is_calibrated)
-        return f"only exact models and {calibrated} can judge kernels other than torch's ({kernels})"
+        return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
         return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"

@@ -6,9 +6,9 @@ import importlib
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,14 @@ SEED = 0x5EED  # seed of every program's weights; the batches also depend on the
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """The verdict on programs that ran one after the other, and its cause, which is empty for a pass."""
+    """The verdict on programs that ran one after the other, and its cause, which is empty for a pass.
+
+    ``innermost_file`` is the file of the innermost frame of an exception, and empty for other causes.
+    """
 
     verdict: Verdict
     cause: str = ""
+    innermost_file: str = field(default="", compare=False)
 
     def describe(self, engine: str, programs: Sequence[Program]) -> str:
         """Describe the outcome of ``programs``, with the command that runs them again."""
@@ -125,35 +129,45 @@ def build_program_judge_context(program: Program, evidence_dir: Path, capabiliti
 
 
 class ProgramRunner:
-    """A runner that runs programs on the engines of one rank server, in pooled ranks.
+    """Runs programs on the engines of one rank server, in pooled ranks.
 
-    Create it before any tensor operation of the process, since ranks are forked. Leaving it as a context manager ends
-    its servers and ranks.
+    Create the runner before any tensor operation of the process, since ranks are forked. On exit, the context manager
+    ends its servers and ranks.
     """
 
-    def __init__(self, environment: RankEnvironment | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        environment: RankEnvironment | None = None,
+        timeout: float = 60.0,
+        observe: Callable[[str, Sequence[Program], str, Capabilities], None] = observe_programs,
+    ) -> None:
         """Start the servers; ``environment`` is that of the ranks' server.
 
-        ``timeout`` is the time limit in seconds for the ranks of one run.
+        ``timeout`` is the time limit in seconds for the ranks of one run. ``observe`` runs on every rank; it is a
+        function of a module, or a partial of one.
         """
         # torch loads some 800 modules at the first optimizer: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
         self.timeout = timeout
+        self._observe = observe
         self._server = RankServer(environment)
         self._judge_server = RankServer()
         self._claims: dict[tuple[str, int], Capabilities] = {}
 
     def claims(self, engine: str, stage: int) -> Capabilities:
-        """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if it cannot be built."""
+        """Return the capabilities that ``engine`` claims at ``stage``.
+
+        Raises UsageError if the engine cannot be built.
+        """
         if (engine, stage) not in self._claims:
             self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._server))
         return self._claims[engine, stage]
 
     def run(self, engine: str, programs: Sequence[Program], isolation: Isolation = Isolation.POOLED) -> ProgramOutcome:
-        """Run ``programs`` one after the other in the same ranks, which are those of a pool or new ones.
+        """Run ``programs`` one after the other on the same ranks, which are new or those of a pool.
 
         The programs may differ only in their text. Raises UsageError if the engine does not claim a feature that one of
-        them needs.
+        the programs needs.
         """
         claims = self.claims(engine, programs[0].stage)
         for program in programs:
@@ -177,7 +191,7 @@ class ProgramRunner:
         """Run the programs on ranks of their stage and judge their evidence."""
         stage, world_size = programs[0].stage, programs[0].world_size
         observe_task = RankTask(
-            observe_programs,
+            self._observe,
             (engine, programs, evidence_dir, capabilities),
             world_size,
             self.timeout,
@@ -187,7 +201,8 @@ class ProgramRunner:
         )
         observed = self._server.submit(observe_task)
         if observed.cause is not None:
-            return ProgramOutcome(verdict_of_rank_failure(observed.cause), observed.cause.describe())
+            verdict = verdict_of_rank_failure(observed.cause)
+            return ProgramOutcome(verdict, observed.cause.describe(), observed.cause.innermost_file)
         judge_task = RankTask(
             judge_programs,
             (programs, evidence_dir, capabilities),

@@ -41,9 +41,10 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The number of programs that ran, and the smallest failing batch with its outcome, if one failed.
+    """The number of programs that ran, and the smallest failing batch with its outcome, if a batch failed.
 
-    The batch has several programs if none of them fails alone: then the last one fails in ranks that ran the others.
+    The batch has several programs if none of them fails alone: the last program then fails on ranks that ran the
+    others.
     """
 
     program_count: int
@@ -61,8 +62,8 @@ class SearchResult:
 def search_programs(runner: ProgramRunner, engine: str, options: SearchOptions) -> SearchResult:
     """Run programs until one fails, then smaller ones until no smaller one fails in the same way.
 
-    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes, HarnessFault if
-    the harness itself failed.
+    Raises UsageError if Hypothesis is not installed or the engine does not claim the requested dtypes. Raises
+    HarnessFault if the harness itself failed.
     """
     try:
         from hypothesis import HealthCheck, Phase, find, settings

@@ -170,5 +170,5 @@ def describe_problem(record: Record) -> str:
     """Return why ``record`` fails its test, with the command that runs the cell again, or '' if the test passes."""
     if record.is_expected and record.verdict is not Verdict.ERROR:
         return ""
-    reason = record.stale_reason or record.cause
+    reason = record.stale_reason or record.pool_difference or record.cause
     return "\n".join(part for part in (reason, f"again: {record.command}", record.details) if part)

@@ -1,4 +1,4 @@
-"""The record of a cell: its axes, its outcome, and the command that runs it again. A record is one line of JSON."""
+"""Define the record of a cell: its axes, its outcome, and its command. A record is one line of JSON."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ class Verdict(Enum):
         return self.is_broken
 
 
-POOL_DIFFERENCE = "on ranks that earlier cells had used, the cell ended differently"  # the beginning of a note
-
-
 @dataclass(frozen=True)
 class Record:
     """The outcome of a cell.
@@ -67,7 +64,9 @@ class Record:
     ``expected_failure`` is the upstream issue of an expected failure. If the law holds although a failure was expected,
     ``stale_reason`` names the entry to delete. ``documentation_url`` is where the engine documents the difference
     behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
-    holds with it.
+    holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
+    holds with it. ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended
+    differently on fresh ranks, which all other fields describe: an earlier cell left state behind.
     """
 
     cell: Cell
@@ -92,11 +91,13 @@ class Record:
     stale_reason: str = ""
     documentation_url: str = ""
     withheld_feature: str = ""
+    raising_frame: str = ""
+    pool_difference: str = ""
 
     @property
     def is_expected(self) -> bool:
         """Return whether this outcome is expected, so that it does not fail a run."""
-        if self.stale_reason:
+        if self.stale_reason or self.pool_difference:
             return False
         if self.verdict is Verdict.UNDETERMINED:
             return False
@@ -146,6 +147,7 @@ class Record:
             "stale": self.stale_reason,
             "documented": self.documentation_url,
             "withheld": self.withheld_feature,
+            "pool_difference": self.pool_difference,
             "tier": self.tier,
             "ratio": self.ratio,
             "smallest": self.smallest_scale_error,
@@ -157,6 +159,7 @@ class Record:
             "evidence": self.evidence,
             "modules": self.module_departures,
             "cause": self.cause,
+            "raising_frame": self.raising_frame,
             "seconds": round(self.seconds, 4),
             "command": self.command,
         }
@@ -204,6 +207,8 @@ def parse_record(line: str) -> Record:
             stale_reason=plain["stale"],
             documentation_url=plain["documented"],
             withheld_feature=plain.get("withheld", ""),  # missing in lines of older releases
+            raising_frame=plain.get("raising_frame", ""),  # the same
+            pool_difference=plain.get("pool_difference", ""),  # missing in lines of older releases
         )
         require_field_types(record)
         return record
@@ -252,7 +257,7 @@ class JsonLine(Protocol):
 
 
 class RecordFile:
-    """A file of JSON lines. Each line is flushed at once, so the file always contains all finished records."""
+    """A file of JSON lines. Each line is flushed immediately, so the file always contains all finished records."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

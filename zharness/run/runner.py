@@ -6,12 +6,12 @@ import importlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,12 @@ from zharness.errors import WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
-from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, find_setting_failure
+from zharness.run.expected_failures import (
+    ExpectedFailure,
+    find_expected_failure,
+    find_pool_failure,
+    find_setting_failure,
+)
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
@@ -50,7 +55,7 @@ class WithheldPolicy(Enum):
 
 
 class Runner:
-    """A runner that runs cells on one rank server for each engine and one server for the judges.
+    """Runs cells on one rank server for each engine and one server for the judges.
 
     Create the runner before any tensor operation of the process, since ranks are forked. On exit, the context manager
     ends every server and rank.
@@ -85,6 +90,7 @@ class Runner:
         self._judge_server = RankServer()
         self._free_evidence_dirs: list[Path] = []  # of cells that passed; later cells overwrite their files
         self._claims: dict[tuple[str, int], Capabilities] = {}
+        self._pools: set[RankPool] = set()
 
     def claims(self, engine: str, stage: int) -> Capabilities:
         """Return the capabilities that an engine claims at a stage. Raises UsageError if the engine cannot be built."""
@@ -134,7 +140,11 @@ class Runner:
         if self.isolation is Isolation.POOLED and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
-            record = note_pool_difference(record, fresh)
+            explanation = find_pool_failure(
+                *(planned.cell, blank.engine_version, record.verdict.value, record.cause, record.details),
+                self.user_expected_failures,
+            )
+            record = note_pool_difference(record, fresh, explanation)
         return replace(record, seconds=time.monotonic() - began)
 
     def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
@@ -143,7 +153,7 @@ class Runner:
         version, user_failures = blank_record.engine_version, self.user_expected_failures
         expected = (
             find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
-            if cell.engine_variant
+            if cell.engine_variant or is_user_model(cell.model)
             else find_expected_failure(cell, version, user_failures)
         )
         if expected is not None:
@@ -207,25 +217,26 @@ class Runner:
             self.timeout,
             group=Group.REUSED,
             isolation=isolation,
-            pool=f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}",
+            pool=rank_pool(cell).name,
         )
+        self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(observe_task)
         if outcome.cause is not None:
             return make_failure_record(outcome, blank_record)
-        judge_task = self._make_judge_task(cell, evidence_dir, claims)
+        judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
         record = make_judged_record(self._judge_server.submit(judge_task), blank_record)
         if not can_locate_divergence(record.divergence, cell, claims):
             return record
         return self._locate_divergence(record, observe_task, judge_task)
 
-    def _make_judge_task(self, cell: Cell, evidence_dir: Path, claims: Capabilities) -> RankTask:
+    def _make_judge_task(self, cell: Cell, evidence_dir: Path, claims: Capabilities, isolation: Isolation) -> RankTask:
         """Build the task that judges the evidence of a cell."""
         return RankTask(
             observe_and_judge.judge,
             (cell, self.seed, str(evidence_dir), claims),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
-            isolation=self.isolation,
+            isolation=isolation,
             pool=factory_path(cell.model),
         )
 
@@ -249,6 +260,15 @@ class Runner:
         if not departures:
             return record
         return replace(record, cause=f"{record.cause}; {departures}", module_departures=departures)
+
+    def close_pools(self, needed: Container[RankPool]) -> None:
+        """End the ranks of every pool that is not in ``needed``.
+
+        An idle rank still wakes up 100 times a second in each of its process groups, which the running ranks feel.
+        """
+        for pool in [pool for pool in self._pools if pool not in needed]:
+            self._servers[pool.engine].close_pool(pool.name, pool.world_size)
+            self._pools.remove(pool)
 
     def pin_to_cores(self, cores: Collection[int]) -> None:
         """Pin ranks and judges that start after this call to ``cores``. An empty collection changes nothing."""
@@ -277,6 +297,20 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
     if not is_gpu_requested() and not any(is_user_model(cell.cell.model) for cell in cells):
         for lane, runner in enumerate(runners):
             runner.pin_to_cores(assign_cores(lane, busy_runners))
+
+
+class RankPool(NamedTuple):
+    """A pool of ranks, on which the cells of one engine, stage, world size, configuration file and factory run."""
+
+    engine: str
+    world_size: int
+    name: str
+
+
+def rank_pool(cell: Cell) -> RankPool:
+    """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
+    name = f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
+    return RankPool(cell.engine, cell.world_size, name)
 
 
 def pool_variant(engine_variant: str) -> str:

@@ -16,6 +16,7 @@ from zharness.run.check_loop import (
     RunOptions,
     RunReporter,
     describe_coverage,
+    find_stale_failures,
     open_optional_record_file,
     requested_engines,
     sort_as_planned,
@@ -58,7 +59,10 @@ def run_torchrun_check(
 
 @dataclass
 class TorchrunCheck:
-    """A run on rank 0, which shares its records and files with the leader's guard thread, which reports a lost rank."""
+    """A run on rank 0.
+
+    The leader's guard thread, which reports a lost rank, uses the records and files of this object.
+    """
 
     options: RunOptions
     reporter: RunReporter
@@ -94,8 +98,10 @@ class TorchrunCheck:
             finished = map(runner.run, self.options.order_cells(cells))
             for record in write_with_progress(finished, self.record_file, len(cells)):
                 self.records.append(record)
+        records = sort_as_planned(self.records, cells)
+        unmatched_failures += find_stale_failures(request, self.options, records)
         return self.reporter.report_run(
-            sort_as_planned(self.records, cells),
+            records,
             time.monotonic() - self.start_time,
             unmatched_failures,
             describe_coverage(planned),

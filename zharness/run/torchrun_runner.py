@@ -116,7 +116,7 @@ class TorchrunRunner(Runner):
     ) -> Record:
         """Run the cell on the ranks of the launch, write their evidence into files, and judge it.
 
-        ``isolation`` is ignored.
+        ``isolation`` is that of the judge; the ranks are always those of the launch.
         """
         claims = self.claims(cell.engine, cell.stage)
         self._leader.task_title = cell.id
@@ -128,7 +128,7 @@ class TorchrunRunner(Runner):
             return make_failure_record(outcome, blank_record)
         for rank, evidence in enumerate(outcome.values()):
             evidence_path(evidence_dir, rank).write_bytes(evidence)
-        judge_task = self._make_judge_task(cell, evidence_dir, claims)
+        judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
         return make_judged_record(self._judge_server.submit(judge_task), blank_record)
 
     def close(self) -> None:

@@ -18,7 +18,11 @@ def explain_uncompared_gradients(records: Sequence[Record]) -> str:
         reasons = dict.fromkeys(record.cause for record in records if record.cause)
         return f"NO PASS: no law passed ({'; '.join(reasons)})"
     run_records = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
-    compared_stages = {record.cell.stage for record in run_records if get_law(record.cell.law).is_gradient_law}
+    compared_stages = {
+        record.cell.stage
+        for record in run_records
+        if record.verdict in (Verdict.PASS, Verdict.CONTRACT) and get_law(record.cell.law).is_gradient_law
+    }
     missing = sorted({record.cell.stage for record in run_records} - compared_stages)
     if not missing:
         return ""

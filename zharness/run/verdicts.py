@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import zharness
+from zharness.run.changes import failure_signature
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
-from zharness.run.record import POOL_DIFFERENCE, Record, Verdict
+from zharness.run.record import Record, Verdict
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
@@ -20,7 +21,11 @@ def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
     cause = outcome.cause
     assert cause is not None, "called only for a group that failed"
     return replace(
-        blank_record, verdict=verdict_of_rank_failure(cause), cause=cause.describe(), details=outcome.describe()
+        blank_record,
+        verdict=verdict_of_rank_failure(cause),
+        cause=cause.describe(),
+        details=outcome.describe(),
+        raising_frame=cause.raising_frame,
     )
 
 
@@ -100,8 +105,8 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
 def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) -> Record:
     """Mark ``record`` as an expected failure, or mark the expected failure as stale if the law holds.
 
-    A record that failed in another way than expected is returned unchanged. If the law holds, ``record`` is also
-    returned unchanged unless the entry is stale on its cell.
+    If the law failed in another way than expected, ``record`` is returned unchanged. If the law holds, ``record`` is
+    also returned unchanged unless the entry is stale on its cell.
     """
     if record.verdict is Verdict.ERROR:
         return record
@@ -121,10 +126,11 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
 
 
 def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_record: Record) -> Record:
-    """Return a record with the verdict ``contract`` if the law holds under the documented remedy.
+    """Return the record of a documented failure after the same cell ran again with the documented remedy.
 
-    ``remedy_record`` is the record of the same cell, run with the remedy. If it did not pass, the failure of ``record``
-    is no longer expected. A note keeps the cause of ``record``.
+    ``record`` is the failure and ``remedy_record`` the second run. If the second run passed, the returned record has
+    the verdict ``contract``, and a note with the cause of the failure. If it did not pass, the returned record is the
+    failure, which no longer counts as expected.
     """
     if remedy_record.verdict is Verdict.PASS:
         return replace(
@@ -145,17 +151,34 @@ def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_recor
 
 
 def apply_lacking_remedy(record: Record, expected_failure: ExpectedFailure, lacking: str) -> Record:
-    """Return ``record``, which remains an expected failure, with the reason why the release has no such remedy."""
+    """Return ``record``, still an expected failure, with the reason ``lacking`` why the release has no such remedy."""
     return replace(record, cause=f"{record.cause}; the remedy {dict(expected_failure.remedy)} is lacking: {lacking}")
 
 
-def note_pool_difference(pooled: Record, fresh: Record) -> Record:
+def note_pool_difference(pooled: Record, fresh: Record, explanation: ExpectedFailure | None = None) -> Record:
     """Return the record of a cell that failed on pooled ranks and was run again on fresh ranks.
 
-    The result is the record on fresh ranks, with a note if the verdicts differ.
+    The result is the record on fresh ranks, with the failure on pooled ranks if the two runs ended differently. A
+    difference that ``explanation`` expects is only noted.
     """
-    if pooled.verdict is fresh.verdict and pooled.is_expected == fresh.is_expected:
+    if not differs_on_fresh_ranks(pooled, fresh):
         return fresh
-    outcome = pooled.stale_reason or pooled.cause or pooled.verdict.value
-    note = f"{POOL_DIFFERENCE} ({pooled.verdict.value}): {' '.join(outcome.split())}"
-    return replace(fresh, notes=(*fresh.notes, note))
+    cause = " ".join((pooled.stale_reason or pooled.cause or pooled.verdict.value).split())
+    difference = f"{pooled.verdict.value} on ranks that earlier cells had used, {fresh.verdict.value} on fresh ranks"
+    if explanation is not None:
+        return replace(fresh, notes=(*fresh.notes, f"{difference}; expected: {explanation.upstream}"))
+    return replace(fresh, pool_difference=f"{difference}: {cause}")
+
+
+def differs_on_fresh_ranks(pooled: Record, fresh: Record) -> bool:
+    """Return whether a cell failed on fresh ranks in another way than on pooled ranks, or did not fail.
+
+    Two wrong numbers are the same failure if the first wrong tensor is the same, and two exceptions or hangs if their
+    messages differ only in numbers and folders.
+    """
+    if pooled.verdict is not fresh.verdict or pooled.is_expected != fresh.is_expected:
+        return True
+    first, second = pooled.divergence, fresh.divergence
+    if first is None or second is None:
+        return failure_signature(pooled) != failure_signature(fresh)
+    return (first.step, first.part, first.parameter) != (second.step, second.part, second.parameter)

@@ -1,4 +1,4 @@
-"""Models that the laws train and models of users. Weights and micro-batches can be reproduced from a seed."""
+"""Define the models that laws train, and load models of users. Weights and micro-batches follow from a seed."""
 
 from zharness.workload.model_lookup import model_spec
 from zharness.workload.models import MODELS, Batch, ModelSpec

@@ -1,4 +1,4 @@
-"""Exact models (every sum in them is exact) for the laws about autograd and about unusual parameters."""
+"""Define exact models, in which no sum is rounded, for the laws about autograd and about unusual parameters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Block = Callable[[Tensor], Tensor]
 def call_block(block: Block, hidden: Tensor) -> Tensor:
     """Return ``block(hidden)``.
 
-    This is the default of BlocksModel's argument ``through``, for which a law may pass a function that runs the block
-    under activation checkpointing.
+    This function is the default of ``run_block``, an argument of the forward of BlocksModel. A law may pass a function
+    that runs the block under activation checkpointing.
     """
     return block(hidden)
 
 
 def first_output(output: Tensor, extra: Tensor) -> Any:
-    """Return ``output`` and ignore ``extra``; this is the default of BlocksModel's argument ``pack``."""
+    """Return ``output``. This function is the default of ``pack``, an argument of the forward of BlocksModel."""
     return output
 
 
@@ -111,7 +111,7 @@ class BranchingModel(nn.Module):
 
     @torch.no_grad()
     def largest_weight(self) -> Tensor:
-        """Return the largest absolute value in the weight of ``by_attribute``, which is 1, without autograd."""
+        """Return the largest absolute value in the weight of ``by_attribute``, computed without autograd. It is 1."""
         return self.by_attribute.weight.abs().max()
 
     def forward(self, x: Tensor, branch: bool = True) -> Tensor:
@@ -214,11 +214,12 @@ class OneOddParameterModel(nn.Module):
 
 
 class ExpertsModel(nn.Module):
-    """A model that adds the outputs of those of its experts that the caller names, in the order of the names.
+    """A model that adds the outputs of some of its experts. ``forward`` takes the indices of the experts as ``route``.
 
-    The model maps (..., 16) to (..., 16), with any leading dimensions. The forward's argument ``route`` has the indices
-    of the experts to use. No gradient depends on more than one layer's weights, so that several optimizer steps with a
-    learning rate of 1 remain exact. ``offset`` has one element, fewer than there are ranks.
+    The model maps (..., 16) to (..., 16), with any leading dimensions. The outputs are added in the order of ``route``,
+    by default all of them. No gradient depends on more than one layer's weights, so that several optimizer steps with a
+    learning rate of 1 remain exact. The parameter ``offset`` has one element, so that it has fewer elements than there
+    are ranks.
     """
 
     def __init__(self) -> None:

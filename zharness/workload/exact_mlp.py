@@ -1,4 +1,4 @@
-"""The exact MLP, whose weights and inputs are small integers, so that no sum is rounded."""
+"""Define the exact MLP. Its weights and inputs are small integers, so that no sum is rounded."""
 
 from __future__ import annotations
 

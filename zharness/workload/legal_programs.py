@@ -1,4 +1,4 @@
-"""Functions that make legal programs from arbitrary lists of layers and verbs, and that make programs smaller."""
+"""Make legal programs from arbitrary lists of layers and verbs (calls), and make programs smaller."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ ProgramBatch = tuple[Program, ...]  # programs that run one after the other in t
 
 
 def legal_layers(candidates: Sequence[Layer]) -> list[Layer]:
-    """Return the candidates that form a legal model, in order. If no candidate is trained, append a linear layer."""
+    """Return those of ``candidates`` that form a legal model in their order.
+
+    If no candidate is trained, append a linear layer.
+    """
     layers, shape = fit_layers(candidates, ModelShape())
     return layers if shape.trained_count else [*layers, Layer(LayerKind.LINEAR, (1,))]
 
@@ -92,7 +95,7 @@ def legal_verbs(
     window: int = 1,
     window_owner: str = ENGINE,
 ) -> tuple[Verb, ...]:
-    """Return the candidates that are legal in their order and within the engine's ``limits``.
+    """Return those of ``candidates`` that are legal in their order and within the engine's ``limits``.
 
     ``layers`` are the layers of the program's model. ``window`` is the number of micro-batches per step, which
     ``window_owner`` counts.
@@ -119,7 +122,10 @@ def smaller_batches(batch: ProgramBatch, limits: CallerLimits = NO_LIMITS) -> It
 
 
 def smaller_programs(program: Program, limits: CallerLimits = NO_LIMITS) -> Iterator[Program]:
-    """Yield legal programs like ``program`` that lack some verbs, a layer or a mark, or have smaller layer sizes."""
+    """Yield smaller legal programs: ``program`` without some verbs, a layer or a mark, or with smaller layer sizes.
+
+    A mark is an option of a verb.
+    """
     for candidate in program_cuts(program):
         layers = tuple(legal_layers(candidate.layers))
         verbs = legal_verbs(layers, candidate.verbs, limits, program.window, program.window_owner)

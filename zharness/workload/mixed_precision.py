@@ -1,4 +1,4 @@
-"""A model for mixed precision: it has layers that autocast runs in fp32, buffers and a frozen parameter."""
+"""Define a model for mixed precision: it has layers that autocast runs in fp32, buffers and a frozen parameter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zharness.workload.nets import FEATURES, OUTPUTS
 
@@ -13,16 +14,16 @@ HIDDEN = 11
 
 
 def pass_through(hidden: Tensor) -> Tensor:
-    """Return ``hidden``; this is the default of MixedPrecisionModel's argument ``through``."""
+    """Return ``hidden``. This function is the default of ``transform``, an argument of MixedPrecisionModel."""
     return hidden
 
 
 class MixedPrecisionModel(nn.Module):
     """A model of linear layers and a layer norm, in which one linear layer runs with torch.autocast disabled.
 
-    The model maps (batch, 12) to (batch, 5). The forward applies the function ``through`` to the first layer's output.
-    The forward casts the frozen parameter and the buffers to the dtype of the activations, because the parameters may
-    be in low precision.
+    The model maps (batch, 12) to (batch, 5). The forward applies the function ``transform`` to the first layer's
+    output. The forward casts the frozen parameter and the buffers to the dtype of the activations, because the
+    parameters may be in low precision.
     """
 
     shift: Tensor
@@ -38,8 +39,23 @@ class MixedPrecisionModel(nn.Module):
         self.register_buffer("steps", torch.tensor(7))
 
     def forward(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
-        hidden = nn.functional.gelu(self.norm(transform(self.first(x))))
+        return self.last(self.run_inner(self.run_norm(x, transform), x.dtype))  # type: ignore[no-any-return]
+
+    def run_norm(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
+        """Return the activations after the first layer, ``transform`` and the layer norm."""
+        return nn.functional.gelu(self.norm(transform(self.first(x))))
+
+    def run_inner(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the activations after the layer ``inner``, which runs in ``dtype`` with torch.autocast disabled."""
         hidden = hidden * self.gain.to(hidden.dtype) + self.shift.to(hidden.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            hidden = torch.tanh(self.inner(hidden.to(x.dtype)))
-        return self.last(hidden)  # type: ignore[no-any-return]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.tanh(self.inner(hidden.to(dtype)))
+
+
+class RecomputedMixedPrecisionModel(MixedPrecisionModel):
+    """MixedPrecisionModel, whose backward recomputes the first layer, and the last one by reentrant checkpointing."""
+
+    def forward(self, x: Tensor, transform: Callable[[Tensor], Tensor] = pass_through) -> Tensor:
+        hidden = checkpoint(self.run_norm, x, transform, use_reentrant=False)
+        hidden = self.run_inner(hidden, x.dtype)
+        return checkpoint(self.last, hidden, use_reentrant=True)  # type: ignore[no-any-return]

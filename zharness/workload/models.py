@@ -1,4 +1,4 @@
-"""The registry of models, with the functions that build each model, draw its micro-batches and compute its loss."""
+"""Register the models: functions that build each model, draw its micro-batches and compute its loss."""
 
 from __future__ import annotations
 
@@ -149,22 +149,15 @@ def _next_token_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def _draw_float_batch(*shape: int) -> Callable[[torch.Generator], Batch]:
-    """Return a function that draws a micro-batch of normally distributed inputs and targets.
-
-    ``shape`` is the shape of one sample's inputs.
-    """
-
-    def draw(generator: torch.Generator) -> Batch:
-        inputs = torch.randn(SAMPLES, *shape, generator=generator)
-        return Batch(inputs, torch.randn(SAMPLES, nets.OUTPUTS, generator=generator))
-
-    return draw
+def _draw_float_batch(shape: tuple[int, ...], generator: torch.Generator) -> Batch:
+    """Draw normally distributed inputs and targets; ``shape`` is the shape of one sample's inputs."""
+    inputs = torch.randn(SAMPLES, *shape, generator=generator)
+    return Batch(inputs, torch.randn(SAMPLES, nets.OUTPUTS, generator=generator))
 
 
 def _draw_seeded_batch(generator: torch.Generator) -> Batch:
     """Draw inputs and targets as for the model ``mlp``, and a seed for the dropout in the forward."""
-    drawn = _draw_float_batch(nets.FEATURES)(generator)
+    drawn = _draw_float_batch((nets.FEATURES,), generator)
     return replace(drawn, seed=int(torch.randint(1 << 30, (), generator=generator)))
 
 
@@ -193,7 +186,7 @@ MODELS: dict[str, ModelSpec] = {
             name="mlp",
             summary="linear, layer norm and GELU; widths that no world size above 1 divides",
             build=nets.MLP,
-            batch=_draw_float_batch(nets.FEATURES),
+            batch=partial(_draw_float_batch, (nets.FEATURES,)),
             loss=_mse,
         ),
         ModelSpec(
@@ -207,7 +200,7 @@ MODELS: dict[str, ModelSpec] = {
             name="conv",
             summary="two convolutions, group norm, pooling, linear head",
             build=nets.ConvNet,
-            batch=_draw_float_batch(nets.CHANNELS, nets.PIXELS, nets.PIXELS),
+            batch=partial(_draw_float_batch, (nets.CHANNELS, nets.PIXELS, nets.PIXELS)),
             loss=_mse,
         ),
         ModelSpec(
@@ -242,53 +235,16 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
         ),
-        ModelSpec(
-            name="odd_transposed",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'transposed'",
-            build=partial(exact_blocks.OneOddParameterModel, "transposed"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-        ),
-        ModelSpec(
-            name="odd_one",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'one'",
-            build=partial(exact_blocks.OneOddParameterModel, "one"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-        ),
-        ModelSpec(
-            name="odd_scalar",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'scalar'",
-            build=partial(exact_blocks.OneOddParameterModel, "scalar"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-        ),
-        ModelSpec(
-            name="odd_empty",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'empty'",
-            build=partial(exact_blocks.OneOddParameterModel, "empty"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-        ),
-        ModelSpec(
-            name="odd_narrow",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'narrow'",
-            build=partial(exact_blocks.OneOddParameterModel, "narrow"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-        ),
-        ModelSpec(
-            name="odd_wide",
-            summary="an exact model of two linear layers and one unusual parameter, of the kind 'wide'",
-            build=partial(exact_blocks.OneOddParameterModel, "wide"),
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
+        *(
+            ModelSpec(
+                name=f"odd_{kind}",
+                summary=f"an exact model of two linear layers and one unusual parameter, of the kind {kind!r}",
+                build=partial(exact_blocks.OneOddParameterModel, kind),
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+            )
+            for kind in exact_blocks.ODD_PARAMETERS
         ),
         ModelSpec(
             name="experts",
@@ -326,7 +282,14 @@ MODELS: dict[str, ModelSpec] = {
             name="mixed",
             summary="linear layers and a norm, buffers, a frozen parameter, and a block that leaves torch.autocast",
             build=mixed_precision.MixedPrecisionModel,
-            batch=_draw_float_batch(nets.FEATURES),
+            batch=partial(_draw_float_batch, (nets.FEATURES,)),
+            loss=_mse,
+        ),
+        ModelSpec(
+            name="recomputed",
+            summary="the model mixed, whose first and last layers are recomputed in backward",
+            build=mixed_precision.RecomputedMixedPrecisionModel,
+            batch=partial(_draw_float_batch, (nets.FEATURES,)),
             loss=_mse,
         ),
         ModelSpec(
@@ -340,7 +303,7 @@ MODELS: dict[str, ModelSpec] = {
             name="fused",
             summary="a fused linear loss: torch.func inside the forward, on a weight read by attribute",
             build=nets.FusedLossNet,
-            batch=_draw_float_batch(nets.FEATURES),
+            batch=partial(_draw_float_batch, (nets.FEATURES,)),
             loss=_fused_loss,
         ),
     )

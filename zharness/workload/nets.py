@@ -1,4 +1,4 @@
-"""Small models with random initial weights: an MLP, a transformer, a convolutional network and others."""
+"""Define small models with random initial weights: an MLP, a transformer, a convolutional network and others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules for the layers of programs, and a builder that makes a program's model from such modules."""
+"""Build the model of a program from its layers, and define the modules of these layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs: a small model and a sequence of calls of it, the verbs. A program can be written as one line of text.
+"""Define programs: a small model and a sequence of calls (verbs). A program can be written as one line of text.
 
 ``x(3) linear(2) relu | f b:retain b s`` is a model with three inputs, a linear layer with two outputs and a ReLU, whose
 caller runs a forward, two backwards on its graph and a step. A program is legal if plain PyTorch can run it.
@@ -118,10 +118,10 @@ ALLOWED_MARKS: dict[Act, tuple[Mark, ...]] = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a program's model.
+    """A layer of the model that a program runs on.
 
-    ``sizes`` are the numbers that the comments in LayerKind describe. ``inner`` are the inner layers of a block; all
-    other layers have none.
+    ``sizes`` are the layer's integer arguments, such as the outputs of ``linear(outputs)``; LayerKind lists them.
+    ``inner`` are the inner layers of a block; all other layers have none.
     """
 
     kind: LayerKind
@@ -185,7 +185,7 @@ class Program:
 
     @property
     def caller_divisor(self) -> int:
-        """The number by which the caller divides its losses: its window, or 1 if the engine owns the window."""
+        """The number by which the caller divides its losses: ``window`` if the caller owns the window, otherwise 1."""
         return self.window if self.window_owner == CALLER else 1
 
     @property
@@ -226,9 +226,9 @@ class CallerState:
     """The state, between two verbs, of the code that calls the engine.
 
     ``outputs`` lists the micro-batch number of each kept output. ``pending`` is the state of the gradients. ``window``
-    is the number of micro-batches per step, and ``micro_batches_counted`` is how many of the current window its owner
-    has counted: the engine counts steps, the caller backwards. ``micro_batches_drawn`` and ``save_count`` count from
-    the start of the program.
+    is the number of micro-batches in an accumulation window, and ``micro_batches_counted`` says how many of them
+    ``window_owner`` has counted: the engine counts calls of ``step``, the caller counts backwards.
+    ``micro_batches_drawn`` and ``save_count`` count from the start of the program.
     """
 
     outputs: tuple[int, ...] = ()
@@ -310,7 +310,10 @@ def explain_missing_input_gradient(layers: Sequence[Layer], act: Act) -> str:
 
 
 def is_accumulating(caller: CallerState, verb: Verb) -> bool:
-    """Return whether ``verb`` adds to gradients that wait for a step, without an accumulation window of the engine."""
+    """Return whether ``verb`` is a backward that adds to gradients that wait for a step.
+
+    The result is False if the accumulation window has several micro-batches, which accumulate gradients in any case.
+    """
     return verb.act in BACKWARD_ACTS and caller.pending is not PendingGradients.NOTHING and caller.window == 1
 
 

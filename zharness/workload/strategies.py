@@ -1,4 +1,4 @@
-"""Hypothesis strategies that draw programs.
+"""Define Hypothesis strategies that draw programs.
 
 A strategy draws arbitrary layers and verbs and keeps those that are legal after the earlier ones, so no example is
 rejected.
@@ -35,7 +35,7 @@ MAX_DEPTH = 2  # depth to which blocks are nested
 
 @dataclass(frozen=True)
 class Repertoire:
-    """The layers, acts, marks and settings that programs for one engine may use at one stage.
+    """The layers, calls (acts), call options (marks) and settings that programs for one engine may use at one stage.
 
     If an example fails, Hypothesis replaces values by earlier members of these tuples, so the simplest member comes
     first. ``limits`` are the engine's limits on kept outputs and on several backwards per step.
@@ -111,7 +111,7 @@ VERB_PHRASES = (
 
 
 def verb_phrases(repertoire: Repertoire) -> st.SearchStrategy[list[Verb]]:
-    """Return a strategy that draws a verb with any marks, or one of VERB_PHRASES, within ``repertoire``."""
+    """Return a strategy that draws a verb with any of its options, or one of VERB_PHRASES, within ``repertoire``."""
     phrases = [list(map(Verb, acts)) for acts in VERB_PHRASES if set(acts) <= set(repertoire.acts)]
     marked = [act for act in ALLOWED_MARKS if act in repertoire.acts]
     rest = [[Verb(act)] for act in repertoire.acts if act not in (*FORWARD_TO_STEP, *marked)]

@@ -1,4 +1,4 @@
-"""Models of users, each built by a factory that the user names by its path ``package.module:factory``.
+"""Load models of users. Each is built by a factory that the user names by its path ``package.module:factory``.
 
 The factory returns a model, or a tuple of a model, a function that draws its micro-batches, and its loss function.
 """
@@ -124,7 +124,7 @@ class UserModel:
     def get_parts(self, seed: int | None = None) -> UserModelParts:
         """Call the factory with torch's generator seeded with ``seed``, or return the cached result for this seed.
 
-        If ``seed`` is None, the cached result is returned whatever its seed.
+        If ``seed`` is None, the cached result is returned, whichever seed it has.
         """
         if self._cached_parts is None or seed not in (None, self._cached_parts[0]):
             self._cached_parts = None  # free the model before the next one is built

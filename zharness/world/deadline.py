@@ -34,7 +34,7 @@ class Deadline:
         return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
 
     def is_over(self) -> bool:
-        """Return whether the deadline has passed. A scheduled check that is due does not count."""
+        """Return whether the deadline has passed. Times that ``schedule_check`` has set do not matter here."""
         return time.monotonic() >= self._ends_at
 
     def shorten(self, seconds: float) -> None:

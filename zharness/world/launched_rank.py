@@ -15,7 +15,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,13 +32,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, get_debug_level, set_debug_level
 
 from zharness.world import witness
-from zharness.world.current_rank import CurrentRank, clear_current_rank, set_current_rank
+from zharness.world.current_rank import CurrentRank, clear_current_rank, current_rank, set_current_rank
 from zharness.world.deadline import GRACE_SECONDS
 from zharness.world.launch import Launch
 from zharness.world.messages import ShutdownMessage
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
+from zharness.world.process_group import ProcessGroup, open_sockets, shut_down_sockets
 from zharness.world.rank import (
-    COLLECTIVE_TIMEOUT,
     choose_debug_level,
     inherited_function_placeholder,
     outcome_from_exception,
@@ -93,6 +92,7 @@ class LaunchedRank:
         self.launch = launch
         self._inherited_function = inherited_function
         self._sockets_before_group: set[tuple[int, str]] = set()
+        self._group: ProcessGroup | None = None
         self._saved_descriptors: dict[int, int] = {}
         # The witness removes this directory, also if this process is killed.
         self._scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
@@ -157,21 +157,22 @@ class LaunchedRank:
         level = choose_debug_level(task)
         if dist.is_initialized():
             if task.group is Group.REUSED and get_debug_level() == level:
+                current_rank().group = self._group
                 return
             self.destroy_group()
-        self._sockets_before_group = open_sockets()
+        self._sockets_before_group, self._group = open_sockets(), None
         if task.group is Group.NONE:
             return
         set_debug_level(level)
-        device = rank_device(rank, task.world_size)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"group/{assignment.serial}", self.store.torch_store),
-            rank=rank,
-            world_size=task.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+        prefix, store = f"group/{assignment.serial}", self.store.torch_store
+        self._group = ProcessGroup(
+            rank,
+            task.world_size,
+            rank_device(rank, task.world_size),
+            lambda times_formed: PrefixStore(f"{prefix}/{times_formed}", store),
         )
+        self._group.form()
+        current_rank().group = self._group
 
     def destroy_group(self) -> None:
         """Destroy the default process group if there is one. Call this method once every rank has ended the task."""
@@ -182,16 +183,12 @@ class LaunchedRank:
     def break_group(self, serial: int) -> None:
         """Close this rank's connections, so that ranks that wait in a collective raise "Connection closed by peer".
 
-        ``serial`` is the number of the task. Destroying the process group is not enough: torch keeps a group alive
-        while anything refers to it, such as a local variable of the frame that raised. Therefore every socket that was
-        opened since the group was formed is shut down. Ranks that do not wait for this rank are not affected.
+        ``serial`` is the number of the task. Every socket that was opened since the group was formed is shut down, also
+        for a task without a group, whose test may have formed one. Ranks that do not wait for this rank are not
+        affected.
         """
         self.store.post(broken_group_key(serial), True)
-        for descriptor, _ in open_sockets() - self._sockets_before_group:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.getpeername()  # raises for a listening socket, whose shutdown gloo does not expect
-                    connection.shutdown(socket.SHUT_RDWR)
+        shut_down_sockets(open_sockets() - self._sockets_before_group)
         self.destroy_group()
 
     @contextmanager
@@ -305,17 +302,3 @@ class Follower(LaunchedRank):
 def broken_group_key(serial: int) -> str:
     """Return the key under which a rank posts that it broke the process group of the task with number ``serial``."""
     return f"work/{serial}/hung"
-
-
-def open_sockets() -> set[tuple[int, str]]:
-    """Return the open sockets of this process as pairs (descriptor, ``socket:[inode]``).
-
-    On systems other than Linux, the set is empty.
-    """
-    sockets = set()
-    for link in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):
-            target = os.readlink(link)
-            if target.startswith("socket:"):
-                sockets.add((int(link.name), target))
-    return sockets

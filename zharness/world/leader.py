@@ -38,6 +38,7 @@ from zharness.world.launched_rank import (
 from zharness.world.messages import ShutdownMessage
 from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
 from zharness.world.process_end import PROCESS_GONE_CAUSE
+from zharness.world.process_group import PEER_LOST_MESSAGES
 from zharness.world.server import RankServer
 from zharness.world.store import STORE_TIMEOUT, LaunchStore, StoreChannel, rank_outcome_key
 from zharness.world.task import Group, RankTask
@@ -308,10 +309,6 @@ def shift_times(outcome: RankOutcome, offset_ns: int) -> RankOutcome:
     """Return a copy of the outcome in which all times are ``offset_ns`` nanoseconds earlier."""
     notes = tuple(replace(note, at_ns=note.at_ns - offset_ns) for note in outcome.notes)
     return replace(outcome, at_ns=outcome.at_ns - offset_ns, notes=notes)
-
-
-# Parts of gloo's errors on a rank whose peer closed the connection or died.
-PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "monitoredBarrier")
 
 
 def mark_peer_loss_as_stopped(outcome: RankOutcome) -> RankOutcome:

@@ -50,9 +50,10 @@ class RankOutcome:
 
     ``at_ns`` is the time of the end in nanoseconds of CLOCK_MONOTONIC, which processes of one machine can compare.
     ``cause`` is a sentence that explains ``end``. ``exception`` is the qualified class name of the exception that the
-    task raised, and ``innermost_file`` is the file of the exception's innermost frame. ``stack`` is the stack of a rank
-    that hung or was stopped, and ``site`` is the collective in which that rank waited, or empty. ``phase`` is the test
-    phase in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
+    task raised, and ``innermost_file`` is the file of the exception's innermost frame; ``raising_frame`` names file,
+    line and function of its innermost frame in the user's or the engine's code. ``stack`` is the stack of a rank that
+    hung or was stopped, and ``site`` is the collective in which that rank waited, or empty. ``phase`` is the test phase
+    in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
     before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
     ``imported_modules`` are the modules of torch that the rank imported during this task.
     """
@@ -63,6 +64,7 @@ class RankOutcome:
     cause: str = ""
     exception: str = ""
     innermost_file: str = ""
+    raising_frame: str = ""
     traceback: str = ""
     stack: str = ""
     site: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import datetime
 import faulthandler
 import os
 import pickle
@@ -26,7 +25,7 @@ from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, s
 
 from zharness.errors import WorldError
 from zharness.world.cores import use_batch_scheduling
-from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
+from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, current_rank, set_current_rank
 from zharness.world.messages import (
     CollectiveAnnouncement,
     DeadlineHold,
@@ -40,14 +39,13 @@ from zharness.world.messages import (
 )
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import RankEnd, RankOutcome
+from zharness.world.process_group import ProcessGroup
+from zharness.world.raising_frame import describe_raising_frame
 from zharness.world.streams import phase_marker
 from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
 
 PIPE_CLOSED_STATUS = 74  # exit status of a rank whose control pipe is closed: EX_IOERR of sysexits.h
 LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
-# The server enforces the deadline of a task, and extends it for builds and debuggers. The time-out of collectives is
-# longer than any such deadline, so that it never fires first.
-COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -277,6 +275,7 @@ def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
         cause=f"{type(error).__name__}: {message}",
         exception=f"{type(error).__module__}.{type(error).__qualname__}",
         innermost_file=frames[-1].filename if frames else "",
+        raising_frame=describe_raising_frame(frames),
         traceback="".join(traceback.format_exception(error)),
     )
 
@@ -309,18 +308,19 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
         if task.group is Group.REUSED and can_reuse:
             return
         dist.destroy_process_group()
+    current_rank().group = None
     if task.group is Group.NONE:
         return
     set_debug_level(level)
-    device = rank_device(slot.rank, slot.world_size)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(str(slot.scratch_dir / f"rendezvous.{task.serial}"), slot.world_size),
-        rank=slot.rank,
-        world_size=slot.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+    rendezvous = f"{slot.scratch_dir}/rendezvous.{task.serial}"
+    group = ProcessGroup(
+        slot.rank,
+        slot.world_size,
+        rank_device(slot.rank, slot.world_size),
+        lambda times_formed: FileStore(f"{rendezvous}.{times_formed}", slot.world_size),
     )
+    group.form()
+    current_rank().group = group
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:

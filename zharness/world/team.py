@@ -23,6 +23,11 @@ from zharness.world.orphans import kill_process_group
 from zharness.world.streams import RankStream, make_echo
 from zharness.world.task import RankTask
 
+# Every process group that a task leaves behind keeps about three threads of gloo: ranks that had run 200 tasks with a
+# mesh had 640 threads each. Ranks are replaced then, because a group must not be destroyed while a peer may use it.
+# torch may have two pools of as many threads as there are cores.
+MAX_THREADS = 64 + 2 * (os.cpu_count() or 1)
+
 
 class CannotStart(Exception):
     """Raised when ranks cannot be forked: memory, processes or descriptors ran out, or a directory is missing."""
@@ -169,8 +174,12 @@ class RankTeam:
             member.send(ShutdownMessage())
 
     def is_reusable(self) -> bool:
-        """Return whether every rank is alive and no test has removed the scratch directory."""
-        return self.scratch_dir.is_dir() and not wait([member.end_descriptor for member in self.members], timeout=0)
+        """Return whether every rank is alive, has at most MAX_THREADS threads, and still has its scratch directory."""
+        return (
+            self.scratch_dir.is_dir()
+            and not wait([member.end_descriptor for member in self.members], timeout=0)
+            and all(count_threads(member.pid) <= MAX_THREADS for member in self.members)
+        )
 
     def close(self) -> None:
         """Kill the ranks and their process groups, close their pipes and remove the scratch directory."""
@@ -191,6 +200,14 @@ class RankTeam:
         self.members = []
         self.selector.close()
         shutil.rmtree(self.scratch_dir, ignore_errors=True)
+
+
+def count_threads(pid: int) -> int:
+    """Return the number of threads of a process; 0 where /proc does not exist, and for a process that has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def open_two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:

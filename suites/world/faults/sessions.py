@@ -131,22 +131,32 @@ def start_pytest(
 class Session:
     """A running pytest session over ``files`` in ``folder``, with a temporary directory of its own.
 
-    ``spares`` is the number of xdist workers that are forks of the warm Python.
+    ``spares`` is the number of xdist workers that are forks of the warm Python, ``variables`` are environment
+    variables, and ``settings`` further lines of its pytest.ini.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, str], *arguments: str, spares: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, str],
+        *arguments: str,
+        spares: int = 0,
+        variables: Mapping[str, str] | None = None,
+        settings: str = "",
+    ) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         (folder / "notes").mkdir(exist_ok=True)
         (folder / "record.jsonl").unlink(missing_ok=True)  # of a session before this one
-        (folder / "pytest.ini").write_text(inner.settings(*files.values()))
+        (folder / "pytest.ini").write_text(f"{inner.settings(*files.values())}{settings}")
         (folder / "conftest.py").write_text(RECORDER.replace("GONE", str(LEFTOVER_TIMEOUT)))
         for name, text in files.items():
             (folder / name).write_text(textwrap.dedent(text))
         command = [f"--basetemp={folder / 'base'}", *arguments]
         self._began = time.monotonic()
-        self._program = start_pytest(folder, command, {"TMPDIR": str(self.temporary), "COLUMNS": "200"}, spares=spares)
+        variables = {"TMPDIR": str(self.temporary), "COLUMNS": "200", **(variables or {})}
+        self._program = start_pytest(folder, command, variables, spares=spares)
         self.pid = self._program.pid
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""Collect the laws of the group ``access``: an engine's own functions read and replace the tensor that was named."""
+"""Collect the laws of the group ``access``: the engine reads and replaces gradients, weights and state by name."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import SupportsReadOut
 from zharness.errors import EngineContractError
 from zharness.law_kit.law import Law
@@ -29,7 +29,7 @@ STATE_OPTIMIZERS = {"momentum": MOMENTUM_SGD, "adam": EXACT_ADAM, "groups": ADAM
 
 
 class Kind(Enum):
-    """The kinds of tensors that belong to a parameter and that an engine reads and replaces."""
+    """The kinds of tensors that an engine reads and replaces by the name of a parameter."""
 
     GRAD = "grad"
     PARAM = "param"
@@ -82,7 +82,7 @@ def optimizer_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return random tensors with the shapes and dtypes of ``like``, whose values are exact in bf16.
+    """Return random tensors with the shapes and dtypes of ``like``. Their values are exact in bf16.
 
     The values are in {1, 2, 3, 4, 6, 8} times a power of two and a sign; another ``seed`` gives other values.
     """
@@ -98,13 +98,14 @@ def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def own_shard(engine: Engine, name: str, value: Tensor, like: Tensor) -> Tensor:
     """Return the elements of ``value`` that ``layout()`` assigns to this rank, zero-padded to the size of ``like``."""
-    pieces = [value.flatten()[p.start : p.stop] for p in engine.layout()[name] if p.rank == dist.get_rank()]
+    layout = engine.layout().get(name, (Piece(dist.get_rank(), 0, value.numel()),))
+    pieces = [value.flatten()[piece.start : piece.stop] for piece in layout if piece.rank == dist.get_rank()]
     elements = torch.cat([value.new_empty(0), *pieces])
     return torch.cat([elements, elements.new_zeros(like.numel() - elements.numel())]).to(like.dtype)
 
 
 def accumulation_window(boundary: int) -> range:
-    """Return the numbers of the micro-batches before accumulation boundary ``boundary``."""
+    """Return the numbers of the micro-batches of accumulation window number ``boundary``, counted from 0."""
     return range(boundary * ACCUMULATION_STEPS, (boundary + 1) * ACCUMULATION_STEPS)
 
 

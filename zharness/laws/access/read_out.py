@@ -1,4 +1,4 @@
-"""Define the laws in which an engine reads out gradients, weights and optimizer state of named parameters."""
+"""Define the laws in which the engine returns the gradient, weight and optimizer state of a parameter by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zharness.law_kit.optimizer_step import (
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD, ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.record_comparisons import compare_record_of_ranks, compare_records
 from zharness.laws.access.common import (
     ACCUMULATION_STEPS,
     CLIP,
@@ -32,8 +32,7 @@ from zharness.laws.access.common import (
     train_micro_batch,
     trained_names,
 )
-from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
-from zharness.parity.compare import check_names
+from zharness.parity import Comparison, Part, compare_bitwise
 
 SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, WINDOW = "clipped", "window"
@@ -66,7 +65,7 @@ def read_grads_of_steps(ctx: RankContext, engine: Engine) -> None:
 
 
 def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients that were read with the mean of the local gradients over ranks."""
+    """Compare each gradient that the engine returned by name with the mean of the local gradients over ranks."""
     for step in range(STEPS):
         local = ctx.compute_local_grads(step)
         yield from ctx.compare_losses(step, local)
@@ -74,7 +73,7 @@ def judge_read_grad(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients that were read with ``full_grads()``, which other laws judge under a loss scale."""
+    """Compare gradients read by name to the result of ``full_grads()``, which other laws judge under a loss scale."""
     for step in range(STEPS):
         scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
         for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
@@ -96,7 +95,7 @@ def observe_read_grad_in_window(ctx: RankContext) -> None:
 def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bool) -> None:
     """Train two accumulation windows, and read every gradient at their boundaries.
 
-    If ``reads_inside`` is true, also read every gradient inside the windows.
+    If ``reads_inside`` is true, also read every gradient after each micro-batch inside the accumulation windows.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD, accumulation_steps=ACCUMULATION_STEPS, accumulation_owner=owner)
     access, names = require_read_out(engine), trained_names(engine)
@@ -115,7 +114,7 @@ def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bo
 
 
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients with the mean over ranks of the gradients so far.
+    """Compare each reading of a gradient with the mean over ranks of the gradient that is accumulated at this point.
 
     Each loss is divided by the number of micro-batches in the accumulation window.
     """
@@ -159,7 +158,7 @@ def observe_read_param(ctx: RankContext) -> None:
 
 
 def judge_read_param(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the weights before the step with the engine's initial weights, and those after it with SGD's formula."""
+    """Compare weights read before the step with the initial weights, and weights read after it with SGD's formula."""
     for label in ("read", "read_in_window", "read_after_backward"):
         if ctx.has_record(label):
             yield from compare_records(ctx, "weights", label, 0, 0, Part.GATHER)
@@ -217,15 +216,11 @@ def observe_read_state(ctx: RankContext) -> None:
 
 
 def judge_read_state(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the state with the optimizer's formula, applied to the gradients and the state read before."""
+    """Compare the state after each step with the optimizer's formula, applied to the numbers from before the step."""
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, STATE_OPTIMIZERS[ctx.variant], grads, RecordedStep(step, "weights", "read"))
-        read = ctx.rank_records("read", step + 1)
-        for record in read:
-            check_names("read_optimizer_state", read[0], record)
-        for name in read[0]:
-            yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in read])
+        yield from compare_record_of_ranks(ctx, "read", step + 1, step)
 
 
 LAWS = (

@@ -1,4 +1,4 @@
-"""Define the law in which an engine reads out this rank's shards of gradients, weights and optimizer state."""
+"""Define the law in which an engine returns this rank's shards of gradients, weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, Piece
 from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -22,6 +22,7 @@ from zharness.laws.access.common import (
     trained_names,
 )
 from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.compare import check_names
 
 OPTIMIZER = STATE_OPTIMIZERS["adam"]
 
@@ -52,9 +53,11 @@ def judge_read_shard(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare each rank's shards with the elements that ``layout()`` assigns to it, followed by padding of zeros."""
     for rank, (full, shards) in enumerate(zip(ctx.rank_records("full"), ctx.rank_records("shards"), strict=True)):
         layout = ctx.evidence[rank].layout
+        check_names(f"what rank {rank} reads as shards", full, {path: shards[path] for path in shards if path in full})
         for path, tensor in full.items():
             flat, name = tensor.flatten(), path.rsplit("/", 1)[0]
-            pieces = [flat[piece.start : piece.stop] for piece in layout[name] if piece.rank == rank]
+            owned = layout.get(name, (Piece(rank, 0, flat.numel()),))
+            pieces = [flat[piece.start : piece.stop] for piece in owned if piece.rank == rank]
             expected = torch.cat([flat.new_empty(0), *pieces])
             shard, place = shards[path], ctx.location(path, Part.GATHER, 0, rank)
             count = torch.tensor(float(shard.numel()))

@@ -1,4 +1,4 @@
-"""Define the laws in which an engine's gradients, weights and optimizer state are replaced by new tensors."""
+"""Define the laws in which the engine replaces gradients, weights and optimizer state by new tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from zharness.engines.tensor_access import require_read_out, require_shard_acces
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
-from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizer_step import (
+    RecordedStep,
+    compare_published_weights,
+    compare_ranks_after_step,
+    judge_step,
+)
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_records
+from zharness.law_kit.record_comparisons import compare_record_of_ranks, compare_records
 from zharness.laws.access.common import (
     ACCUMULATION_STEPS,
     ALIGNED,
@@ -31,12 +36,12 @@ from zharness.laws.access.common import (
     train_micro_batch,
     trained_names,
 )
-from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks
+from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
 BEFORE_FORWARD, BEFORE_STEP, FORWARD = "before_forward", "before_step", "forward"
-# An engine that cannot write padded parameters has to show what it does with others, too.
+# Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
 SHARD_VARIANTS = (SHARD, CLIPPED_SHARD)
 
@@ -75,7 +80,7 @@ def observe_write_grad(ctx: RankContext) -> None:
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace gradients by ``values``: write shards in the law variants of shards, else full tensors."""
+    """Replace gradients by ``values``: write this rank's shards in the law variants of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -125,7 +130,7 @@ def observe_write_param(ctx: RankContext) -> None:
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
-    """Replace weights by ``values``: write shards in the law variant of shards, else full tensors."""
+    """Replace weights by ``values``: write this rank's shards in the law variant of shards, else full tensors."""
     if ctx.variant in SHARD_VARIANTS:
         shards = require_shard_access(engine)
         for name, value in values.items():
@@ -138,23 +143,19 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new weights, and that the step uses them.
 
-    In one law variant, check that the forward uses the new weights too.
+    In the variant FORWARD, the forward has to use the new weights too.
     """
     yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
     if ctx.variant == FORWARD:
         params = ctx.rank_records("params")[0]
-        for name, weight in ctx.rank_records("weights")[0].items():
-            yield compare_bitwise(ctx.location(name, Part.GATHER), weight.to(params[name].dtype), params[name])
+        yield from compare_published_weights(ctx, RecordedStep(0, "weights"), "params")
         local = ctx.compute_local_grads(0, {**params, **ctx.rank_records("weights")[0]})
         yield from ctx.compare_losses(0, local)
         yield from ctx.compare_reduced_grads("grads", [local])
     yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "weights"))
-    yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
-    for rank, (weights, params) in enumerate(
-        zip(ctx.rank_records("weights", 1), ctx.rank_records("params", 1), strict=True)
-    ):
-        for name, weight in weights.items():
-            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), weight.to(params[name].dtype), params[name])
+    after = RecordedStep(1, "weights")
+    yield from compare_ranks_after_step(ctx, after)
+    yield from compare_published_weights(ctx, after, "params")
 
 
 def observe_write_state(ctx: RankContext) -> None:
@@ -187,7 +188,7 @@ def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Tensor) -> None:
-    """Replace one entry of optimizer state by ``value``: write shards in law variants of shards, else full tensors."""
+    """Replace an entry of optimizer state by ``value``: write a shard in variants of shards, else a full tensor."""
     if ctx.variant.endswith(SHARD):
         shards = require_shard_access(engine)
         shard = own_shard(engine, name, value, shards.read_optimizer_state_shard(name, key))
@@ -202,9 +203,7 @@ def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:
     optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
     yield from judge_step(ctx, optimizer, ctx.rank_records("grads")[0], RecordedStep(1, "weights", "written"))
     for label in ("weights", "written"):
-        records = ctx.rank_records(label, 2)
-        for name in records[0]:
-            yield from compare_ranks(ctx.location(name, Part.GATHER, 1), [record[name] for record in records])
+        yield from compare_record_of_ranks(ctx, label, 2, 1)
 
 
 def write_variant(name: str = "", *features: Feature) -> Variant:

@@ -1,4 +1,4 @@
-"""Collect the laws about circumstances of training: what a step uses, and what gradients and batches look like."""
+"""Collect the laws about unusual training: unused weights, special gradients, changing batches and closed engines."""
 
 from __future__ import annotations
 

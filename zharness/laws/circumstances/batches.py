@@ -18,7 +18,7 @@ ORDERS = ((0, 1, 2), (2, 0, 1), (1, 1, 0, 2))  # of the experts; the last order 
 
 
 def count_rows(rank: int, window: int, micro: int) -> int:
-    """Return a number of rows from 1 to SAMPLES that differs between ranks, windows and micro-batches."""
+    """Return a number of rows from 1 to SAMPLES that differs between ranks, accumulation windows and micro-batches."""
     return 1 + (rank + window + 2 * micro) % SAMPLES
 
 
@@ -35,7 +35,10 @@ def select_no_rows_on_rank_0(batch: Batch, rank: int, window: int, micro: int) -
 
 
 def select_sequence(batch: Batch, rank: int, window: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Return one sequence of several rows, of shape (1, rows, features), whose length differs between windows."""
+    """Return one sequence of several rows, of shape (1, rows, features).
+
+    The number of rows differs between accumulation windows.
+    """
     rows = count_rows(rank, window, micro)
     return batch.inputs[None, :rows], batch.target[None, :rows]
 
@@ -62,13 +65,16 @@ def make_shape_script(select: RowSelection) -> WindowScript:
 
 
 def make_shape_scenarios() -> dict[str, WindowScenario]:
-    """Return a scenario for each selection of rows, and a scenario in which the micro-batches of a window differ."""
+    """Return a scenario for each selection of rows.
+
+    One further scenario has micro-batches of different sizes in one accumulation window.
+    """
     scenarios = {name: WindowScenario(make_shape_script(select), WINDOWS) for name, select in SELECTIONS.items()}
     return scenarios | {"rows_2_by_engine": make_accumulated(scenarios["rows"], "2_by_engine")}
 
 
 def train_in_order(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch with the experts in an order that differs between windows and micro-batches."""
+    """Train one micro-batch with the experts in an order that depends on the window and the micro-batch."""
     train_route(participant, window + WINDOWS * micro, ORDERS[(window + micro) % len(ORDERS)])
 
 

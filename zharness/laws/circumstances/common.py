@@ -41,5 +41,5 @@ def train_route(participant: Participant, batch_number: int, route: Sequence[int
 
 
 def train_whole_model(participant: Participant, window: int, micro: int) -> None:
-    """Run forward and backward of one micro-batch through every expert. All micro-batches of a window differ."""
+    """Run forward and backward of one micro-batch through every expert. The micro-batches of a window all differ."""
     train_route(participant, 2 * window + micro, ALL_EXPERTS)

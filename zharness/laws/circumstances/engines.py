@@ -1,4 +1,4 @@
-"""Define the law engines.one_closed: an engine trains on while another engine in the same process is closed."""
+"""Define the law engines.one_closed: closing one engine does not change the training of another engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def observe_one_closed(ctx: RankContext) -> None:
 
 
 def close_during(variant: str, engine: Engine) -> WindowScenario:
-    """Return a scenario that closes ``engine`` in its first window, except in the variant that closed it before."""
+    """Return a scenario that closes ``engine`` in its first window, unless the law variant closes it beforehand."""
 
     def close_after_step(participant: Participant, window: int) -> None:
         """Close the engine after the first step."""
@@ -54,7 +54,7 @@ def close_during(variant: str, engine: Engine) -> WindowScenario:
             engine.close()
 
     def close_before_backward(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch; in the first window, close the engine between forward and backward."""
+        """Train one micro-batch; in the first accumulation window, close the engine between forward and backward."""
         batch = participant.get_batch(window)
         loss = sum_loss(participant.call(batch.inputs), batch.target)
         close_after_step(participant, window)

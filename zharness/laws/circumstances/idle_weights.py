@@ -15,7 +15,7 @@ ROUTES: tuple[tuple[int, ...], ...] = (ALL_EXPERTS, (0, 2), (1,), ())
 
 
 def train_window_route(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch through the experts of the window."""
+    """Train one micro-batch through the experts that this accumulation window uses."""
     train_route(participant, window + len(ROUTES) * micro, ROUTES[window])
 
 
@@ -43,10 +43,13 @@ def make_freezing_scenarios() -> dict[str, WindowScenario]:
 
 
 def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
-    """Return a script that uses every expert, and freezes one expert in the windows for which ``plan`` is false."""
+    """Return a script that uses every expert in every accumulation window.
+
+    One expert is frozen in the windows for which ``plan`` is false.
+    """
 
     def train(participant: Participant, window: int, micro: int) -> None:
-        """Train one micro-batch. Before the first forward of a window, freeze or unfreeze the expert."""
+        """Train one micro-batch. Before the first forward of an accumulation window, freeze or unfreeze the expert."""
         if micro == 0:
             participant.module.experts[TRAINED].requires_grad_(plan[window])
         train_route(participant, window + len(plan) * micro, ALL_EXPERTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -18,13 +18,13 @@ ZERO_WINDOW = 0  # the window whose losses are zero
 CLIP = 4.0  # far below the norm of every window's gradient
 
 
-def make_zero_script(is_zero: Callable[[int], bool]) -> WindowScript:
-    """Return a script in which the losses of one window are zero on the ranks for which ``is_zero`` is true."""
+def make_zero_script(on_all_ranks: bool) -> WindowScript:
+    """Return a script in which the losses of one accumulation window are zero on rank 0, or on all ranks."""
 
     def train(participant: Participant, window: int, micro: int) -> NamedTensors:
         """Train one micro-batch, and return its loss."""
         batch = participant.get_batch(window + WINDOWS * micro)
-        factor = 0 if window == ZERO_WINDOW and is_zero(participant.rank) else 1
+        factor = 0 if window == ZERO_WINDOW and (on_all_ranks or participant.rank == 0) else 1
         loss = factor * sum_loss(participant.call(batch.inputs), batch.target)
         participant.backward(loss)
         return {"loss": loss}
@@ -32,8 +32,8 @@ def make_zero_script(is_zero: Callable[[int], bool]) -> WindowScript:
     return train
 
 
-ZERO_ON_ONE_RANK = WindowScenario(make_zero_script(lambda rank: rank == 0), WINDOWS)
-ZERO_ON_ALL_RANKS = WindowScenario(make_zero_script(lambda rank: True), WINDOWS)
+ZERO_ON_ONE_RANK = WindowScenario(make_zero_script(on_all_ranks=False), WINDOWS)
+ZERO_ON_ALL_RANKS = WindowScenario(make_zero_script(on_all_ranks=True), WINDOWS)
 
 ZERO_SCENARIOS = {
     "one_rank": ZERO_ON_ONE_RANK,

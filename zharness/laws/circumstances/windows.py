@@ -1,4 +1,4 @@
-"""Define the laws of the group ``window``: micro-batches of one accumulation window that use different parameters."""
+"""Define the laws in which the micro-batches of one accumulation window use different parameters."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ RouteChoice = Callable[[Participant, int, int], bool]  # (participant, micro-bat
 
 
 def is_first(_participant: Participant, micro: int, _count: int) -> bool:
-    """Return whether a micro-batch is the first of its window."""
+    """Return whether a micro-batch is the first of its accumulation window."""
     return micro == 0
 
 
 def is_last(_participant: Participant, micro: int, count: int) -> bool:
-    """Return whether a micro-batch is the last of its window."""
+    """Return whether a micro-batch is the last of its accumulation window."""
     return micro == count - 1
 
 
 def is_first_of_rank_0(participant: Participant, micro: int, _count: int) -> bool:
-    """Return whether a micro-batch is the first of its window, and this rank is rank 0."""
+    """Return whether a micro-batch is the first of its accumulation window, and this rank is rank 0."""
     return micro == 0 and participant.rank == 0
 
 
 def is_turn_of_rank(participant: Participant, micro: int, count: int) -> bool:
-    """Return whether a micro-batch is the one of its window in which this rank uses the expert."""
+    """Return whether a micro-batch is the only one of its accumulation window in which this rank uses the expert."""
     return micro == participant.rank % count
 
 
@@ -55,7 +55,7 @@ CHOICES_FOR_SOME_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
 def make_route_scenarios(
     choices: Mapping[str, tuple[RouteChoice, tuple[str, ...]]], is_uneven: bool
 ) -> dict[str, WindowScenario]:
-    """Return a scenario for each pair of a choice (which micro-batches use the expert) and one of its accumulations."""
+    """Return a scenario for each choice of micro-batches that use the expert, with each accumulation of that choice."""
     return {
         f"{name}_{accumulation}": make_route_scenario(choice, *ACCUMULATIONS[accumulation], is_uneven)
         for name, (choice, accumulations) in choices.items()
@@ -80,7 +80,7 @@ def make_route_scenario(
 ) -> WindowScenario:
     """Return a scenario in which ``choice`` selects the micro-batches that use the expert.
 
-    No micro-batch of the second window uses the expert.
+    No micro-batch of the second accumulation window uses the expert.
     """
     train = TrainChosenRoute(choice, micro_batches)
     return WindowScenario(train, micro_batches=micro_batches, owner=owner, is_uneven=is_uneven)

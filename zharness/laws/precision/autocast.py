@@ -1,6 +1,7 @@
-"""Define laws of torch_autocast: its outputs, losses and gradients equal those under torch.autocast.
+"""Define laws of the configuration section torch_autocast: it has the effect of torch.autocast.
 
-The laws also cover a backward or a forward of the engine inside the user's own autocast.
+Outputs, losses and gradients equal those under torch.autocast. The laws also cover a backward or a forward of the
+engine inside the user's own autocast.
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ LAWS = (
         "gradients are plain PyTorch's with and without torch_autocast, and with backward inside a user's autocast",
         observe_states,
         judge_states,
+        models=("mixed", "recomputed"),
         variants=(Variant(applies_to_user_models=True),),
         sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",

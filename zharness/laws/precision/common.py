@@ -117,14 +117,14 @@ def get_sent_elements(engine: Engine) -> Mapping[str, int]:
     sent = engine.observe().sent_elements
     if isinstance(sent, Absent):
         raise EngineContractError(
-            f"engine.observe() returned no element counts (sent_elements): {sent.reason}; "
-            "expected the number of elements by collective and dtype"
+            f"engine.observe() did not report sent_elements: {sent.reason}; "
+            "expected the number of elements that this rank sent, by collective and dtype"
         )
     return sent
 
 
 def count_sent_elements(engine: Engine, collectives: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the number of elements that ``collectives`` have sent so far in bf16, fp32 and fp16."""
+    """Return the numbers of elements that ``collectives`` have sent so far in bf16, in fp32 and in fp16."""
     counts = dict.fromkeys(("bfloat16", "float32", "float16"), 0)
     for key, elements in get_sent_elements(engine).items():
         collective, _, dtype = key.partition(" ")
@@ -137,14 +137,20 @@ REDUCE_COLLECTIVES = ("all_reduce", "reduce_scatter")
 
 
 def parameters_inside_autocast(spec: ModelSpec) -> set[str]:
-    """Return the names of the parameters that a forward uses under autocast, which the module ``inner`` disables."""
+    """Return the names of the parameters that a forward uses under autocast: all except those of the module ``inner``.
+
+    The model disables autocast while it calls ``inner``.
+    """
     return {name for name, _ in spec.model(0).named_parameters() if not name.startswith("inner.")}
 
 
 def judge_sent_once(
     ctx: JudgeContext, label: str, sizes: Mapping[str, int], names_by_dtype: Mapping[str, set[str]]
 ) -> Iterator[Comparison]:
-    """Check that the elements of the parameters listed for each dtype were sent once in that dtype, plus padding."""
+    """Check that the parameters listed for a dtype were sent once in that dtype, for every dtype.
+
+    The number of sent elements may exceed the number of parameters' elements by the padding.
+    """
     for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
             least = sum(sizes[name] for name in names)
@@ -164,13 +170,14 @@ def precision_law(
     features: tuple[Feature, ...] = (Feature.AUTOCAST,),
     variants: tuple[Variant, ...] = (Variant(),),
     sets_autocast: bool = False,
+    models: tuple[str, ...] = ("mixed",),
 ) -> Law:
-    """Build a law of the group ``precision`` on the model ``mixed``."""
+    """Build a law of the group ``precision``, by default on the model ``mixed``."""
     return Law(
         name=f"precision.{name}",
         statement=statement,
         tier=Tier.STAGED,
-        models=("mixed",),
+        models=models,
         observe=observe,
         judge=judge,
         kept_because=kept_because,

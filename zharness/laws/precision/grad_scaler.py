@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -40,9 +41,12 @@ FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_powe
 
 RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
 
+CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
+
 SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     "fp16": (FP16_OPTIONS, 2.0**6, 2),
     RESUMED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
+    CLIPPED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
 }
 
@@ -91,9 +95,13 @@ def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
 
 
 def observe_scaler(ctx: RankContext) -> None:
-    """Train steps, of which two overflow, and record loss scale, skipped steps and learning rates after each step."""
+    """Train steps, of which two overflow, and record loss scale, skipped steps and learning rates after each step.
+
+    The variant ``clipped`` clips the gradients, and records the norm of each step that did not overflow.
+    """
     options, _, _ = SCALER_SETTINGS[ctx.variant]
-    engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options)
+    clip = CLIP_NORM if ctx.variant == CLIPPED_VARIANT else None
+    engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options, clip=clip)
     for step in range(STEPS):
         if ctx.variant == RESUMED_VARIANT and step == RESUME_STEP:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
@@ -103,6 +111,9 @@ def observe_scaler(ctx: RankContext) -> None:
         engine.backward(apply_loss_overflow(loss, overflow))
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
+        if clip is not None:
+            norm = engine.grad_norm()
+            ctx.record("norm", {"norm": scalar(torch.nan if norm is None else norm)}, step)
         engine.zero_grad()
         observations = engine.observe()
         scaler_state = (observations.loss_scale, observations.skipped_steps)
@@ -170,7 +181,8 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
             yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
         recorded_step = RecordedStep(step, "masters", skipped_steps=skipped)
         if finite:
-            yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step)
+            clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM)
+            yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step, clip_factor)
         else:
             yield from compare_skipped_step(ctx, step)
         yield from compare_learning_rates(ctx, step, step + 1 - skipped)
@@ -206,6 +218,7 @@ LAWS = (
         variants=(
             Variant("fp16", (Feature.LOSS_SCALER,)),
             Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
+            Variant(CLIPPED_VARIANT, (Feature.LOSS_SCALER, Feature.CLIP)),
             Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),
         kept_because="the only law with overflows, skipped steps and a loss scale that changes",

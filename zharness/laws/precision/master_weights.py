@@ -1,4 +1,8 @@
-"""Define the law precision.master_weights: the optimizer updates master weights, and weights are rounded masters."""
+"""Define the law precision.master_weights.
+
+The optimizer has to update master weights, the weights of the model have to equal the rounded master weights, and
+gradients have to accumulate in the configured dtype.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +141,7 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
 def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the accumulated gradients bitwise with those computed in float64.
 
-    At world sizes that are not powers of two, compare them within the bound of the reduction.
+    At world sizes that are not powers of two, compare them within the rounding error bound of the reduction.
     """
     if ctx.has_record("added"):
         low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)

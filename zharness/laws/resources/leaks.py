@@ -17,6 +17,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.laws.resources.common import resource_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
@@ -55,10 +56,8 @@ def judge_close(ctx: JudgeContext) -> Iterator[Comparison]:
         ctx.location("whole", Part.GATHER), [record["whole"] for record in ctx.rank_records("whole")]
     )
     if ctx.has_record("own"):
-        records = ctx.rank_records("params")
-        for name in records[0]:
-            yield from compare_ranks(ctx.location(name, Part.GATHER), [record[name] for record in records])
-        local = ctx.compute_local_grads(STEPS, records[0])
+        yield from compare_record_of_ranks(ctx, "params", 0, 0)
+        local = ctx.compute_local_grads(STEPS, ctx.rank_records("params")[0])
         yield from ctx.compare_values("own", [result.grads for result in local])
     for rank, record in enumerate(ctx.rank_records("left")):
         yield compare_bitwise(ctx.location("model", Part.GATHER, 0, rank), scalar(0), record["model"])

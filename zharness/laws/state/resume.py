@@ -21,11 +21,14 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import RESHARD_OPTIMIZER, SAVE_STEP, record_snapshot, run_eval_forward, train_steps
-from zharness.parity import Comparison, Part, Tier
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.compare import check_names, is_bitwise_equal
 
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 
 IDLE_NUMEL = 3
+
+RANK_0_HINT = "it is the buffer that rank 0 saved"
 
 FALLING_SCHEDULE = (
     1.0,
@@ -54,7 +57,9 @@ def observe_resume(ctx: RankContext) -> None:
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
     run_eval_forward(ctx, resumed, "forgotten")
     # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
-    never.module.seen = torch.full_like(cast(Tensor, never.module.seen), 1 + ctx.rank * buffers_differ)
+    # Not by attribute: a compiled module looks up attributes in the module that it wraps.
+    registered = never.module._buffers
+    registered["seen"] = torch.full_like(cast(Tensor, registered["seen"]), 1 + ctx.rank * buffers_differ)
     record_snapshot(ctx, never, SAVE_STEP, "unsaved")
     with shared_folder() as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(ctx.rank)
@@ -63,14 +68,50 @@ def observe_resume(ctx: RankContext) -> None:
         ctx.record("switches", read_process_state(), 1)
         resumed.load(folder)
         ctx.record("switches", read_process_state(), 2)
+    ctx.record("shared", {"shared": torch.tensor(shares_buffers(ctx))})
     for engine, label in ((never, "never"), (resumed, "resumed")):
         ctx.record(f"buffers-{label}", dict(engine.module.named_buffers()))
+    for engine, label in ((never, "never"), (resumed, "resumed")):
+        if label == "never" and shares_buffers(ctx):
+            continue_from_buffers(never, resumed)
         run_eval_forward(ctx, engine, label)
         for step in CONTINUED_STEPS:
             record_snapshot(ctx, engine, step, label)
             train_steps(ctx, engine, range(step, step + 1), label)
         record_snapshot(ctx, engine, CONTINUED_STEPS.stop, label)
         engine.close()
+
+
+def shares_buffers(ctx: RankContext) -> bool:
+    """Return whether a checkpoint of the engine holds each buffer once, not once for each rank."""
+    return ctx.capabilities.refusal(Feature.RANK_BUFFERS) is not None
+
+
+def continue_from_buffers(never: Engine, resumed: Engine) -> None:
+    """Give ``never`` the buffers that ``resumed`` has loaded, so that both continue from the same ones."""
+    loaded = dict(resumed.module.named_buffers())
+    with torch.no_grad():
+        for name, buffer in never.module.named_buffers():
+            buffer.copy_(loaded[name])
+
+
+def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that each rank loaded its own buffers, or those of one rank if a checkpoint holds each buffer once."""
+    saved, loaded = ctx.rank_records("buffers-never"), ctx.rank_records("buffers-resumed")
+    shared = bool(ctx.rank_records("shared")[0]["shared"])
+    for rank, record in enumerate(loaded):
+        check_names("what a rank reports as buffers-resumed", saved[rank], record)
+        for name, own in saved[rank].items():
+            sources = [peer[name] for peer in saved if shared and is_bitwise_equal(peer[name], record[name])]
+            comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), (sources or [own])[0], record[name])
+            yield blame_rank_0(comparison, saved[0][name], record[name])
+
+
+def blame_rank_0(comparison: Comparison, of_rank_0: Tensor, loaded: Tensor) -> Comparison:
+    """Add a hint to a mismatch if the loaded buffer is that of rank 0."""
+    if comparison.mismatch is None or not is_bitwise_equal(of_rank_0, loaded):
+        return comparison
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint=RANK_0_HINT))
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -80,7 +121,7 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
     load is an evaluation, like the last forward before the load, and it has to use the loaded weights.
     """
     yield from compare_process_state(ctx, "switches", range(3))
-    yield from compare_records(ctx, "buffers-never", "buffers-resumed", 0, 0, Part.GATHER)
+    yield from compare_loaded_buffers(ctx)
     yield from compare_records(ctx, "evaluated-never", "evaluated-resumed", SAVE_STEP, SAVE_STEP, Part.FORWARD)
     for what in ("params", "masters", "state", "facts"):
         yield from compare_records(ctx, f"{what}-unsaved", f"{what}-never", SAVE_STEP, SAVE_STEP, Part.OPTIMIZER)

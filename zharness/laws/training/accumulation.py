@@ -79,7 +79,7 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
 def choose_backward_calls(
     ctx: RankContext, engine: Engine, owner: AccumulationOwner, steps: int
 ) -> Sequence[Callable[[Tensor], object]]:
-    """Return the ways to call backward, which successive windows use in turn.
+    """Return the ways to call backward; each accumulation window uses the next of these ways.
 
     ``engine.scale`` followed by torch's backward is one of the ways if the engine owns the accumulation, claims
     ``scale``, and division by ``steps`` is exact. If the division rounds, DeepSpeed's ``scale`` rounds the loss

@@ -1,6 +1,7 @@
 """Define the any-order law for ordinary training.
 
-The law runs a random program of engine verbs and compares the engine after every verb.
+The law runs a random program of calls (verbs) of the engine and compares the engine with plain PyTorch after every
+call.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from zharness.engines.protocol import Absent, Engine
 from zharness.law_kit.judge_context import JudgeContext
@@ -18,11 +19,16 @@ from zharness.law_kit.record_comparisons import compare_forward
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
 
 FORWARD_MODES: dict[str, Callable[[Engine], AbstractContextManager[object]]] = {
     "eval": eval_mode,
     "no_grad": lambda _: torch.no_grad(),
     "inference": lambda _: torch.inference_mode(),
+}
+MODES_WITHOUT_GRADIENT: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
 }
 
 
@@ -49,12 +55,21 @@ def observe_forward_alone(ctx: RankContext) -> None:
     engine.close()
 
 
+def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tensor]) -> list[LocalResult]:
+    """Return the losses of plain PyTorch on micro-batch ``micro`` of every rank, without gradients in modes that have
+    none."""
+    if ctx.variant not in MODES_WITHOUT_GRADIENT:
+        return ctx.compute_local_grads(micro, params)
+    with MODES_WITHOUT_GRADIENT[ctx.variant]():
+        return [ctx.baseline.run_forward(rank, micro, params) for rank in range(ctx.world_size)]
+
+
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses and gradients with plain PyTorch, and check that no parameter stays gathered after a forward."""
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):
-            yield from compare_forward(ctx, step, ctx.compute_local_grads(at, params), at)
+            yield from compare_forward(ctx, step, run_plain_forwards(ctx, at, params), at)
         if ctx.has_record("left"):
             for rank, record in enumerate(ctx.rank_records("left", step)):
                 yield compare_bitwise(

@@ -1,4 +1,4 @@
-"""Define the law training.free_running: differences between weights are explained by those between gradients.
+"""Define the law training.free_running: differences of gradients explain the differences of weights over many steps.
 
 The judge uses only the engine's gradients, not its weights or optimizer state. From the initial weights, the judge
 applies the optimizer's formula in all steps. From the difference between each gradient and plain PyTorch's, the judge

@@ -9,19 +9,22 @@ from torch import Tensor
 
 from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
+from zharness.law_kit.buffers import compare_buffers, read_initial_buffers
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import STEPS, variation_law
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
 def observe_ranks_agree(ctx: RankContext) -> None:
     """Train several steps, and record weights, state, buffers, norm, loss scale and skipped steps after each step."""
+    ctx.record("kernels", {"own": torch.tensor(ctx.config.stage in ctx.capabilities.own_kernels)})
     engine = ctx.build_engine(optimizer=PLAIN_ADAMW, clip=1.0)
     for step in range(STEPS):
         ctx.train(engine, step)
@@ -53,13 +56,18 @@ def collect_engine_numbers(engine: Engine) -> dict[str, Tensor]:
 
 
 def judge_ranks_agree(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that every recorded tensor is equal on all ranks."""
+    """Check that every recorded tensor is equal on all ranks, and the buffers to what the engine promises of them."""
+    own_kernels = bool(ctx.rank_records("kernels")[0]["own"])
+    buffers, params = read_initial_buffers(ctx), None
     for step in range(STEPS):
-        for label in ("params", "state", "buffers", "facts"):
-            records = ctx.rank_records(label, step)
-            for name in records[0]:
-                yield compare_bitwise(ctx.location(name, Part.GATHER, step), records[0][name], records[0][name])
-                yield from compare_ranks(ctx.location(name, Part.GATHER, step), [record[name] for record in records])
+        for label in ("params", "state", "facts"):
+            for name, tensor in ctx.rank_records(label, step)[0].items():
+                yield compare_bitwise(ctx.location(name, Part.GATHER, step), tensor, tensor)
+            yield from compare_record_of_ranks(ctx, label, step, step)
+        if any(buffers):
+            yield from compare_buffers(ctx, step, params, buffers, own_kernels)
+        buffers = [dict(record) for record in ctx.rank_records("buffers", step)]
+        params = ctx.rank_records("params", step)[0]
 
 
 def observe_config_invariance(ctx: RankContext) -> None:
@@ -100,15 +108,16 @@ def judge_config_invariance(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "ranks_agree",
-        "weights, buffers, optimizer state, norm, loss scale and skipped steps are equal on all ranks after every step",
+        "weights, optimizer state, norm and counts are equal on all ranks after every step, and buffers as promised",
         observe_ranks_agree,
         judge_ranks_agree,
         tier=Tier.EXACT,
+        models=("mlp", "stateful"),
         features=(Feature.CLIP,),
         weights_stay_integers=False,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
-        kept_because="needs no baseline: it holds for a model that no other law can run",
+        kept_because="the only law of running statistics in every dtype, and of a user's buffers",
     ),
     variation_law(
         "config_invariance",

@@ -18,7 +18,7 @@ from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_withi
 from zharness.parity.bounds import gamma, mean_and_bound
 from zharness.parity.calibration import calibrate, compare_calibrated
 from zharness.parity.certificate import is_power_of_two
-from zharness.parity.compare import attach_plain_values, check_names
+from zharness.parity.compare import attach_plain_values
 
 
 def observe_kernels(ctx: RankContext) -> None:
@@ -48,8 +48,8 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
     for rank in range(size):
         calibrated = calibrate(ctx.baseline, rank)
         rank_grad_alone = ctx.rank_records("grads", rank)[0]
-        check_names("full_grads", calibrated.oracle, rank_grad_alone)
-        engine_grads.append({name: grad.double() * size for name, grad in rank_grad_alone.items()})
+        ctx.check_gradient_names(calibrated.oracle.keys(), rank_grad_alone)
+        engine_grads.append({name: rank_grad_alone[name].double() * size for name in calibrated.oracle})
         comparison = compare_calibrated(
             ctx.location("", Part.LOCAL_GRADIENT, rank=rank), calibrated, engine_grads[rank]
         )

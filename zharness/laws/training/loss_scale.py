@@ -1,4 +1,4 @@
-"""Define the law training.loss_scale_power: multiplying a loss by a power of two multiplies the gradients by it."""
+"""Define the law training.loss_scale_power: a loss times a power of two gives gradients times the same power."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the laws of the reduction: gradients are summed or averaged over ranks; no_sync postpones the reduction."""
+"""Define laws of the reduction: gradients are summed or averaged over ranks, and no_sync postpones this reduction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Define the law training.several_backwards: the gradients of all backwards before a step add up.
 
-The variants run several losses in each micro-batch, or discard windows in which the engine counts micro-batches.
+Some law variants run several losses in each micro-batch; others discard accumulation windows in which the engine counts
+micro-batches.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
 
 
 def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients before the step with the sum over all losses, and those of the backward after the step.
+    """Compare the gradients before the step with the sum over all losses, and check those of the next backward too.
 
     Another law variant is judged by its own function.
     """

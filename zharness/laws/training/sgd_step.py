@@ -72,11 +72,7 @@ def judge_sgd_step(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the layout's pieces cover every element equally often, and that all ranks report the same layout.
-
-    Under options of the engine, shards may have replicas, so that each element is on as many ranks as there are
-    replicas. Otherwise, each element is on one rank.
-    """
+    """Check that the layout assigns every element to as many ranks as the engine claims, and is equal on all ranks."""
     for name, weight in ctx.rank_records("masters")[0].items():
         layouts = [evidence.layout.get(name, ()) for evidence in ctx.evidence]
         for rank, pieces in enumerate(layouts):
@@ -86,8 +82,7 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                replicas = times[:1].clamp(min=1) if ctx.setting.options else torch.ones(1)
-                yield compare_bitwise(place, replicas.expand_as(times), times)
+                yield compare_bitwise(place, torch.full_like(times, ctx.claims.replicas), times)
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:

@@ -274,7 +274,7 @@ def _check_master_weights(values: Mapping[str, Any]) -> None:
 def _check_grad_accum_dtype(grad_accum_dtype: torch.dtype | None, precision: Precision, stage: int) -> None:
     """Raise ConfigError unless ``grad_accum_dtype`` is the dtype in which this stage adds up micro-batches.
 
-    Stages 0 and 1 add up unreduced gradients in the parameters' dtype, stages 2 and 3 add up reduced gradients in the
+    Stages 0 and 1 add up unreduced gradients in the parameters' dtype; stages 2 and 3 add up reduced gradients in the
     master weights' dtype.
     """
     accum_dtype = (precision.param_dtype if stage < 2 else precision.master_dtype) or torch.float32

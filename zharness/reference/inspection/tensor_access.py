@@ -99,7 +99,7 @@ class TensorAccess:
         return self._engine._parameters.leaves[self._find(name).name]
 
     def _reduce(self) -> dict[str, Tensor]:
-        """Reduce the gradients of this window so far, and return them by name in the shapes of the leaves."""
+        """Reduce the gradients accumulated so far, and return them by name in the shapes of the leaves."""
         return self._engine._gradients.reduce_pending()
 
     def _state(self, name: str, key: str) -> Tensor:
@@ -111,7 +111,7 @@ class TensorAccess:
         return value
 
     def _gather(self, name: str, local: Tensor) -> Tensor:
-        """Return the full tensor of which every rank has ``local``. A number, such as a step count, is returned."""
+        """Return the full tensor of which ``local`` is this rank's part. Returns a number (a step count) unchanged."""
         if not self._is_sharded or local.shape != self._leaf(name).shape:
             return local.detach().to("cpu", copy=True)
         return all_gather_full_tensors({name: (local, self._find(name).layout)}, self._engine.comm)[name]

@@ -109,7 +109,7 @@ class LossScale:
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "
                 "or engine.scale(loss).backward(); for out.backward(g), engine.scale((out * g).sum()).backward(). "
-                "Call zero_grad() before, since this backward left gradients behind"
+                "Call zero_grad() first, because this backward has left gradients in the parameters"
             )
 
     def forget_scaled_backward(self) -> None:

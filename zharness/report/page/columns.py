@@ -19,6 +19,7 @@ from zharness.run.record import Record, as_json_number
 TEXT_COLUMNS = (
     *("id", "check", "engine", "version", "torch", "dtype", "model", "variant", "outcome", "verdict", "tier", "notes"),
     *("cause", "details", "excuse", "stale", "documented", "withheld", "modules", "command"),
+    "pool_difference",
 )
 NUMBER_COLUMNS = (
     *("stage", "world_size", "seconds", "ratio", "smallest", "wrong_elements", "elements", "undetermined"),
@@ -35,6 +36,7 @@ OUTCOME_MEANINGS = {
     "crash": "the engine raised an exception, or its process died",
     "hang": "the engine hung",
     "undetermined": "no wrong number was found, but most are smaller than their bound, which proves nothing",
+    "leak": "the cell failed on ranks that earlier cells had used, and not on fresh ranks",
     "excused": "the law is broken, and was expected to be",
     "contract": "the law holds with the remedy that the engine documents",
     "unsupported": "the engine does not support the cell, or the law does not apply to this dtype",

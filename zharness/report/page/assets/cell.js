@@ -112,7 +112,7 @@ function judgement(record) {
 
 /** Render the cause of the outcome, and the issue or documentation behind it. */
 function renderCause(record) {
-  const cause = record.stale || record.cause;
+  const cause = record.stale || record.pool_difference || record.cause;
   const meaning = page.outcomes.find(([word]) => word === record.outcome)[2];
   return make(
     "section",

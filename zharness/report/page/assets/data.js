@@ -40,6 +40,7 @@ function haystack(record) {
     record.version,
     record.outcome,
     record.cause,
+    record.pool_difference,
     record.excuse,
     record.modules,
     page.laws[record.check],

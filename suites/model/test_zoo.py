@@ -1,0 +1,150 @@
+"""Ordinary models pass on right engines, fail on wrong ones, and get one clear sentence where they cannot be judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zharness import engines
+from zharness.engines import Feature
+from zharness.errors import EngineContractError, UsageError
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.parity.baseline import Baseline
+from zharness.parity.calibration import SampleRuns, calibrate
+from zharness.parity.sample_draws import SharedDrawError, record_draws, replay_draws
+from zharness.run import Record, Verdict
+from zharness.run.missing_claims import describe_missing_claims
+from zharness.run.model_check import announce_unused_parameters
+from zharness.run.model_facts import measure_model
+from zharness.run.plan import Request, plan
+from zharness.run.pytest_cells import describe_problem
+from zharness.workload import model_spec
+from zharness.world.raising_frame import describe_raising_frame
+
+ZOO = "suites.model.zoo"
+BUFFERS = ("training.ranks_agree", "state.resume")
+
+
+@pytest.mark.cells("reference", stages=(2,), checks=BUFFERS, models=(f"{ZOO}:batch_norm",))
+@pytest.mark.cells("ddp", stages=(0,), checks=BUFFERS, models=(f"{ZOO}:batch_norm",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=BUFFERS, models=(f"{ZOO}:conv_net",))
+@pytest.mark.cells("deepspeed", stages=(2,), checks=BUFFERS, models=(f"{ZOO}:conv_net",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=("training.forward_alone",), models=(f"{ZOO}:recurrent",))
+@pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:unused",))
+@pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ZOO}:dropping",))
+@pytest.mark.cells("deepspeed", stages=(3,), checks=("model.accumulation",), models=(f"{ZOO}:dropping",))
+def test_an_ordinary_model_is_not_red(record: Record) -> None:
+    assert not describe_problem(record), describe_problem(record)
+
+
+@pytest.mark.cells(
+    "zharness.mutants:shares_statistics", stages=(0,), checks=("training.ranks_agree",), models=(f"{ZOO}:batch_norm",)
+)
+def test_averaged_statistics_break_the_promise_of_local_ones(record: Record) -> None:
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert "the engine claims BufferPromise.LOCAL" in record.cause
+
+
+@pytest.mark.cells(
+    "zharness.mutants:loses_a_micro_batch", stages=(0,), checks=("model.accumulation",), models=(f"{ZOO}:dropping",)
+)
+@pytest.mark.cells(
+    "zharness.mutants:never_divides_by_the_accumulation",
+    stages=(2,),
+    checks=("model.accumulation",),
+    models=(f"{ZOO}:dropping",),
+)
+def test_a_wrong_window_differs_from_its_micro_batches_alone(record: Record) -> None:
+    is_right = "never_divides" in record.cell.engine and record.cell.variant == "caller"  # the caller divides
+    assert record.verdict is (Verdict.PASS if is_right else Verdict.FAIL), record.cause
+
+
+@pytest.mark.cells("reference", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:raises",))
+def test_a_crash_names_the_line_that_raised(record: Record) -> None:
+    assert record.verdict is Verdict.CRASH
+    assert record.raising_frame.startswith("suites/model/zoo.py, line ")
+    assert record.raising_frame.endswith(", in forward")
+    assert record.as_json()["raising_frame"] == record.raising_frame
+
+
+def test_no_frame_has_no_description() -> None:
+    assert describe_raising_frame([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("not_a_number", "the parameter 'weight' .* contains NaN or infinity"),
+        ("in_bf16", "are bf16, but they would be trained in fp32; give --dtype bf16"),
+        ("sync_norm", "SyncBatchNorm .* on GPUs only; return the model with BatchNorm"),
+    ],
+)
+def test_a_model_that_cannot_be_judged_gets_one_sentence(model: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        measure_model(f"{ZOO}:{model}", "fp32", "")
+
+
+def test_ddp_gets_the_option_that_it_asks_for_if_a_parameter_is_unused() -> None:
+    facts = measure_model(f"{ZOO}:unused", "fp32", "")
+    assert facts.unused_parameters == ("unused.weight", "unused.bias")
+    lines: list[str] = []
+
+    def claims(engine: str, stage: int) -> engines.Capabilities:
+        found = engines.capabilities(engine, stage)
+        assert found is not None
+        return found
+
+    request = Request(engines=("ddp",), models=(f"{ZOO}:unused",))
+    assert announce_unused_parameters(request, facts, claims, lines.append).engine_variant == "find_unused_parameters"
+    assert "does not use 2 parameters (unused.weight, unused.bias)" in lines[0]
+    other = Request(engines=("deepspeed",), models=(f"{ZOO}:unused",))
+    assert announce_unused_parameters(other, facts, claims, lines.append) == other
+
+
+def test_zeros_of_an_unused_parameter_are_right_where_the_engine_says_so() -> None:
+    refusing = engines.Capabilities(frozenset(), refuses={Feature.NO_GRADIENT: "a flat partition"})
+    baseline = Baseline(model_spec(f"{ZOO}:unused"), 0, 1)
+    grads = {name: torch.zeros(1) for name in baseline.parameter_names}
+    used = [name for name in grads if not name.startswith("unused")]
+    JudgeContext(baseline, (), torch.float32, claims=refusing).check_gradient_names(used, grads)
+    with pytest.raises(EngineContractError, match=r"gradients of \['unused.weight', 'unused.bias'\], which no rank's"):
+        JudgeContext(baseline, (), torch.float32).check_gradient_names(used, grads)
+    wrong = {**grads, "unused.bias": torch.ones(1)}
+    with pytest.raises(EngineContractError, match="not zero"):
+        JudgeContext(baseline, (), torch.float32, claims=refusing).check_gradient_names(used, wrong)
+
+
+def test_each_sample_keeps_its_dropout_mask() -> None:
+    batch, layer = torch.ones(4, 6), nn.Dropout(0.5)
+    whole: list[Any] = []
+    draws = record_draws(lambda: whole.append(layer(batch)))
+    for rows in (torch.tensor([2]), torch.tensor([3, 0])):
+        assert torch.equal(replay_draws(lambda chosen=rows: layer(batch[chosen]), draws, rows, 4), whole[0][rows])
+    with pytest.raises(SharedDrawError, match="a row for each sample"):
+        replay_draws(lambda: layer(torch.ones(3, 6)), draws, torch.tensor([0]), 4)
+
+
+@pytest.mark.parametrize("model", ["dropping", "batch_norm", "conv_net"])
+def test_tier_c_sees_a_small_error_in_models_with_dropout_and_batch_norm(model: str) -> None:
+    calibration = calibrate(Baseline(model_spec(f"{ZOO}:{model}"), 0, 1), 0)
+    assert calibration.limits.max_error < 1e-3
+    assert calibration.zero_names == ({"0.bias"} if model != "dropping" else set())
+
+
+def test_samples_of_a_batch_norm_are_not_run_alone() -> None:
+    baseline = Baseline(model_spec(f"{ZOO}:conv_net"), 0, 1)
+    runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+    alone = runs.compute_mean_grads(torch.arange(4), 1, wide=True)
+    whole = runs.compute_grads(torch.arange(4), wide=True)
+    assert float((alone["0.weight"] - whole["0.weight"]).abs().max()) > 1e-3, "the samples depend on each other"
+
+
+def test_a_run_says_which_claim_adds_which_laws() -> None:
+    refuses = dict.fromkeys((Feature.VARIATIONS, Feature.CLIP), "not written")
+    claims = engines.Capabilities(frozenset({0}), refuses=refuses)
+    request = Request(("training",), ("my_engine:MyEngine",), (0,))
+    lines = describe_missing_claims(plan(request, lambda _engine, _stage: claims), lambda _engine, _stage: claims)
+    assert any(line.startswith("CLAIM Feature.VARIATIONS (") and "cells: training." in line for line in lines)

@@ -1,0 +1,61 @@
+"""The loop of `zharness check`: the order of cells, and the pools of ranks that it ends."""
+
+from collections.abc import Container
+
+import pytest
+
+from zharness.cell import Cell
+from zharness.run.check_loop import ProgressLog, RunOptions, run_cells
+from zharness.run.plan import PlannedCell
+from zharness.run.record import Record, Verdict
+from zharness.run.runner import RankPool, rank_pool
+
+
+def make_cell(stage: int, world_size: int, law: str = "training.grads") -> PlannedCell:
+    return PlannedCell(Cell(law, "reference", stage, world_size, "fp32", "mlp"))
+
+
+def test_cells_of_one_pool_run_one_after_the_other() -> None:
+    cells = [make_cell(0, 2), make_cell(1, 2), make_cell(0, 4), make_cell(0, 2, "training.sgd_step"), make_cell(1, 2)]
+    pools = [rank_pool(cell.cell) for cell in RunOptions().order_cells(cells)]
+    assert [(pool.name[6], pool.world_size) for pool in pools] == [("0", 2), ("0", 2), ("1", 2), ("1", 2), ("0", 4)]
+    assert {rank_pool(cell.cell) for cell in RunOptions(shuffle_seed=1).order_cells(cells)} == set(pools)
+
+
+class RunnerDouble:
+    """Records which pools are open when a cell starts."""
+
+    def __init__(self) -> None:
+        self.pools: set[RankPool] = set()
+        self.open_pools: list[set[int]] = []
+
+    def close_pools(self, needed: Container[RankPool]) -> None:
+        self.pools = {pool for pool in self.pools if pool in needed}
+
+    def run(self, planned: PlannedCell) -> Record:
+        self.pools.add(rank_pool(planned.cell))
+        self.open_pools.append({pool.world_size for pool in self.pools})
+        return Record(planned.cell, 0, Verdict.PASS, "", "")
+
+    def close(self) -> None:
+        self.pools = set()
+
+
+def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
+    runner = RunnerDouble()
+    cells = [make_cell(0, 1), make_cell(0, 2), make_cell(0, 1, "training.sgd_step"), make_cell(0, 2), make_cell(0, 4)]
+    records = run_cells(cells, [runner])
+    assert [next(records).cell.world_size for _ in cells]
+    assert {1, 2} in runner.open_pools
+    assert 1 not in runner.open_pools[-1]
+
+
+def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([100.0, 110.0, 115.0, 116.0, 131.0])
+    log = ProgressLog(9, clock=lambda: next(times))
+    for unexpected in (0, 0, 1, 1):
+        log.count(unexpected)
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 9 cells in 15 s, 0 unexpected",
+        "4 of 9 cells in 31 s, 1 unexpected",
+    ]

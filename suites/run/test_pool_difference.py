@@ -1,0 +1,136 @@
+"""A cell that fails on pooled ranks runs again on fresh ranks, and a difference between the two fails the run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zharness import engines
+from zharness.cell import Cell
+from zharness.errors import UsageError
+from zharness.parity import Mismatch, Part, Tier
+from zharness.report import render_failures
+from zharness.run import PlannedCell, Record, Verdict
+from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, parse_expected_failures
+from zharness.run.observe_and_judge import Judgement
+from zharness.run.outcomes import outcome_name, records_exit_code
+from zharness.run.record import parse_record
+from zharness.run.runner import Runner
+from zharness.world import GroupOutcome, Isolation, RankEnd, RankOutcome, RankTask
+
+CELL = Cell("training.grads", "reference", 3, 2, "fp32", "mlp")
+FIRST = Mismatch(0, Part.REDUCTION, "first.weight", (0, 1), 1, 4, 0, 1.0, 2.0, 0.0, 8388608, 3, 12)
+CRASHED = "rank 1 raised: RuntimeError: the parameter has 7 gradients"
+LEAK = ExpectedFailure(
+    *("reference", "training.grads", "upstream#1", "because", "crash", ("RuntimeError",)),
+    isolation="pooled",
+    location="ours.toml:1",
+)
+
+
+def ended(verdict: Verdict, cause: str = "", divergence: Mismatch | None = None) -> Record:
+    cause = divergence.describe() if divergence else cause
+    return Record(CELL, 0, verdict, "1.0", "2.13.0", cause=cause, divergence=divergence)
+
+
+class PreparedRunner(Runner):
+    """A runner without servers that returns prepared records of pooled and of fresh ranks."""
+
+    def __init__(self, pooled: Record, fresh: Record, *user_expected_failures: ExpectedFailure) -> None:
+        self.seed, self.isolation, self.user_expected_failures = 0, Isolation.POOLED, user_expected_failures
+        self.records = {Isolation.POOLED: pooled, Isolation.FRESH: fresh}
+
+    def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
+        return self.records[isolation]
+
+
+def run(pooled: Record, fresh: Record, *user_expected_failures: ExpectedFailure) -> Record:
+    return PreparedRunner(pooled, fresh, *user_expected_failures).run(PlannedCell(CELL))
+
+
+@pytest.mark.parametrize(
+    ("pooled", "fresh"),
+    [
+        (ended(Verdict.FAIL, divergence=FIRST), ended(Verdict.FAIL, divergence=replace(FIRST, parameter="last.bias"))),
+        (ended(Verdict.FAIL, divergence=FIRST), ended(Verdict.FAIL, divergence=replace(FIRST, step=1))),
+        (ended(Verdict.CRASH, CRASHED), ended(Verdict.CRASH, "rank 1 raised: KeyError: 'first.weight'")),
+        (ended(Verdict.CRASH, CRASHED), ended(Verdict.HANG, "rank 1 did not finish")),
+    ],
+)
+def test_a_cell_with_two_causes_is_reported_as_a_difference(pooled: Record, fresh: Record) -> None:
+    record = run(pooled, fresh)
+    assert (outcome_name(record), record.cause) == (fresh.verdict.value, fresh.cause)
+    report = render_failures([record])
+    assert f"POOLED {CELL.id}\n  {pooled.verdict.value} on ranks that earlier cells had used" in report
+    assert pooled.cause in report
+
+
+@pytest.mark.parametrize(
+    ("pooled", "fresh"),
+    [
+        (ended(Verdict.FAIL, divergence=FIRST), ended(Verdict.FAIL, divergence=replace(FIRST, actual=3.0, wrong=1))),
+        (ended(Verdict.CRASH, CRASHED), ended(Verdict.CRASH, CRASHED.replace("rank 1", "rank 0"))),
+    ],
+)
+def test_other_numbers_of_one_cause_are_no_difference(pooled: Record, fresh: Record) -> None:
+    assert run(pooled, fresh).pool_difference == ""
+
+
+def test_a_cell_that_fails_on_pooled_ranks_alone_fails_the_run() -> None:
+    record = run(ended(Verdict.CRASH, CRASHED), ended(Verdict.PASS))
+    assert (outcome_name(record), record.is_expected, records_exit_code([record])) == ("leak", False, 1)
+    assert "crash on ranks that earlier cells had used, pass on fresh ranks: " + CRASHED in render_failures([record])
+    assert parse_record(json.dumps(record.as_json())).pool_difference == record.pool_difference
+
+
+def test_an_expected_failure_on_pooled_ranks_explains_the_difference() -> None:
+    record = run(ended(Verdict.CRASH, CRASHED), ended(Verdict.PASS), LEAK)
+    assert (outcome_name(record), records_exit_code([record])) == ("pass", 0)
+    assert "expected: upstream#1" in record.notes[-1]
+    other = run(ended(Verdict.CRASH, "rank 0 raised: KeyError: 0"), ended(Verdict.PASS), LEAK)
+    assert outcome_name(other) == "leak", "another failure is not explained"
+    lasting = run(ended(Verdict.CRASH, CRASHED), ended(Verdict.CRASH, CRASHED), LEAK)
+    assert (outcome_name(lasting), lasting.expected_failure) == ("crash", ""), "it explains no failure on fresh ranks"
+    assert find_expected_failure(CELL, "1.0", (LEAK,)) is not LEAK
+
+
+def test_only_pooled_ranks_can_be_named_by_an_expected_failure() -> None:
+    entry = (
+        '[[expected_failure]]\nlaw = "training.grads"\nupstream = "x"\nreason = "y"\nverdict = "fail"\n'
+        'signatures = ["z"]\nisolation = "{}"\n'
+    )
+    (parsed,) = parse_expected_failures(entry.format("pooled"), "ours.toml", "reference")
+    assert parsed.isolation == "pooled"
+    with pytest.raises(UsageError, match=r"unknown isolation .*'fresh'; allowed: pooled"):
+        parse_expected_failures(entry.format("fresh"), "ours.toml", "reference")
+
+
+class RecordingServer:
+    """A rank server that runs nothing and remembers the isolation of each task."""
+
+    def __init__(self, value: object, scratch_dir: Path) -> None:
+        self.scratch_dir, self.isolations = scratch_dir, list[Isolation]()
+        self.outcome = GroupOutcome((RankOutcome(0, RankEnd.RETURNED, 0, payload=pickle.dumps(value)),), 0.0)
+
+    def submit(self, task: RankTask) -> GroupOutcome:
+        self.isolations.append(task.isolation)
+        return self.outcome
+
+
+def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
+    mismatched = Judgement(1, Tier.EXACT, 1.0, 0.0, FIRST)
+    ranks, judges = RecordingServer(None, tmp_path), RecordingServer(mismatched, tmp_path)
+    runner = object.__new__(Runner)
+    runner.__dict__.update(
+        seed=0, timeout=1.0, isolation=Isolation.POOLED, user_expected_failures=(), _free_evidence_dirs=[],
+        _servers={"reference": ranks}, _judge_server=judges,
+        _claims={("reference", 3): engines.capabilities("reference", 3)},
+    )  # fmt: skip
+    runner.run(PlannedCell(CELL))
+    assert ranks.isolations == judges.isolations == [Isolation.POOLED, Isolation.FRESH]

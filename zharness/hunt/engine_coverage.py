@@ -1,0 +1,177 @@
+"""Measure on the ranks which branches of an engine's source the draws reach, with coverage.py, and merge the data.
+
+Each rank writes the arcs of one run, which are pairs of line numbers. The process of the hunt adds them to the data
+file of its session, which is one call of `zharness hunt`; the files of all sessions are combined at the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from zharness.engines import Capabilities
+from zharness.engines.registry import EngineInfo, info
+from zharness.errors import UsageError
+from zharness.run.program_runner import observe_programs
+from zharness.workload.programs import Program
+
+RUN_FILE, SESSION_FILE, COMBINED_FILE = "run", "session", "combined"
+MINIMUM_VERSION = (7, 6, 2)  # of coverage.py: the first whose JSON report has functions
+
+
+def require_coverage() -> None:
+    """Raise UsageError unless coverage.py is installed and new enough."""
+    try:
+        import coverage
+    except ImportError:
+        raise UsageError("--coverage needs coverage.py; pip install 'zharness[coverage]'") from None
+    if coverage.version_info[:3] < MINIMUM_VERSION:
+        wanted = ".".join(map(str, MINIMUM_VERSION))
+        raise UsageError(
+            f"--coverage needs coverage.py {wanted}, got {coverage.__version__}; pip install 'zharness[coverage]'"
+        )
+
+
+def list_source_modules(engine_info: EngineInfo) -> tuple[str, ...]:
+    """Return the modules and packages of an engine; without a declaration, the top-level package of its factory."""
+    return engine_info.sources or (engine_info.target.partition(":")[0].partition(".")[0],)
+
+
+def make_measured_observer(engine: str, folder: Path) -> Callable[..., None]:
+    """Return ``observe_programs`` with a measurement of the sources of ``engine``, which ranks write into ``folder``.
+
+    Raises UsageError if coverage.py is missing.
+    """
+    require_coverage()
+    folder.mkdir(parents=True, exist_ok=True)
+    return partial(observe_with_coverage, str(folder.resolve()), list_source_modules(info(engine)))
+
+
+def observe_with_coverage(
+    folder: str,
+    modules: tuple[str, ...],
+    engine: str,
+    programs: Sequence[Program],
+    evidence_dir: str,
+    capabilities: Capabilities,
+) -> None:
+    """On every rank: run the programs, and write the arcs that they reached in ``modules`` into a new file.
+
+    The arcs of a rank that is killed are lost.
+    """
+    from coverage import Coverage
+
+    files = find_source_files(modules)
+    measurement = Coverage(
+        data_file=str(Path(folder) / RUN_FILE),
+        data_suffix=f"{os.getpid()}.{uuid4().hex}",
+        branch=True,
+        include=list(files),
+        config_file=False,
+    )
+    measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
+    measurement.start()
+    try:
+        observe_programs(engine, programs, evidence_dir, capabilities)
+    finally:
+        measurement.stop()
+        data = measurement.get_data()
+        if data.measured_files():
+            data.touch_files(files)  # so that files of which nothing was reached are reported as well
+        measurement.save()
+
+
+@cache
+def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
+
+    A module that the installed release lacks has none.
+    """
+    found: dict[str, None] = {}
+    for name in modules:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ImportError:
+            continue
+        if spec is None:
+            continue
+        folders = spec.submodule_search_locations
+        paths = [path for each in folders for path in sorted(Path(each).rglob("*.py"))] if folders else [spec.origin]
+        found |= dict.fromkeys(str(path) for path in paths if path)
+    return tuple(found)
+
+
+class EngineCoverage:
+    """The arcs that the draws of one hunt have reached, in this session and in earlier ones.
+
+    ``folder`` has the files of the ranks, of the sessions, and the combined one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the data of earlier sessions. Raises UsageError if coverage.py is missing."""
+        require_coverage()
+        from coverage import CoverageData
+
+        self._folder = folder
+        self._arcs: dict[str, set[tuple[int, int]]] = {}
+        earlier = self._list_sessions()
+        for path in earlier:
+            data = CoverageData(str(path))
+            data.read()
+            self._add(data)
+        self._session = CoverageData(str(folder / f"{SESSION_FILE}.{len(earlier) + 1}"))
+
+    def _list_sessions(self) -> list[Path]:
+        """Return the data files of all sessions."""
+        # A process that is killed while it writes may leave other files, such as session.1-journal.
+        return sorted(path for path in self._folder.glob(f"{SESSION_FILE}.*") if path.suffix[1:].isdecimal())
+
+    def _add(self, data: Any) -> int:
+        """Count the arcs in ``data``, and return how many of them are new."""
+        count = 0
+        for file in data.measured_files():
+            known = self._arcs.setdefault(file, set())
+            new = set(data.arcs(file) or ()) - known
+            known |= new
+            count += len(new)
+        return count
+
+    def collect(self) -> int:
+        """Move what the ranks have written into the file of this session; return the number of new arcs."""
+        from coverage import CoverageData
+        from coverage.exceptions import DataError
+
+        count = 0
+        for path in sorted(self._folder.glob(f"{RUN_FILE}.*")):
+            data = CoverageData(str(path))
+            try:
+                data.read()
+                new = self._add(data)
+            except DataError:  # a rank was killed while it wrote
+                new = 0
+            if new:
+                self._session.update(data)
+            data.close()
+            path.unlink(missing_ok=True)
+            count += new
+        return count
+
+    def combine(self) -> Path | None:
+        """Combine the data of all sessions, and return the path of the result; None if nothing was reached."""
+        from coverage import Coverage
+
+        self._session.close()
+        sessions = self._list_sessions()
+        if not sessions:
+            return None
+        path = self._folder / COMBINED_FILE
+        path.unlink(missing_ok=True)
+        combined = Coverage(data_file=str(path), branch=True, config_file=False)
+        combined.combine([str(each) for each in sessions], strict=True, keep=True)
+        combined.save()
+        return path

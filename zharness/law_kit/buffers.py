@@ -1,0 +1,118 @@
+"""Compute the buffers that plain PyTorch has after a step's forwards, and compare an engine's buffers with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines.protocol import BufferPromise
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.parity.baseline import Baseline, convert_to_float64, run_backward
+from zharness.parity.bounds import unit_roundoff
+from zharness.parity.calibration import LARGEST_FACTOR
+from zharness.parity.compare import check_names
+from zharness.workload import Batch
+
+Buffers = Mapping[str, Tensor]
+OWN_KERNEL_ROUNDINGS = 4  # units of the last place that another kernel may differ beside torch's own error
+
+
+def compare_buffers(
+    ctx: JudgeContext, step: int, params: Mapping[str, Tensor] | None, before: Sequence[Buffers], own_kernels: bool
+) -> Iterator[Comparison]:
+    """Compare the buffers that each rank recorded after ``step`` with those of plain PyTorch.
+
+    ``params`` are the weights of the step's forwards, or None for the initial weights, and ``before[rank]`` the buffers
+    before the step. What the engine promises of buffers decides from which buffers a rank's forward starts. If the
+    engine has its own kernels, floating-point buffers are compared within the error of torch's kernels.
+    """
+    records, promise = ctx.rank_records("buffers", step), ctx.claims.buffers
+    if promise is BufferPromise.EQUAL:
+        for name in records[0]:
+            yield from compare_ranks(ctx.location(name, Part.FORWARD, step), [record[name] for record in records])
+        return
+    expected = run_plain_forwards(ctx, step, params, before, wide=False)
+    wide = run_plain_forwards(ctx, step, params, before, wide=True) if own_kernels else expected
+    for rank, record in enumerate(records):
+        check_names("named_buffers() of the engine's module", expected[rank], record)
+        for name, plain in expected[rank].items():
+            place = ctx.location(name, Part.FORWARD, step, rank)
+            if own_kernels and plain.is_floating_point():
+                truth = wide[rank][name]
+                bound = bound_own_kernel(plain, truth)
+                comparison = compare_within_bound(place, truth, record[name], bound, Tier.CALIBRATED)
+            else:
+                comparison = compare_bitwise(place, plain, record[name])
+            yield add_promise(comparison, promise)
+
+
+def bound_own_kernel(plain: Tensor, truth: Tensor) -> Tensor:
+    """Return how far a right kernel may be from the float64 buffer ``truth``, of which torch's kernels make ``plain``.
+
+    The bound is one number for the whole tensor, since a single element may be right by chance.
+    """
+    if not plain.numel():
+        return torch.zeros((), dtype=torch.float64)
+    error = (plain.double() - truth).abs().max()
+    return LARGEST_FACTOR * error + OWN_KERNEL_ROUNDINGS * unit_roundoff(plain.dtype) * truth.abs().max()
+
+
+def add_promise(comparison: Comparison, promise: BufferPromise) -> Comparison:
+    """Add to a mismatch what the engine promises of buffers."""
+    if comparison.mismatch is None:
+        return comparison
+    hint = f"the engine claims BufferPromise.{promise.name}: {promise.value}"
+    return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
+
+
+def run_plain_forwards(
+    ctx: JudgeContext, step: int, params: Mapping[str, Tensor] | None, before: Sequence[Buffers], wide: bool
+) -> list[dict[str, Tensor]]:
+    """Return each rank's buffers after plain PyTorch has run the forwards and backwards of one step.
+
+    A backward that recomputes a forward writes the buffers too. ``wide`` computes in float64.
+    """
+    buffers = [dict(rank_buffers) for rank_buffers in before]
+    for _ in range(ctx.setting.accumulation_steps):
+        if ctx.claims.buffers is BufferPromise.FROM_RANK_0:
+            buffers = [buffers[0]] * ctx.world_size
+        buffers = [
+            train_micro_batch(ctx.baseline, ctx.baseline.batch(rank, step), params, rank_buffers, wide)
+            for rank, rank_buffers in enumerate(buffers)
+        ]
+    return buffers
+
+
+def train_micro_batch(
+    baseline: Baseline, batch: Batch, params: Mapping[str, Tensor] | None, buffers: Buffers, wide: bool
+) -> dict[str, Tensor]:
+    """Return the buffers after forward and backward of one micro-batch in a plain model that begins with ``buffers``.
+
+    ``wide`` computes in float64.
+    """
+    module = baseline.build_module(params)
+    replace_buffers(module, buffers)
+    if wide:
+        module, batch = convert_to_float64(module, batch)
+    run_backward(module, baseline.objective(baseline.compute_output(module, batch), batch))
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def replace_buffers(module: nn.Module, buffers: Buffers) -> None:
+    """Replace the buffers of ``module`` by copies of ``buffers``, which may have another dtype."""
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, buffer.clone())
+
+
+def read_initial_buffers(ctx: JudgeContext) -> list[dict[str, Tensor]]:
+    """Return each rank's buffers before training: the model's, in the dtypes in which the rank recorded them."""
+    initial = dict(ctx.baseline.build_module().named_buffers())
+    return [
+        {name: buffer.to(record[name].dtype) if name in record else buffer for name, buffer in initial.items()}
+        for record in ctx.rank_records("buffers")
+    ]

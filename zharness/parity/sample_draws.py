@@ -1,0 +1,115 @@
+"""Record the random numbers that a run draws, as dropout does, and give each sample the same numbers in another run.
+
+Tier C runs plain PyTorch on single samples and on permuted samples. With dropout such a run is comparable only if each
+sample meets the mask that it has in the whole micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zharness.errors import ZHarnessError
+
+Result = TypeVar("Result")
+
+
+class SharedDrawError(ZHarnessError):
+    """Raised for random numbers that cannot be assigned to samples."""
+
+
+class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that appends every drawn tensor to ``draws``."""
+
+    def __init__(self, draws: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result, has_drawn = call_and_detect_draw(func, args, kwargs or {})
+        if has_drawn:
+            self._draws.append(require_tensor(result).detach().clone())
+        return result
+
+
+class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that replaces what each operation draws by the recorded rows of the samples ``rows``."""
+
+    def __init__(self, draws: Sequence[Tensor], rows: Tensor, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws: Iterator[Tensor] = iter(draws)
+        self._rows, self._samples = rows, samples
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result, has_drawn = call_and_detect_draw(func, args, kwargs or {})
+        if not has_drawn:
+            return result
+        draw = next(self._draws, None)
+        if draw is None:
+            raise SharedDrawError("a run of some samples draws more random tensors than the run of all samples")
+        return require_tensor(result).copy_(select_rows(draw, self._rows, self._samples, result.shape))
+
+
+def call_and_detect_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Return the result of an operation, and whether the operation drew numbers from torch's generator.
+
+    An operation that may draw does not always: attention without dropout draws nothing.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func(*args, **kwargs), False
+    before = torch.default_generator.get_state()
+    result = func(*args, **kwargs)
+    return result, not torch.equal(before, torch.default_generator.get_state())
+
+
+def require_tensor(result: object) -> Tensor:
+    """Return ``result``. Raises SharedDrawError if an operation drew anything else than one tensor."""
+    if not isinstance(result, Tensor):
+        raise SharedDrawError(f"an operation that draws random numbers returned a {type(result).__name__}")
+    return result
+
+
+def select_rows(draw: Tensor, rows: Tensor, samples: int, shape: torch.Size) -> Tensor:
+    """Return the part of ``draw`` that belongs to the samples ``rows``; ``shape`` is the shape that it has to have.
+
+    Several rows in succession may belong to one sample, as the heads of attention do. Raises SharedDrawError if the
+    first dimension does not count the samples.
+    """
+    if draw.dim() and len(draw) % samples == 0:
+        chosen = draw.reshape(samples, -1, *draw.shape[1:])[rows].flatten(0, 1)
+        if chosen.shape == shape:
+            return chosen
+    raise SharedDrawError(
+        f"the forward draws a random tensor of shape {tuple(draw.shape)} for {samples} samples; a row for each sample "
+        "is needed in the first dimension"
+    )
+
+
+def record_draws(run: Callable[[], object]) -> tuple[Tensor, ...]:
+    """Call ``run``, and return every tensor of random numbers that it drew, in order.
+
+    Raises SharedDrawError if an operation drew anything else than one tensor.
+    """
+    draws: list[Tensor] = []
+    with _DrawRecorder(draws):
+        run()
+    return tuple(draws)
+
+
+def replay_draws(run: Callable[[], Result], draws: Sequence[Tensor], rows: Tensor, samples: int) -> Result:
+    """Return ``run()``, in which every random tensor has the rows ``rows`` of the recorded ``draws``.
+
+    ``samples`` is the number of samples of the recorded run. Raises SharedDrawError if a draw has no row for each.
+    """
+    if not draws:
+        return run()
+    with _DrawReplayer(draws, rows, samples):
+        return run()

@@ -1,0 +1,66 @@
+"""Keep plugins that report on tests out of the ranks: the pytest process reports one merged test, not one per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+# What a plugin hears about tests that have run. On a rank, only the reporter of the phases hears it.
+LISTENING_HOOKS = ("pytest_runtest_logstart", "pytest_runtest_logreport", "pytest_runtest_logfinish")
+# Hooks around which a reporting plugin wraps itself to follow a test.
+FOLLOWED_HOOKS = (
+    *("pytest_runtest_protocol", "pytest_runtest_setup", "pytest_runtest_call", "pytest_runtest_teardown"),
+    *(
+        "pytest_runtest_makereport",
+        "pytest_fixture_setup",
+        "pytest_fixture_post_finalizer",
+        "pytest_exception_interact",
+    ),
+)
+
+
+def find_listeners(plugins: pytest.PytestPluginManager) -> list[object]:
+    """Return the installed plugins that report on tests.
+
+    A plugin of pytest or of this package is not returned, nor a conftest.py, whose hooks also act on tests.
+    """
+    listening = {
+        id(impl.plugin): impl.plugin for name in LISTENING_HOOKS for impl in getattr(plugins.hook, name).get_hookimpls()
+    }
+    return [plugin for plugin in listening.values() if is_installed_plugin(plugin)]
+
+
+def is_installed_plugin(plugin: object) -> bool:
+    """Return whether ``plugin`` is neither a part of pytest or of this package nor a conftest.py."""
+    if isinstance(plugin, ModuleType):
+        return not (is_own_module(plugin.__name__) or str(plugin.__file__).endswith("conftest.py"))
+    return not is_own_module(type(plugin).__module__)
+
+
+def is_own_module(name: str) -> bool:
+    """Return whether a module belongs to pytest or to this package."""
+    return name.partition(".")[0] in ("_pytest", "pytest", "zharness")
+
+
+@contextmanager
+def silence_listeners(plugins: pytest.PytestPluginManager, reporter: object) -> Iterator[None]:
+    """Within the block, report on tests to ``reporter`` only, and call no hook of a plugin that reports on tests."""
+    listeners = find_listeners(plugins)
+    with_reporter_only = {name: [reporter] for name in LISTENING_HOOKS}
+    # pluggy has no public way to call a hook without some plugins from code that looks the hook up by itself.
+    callers: list[Any] = [getattr(plugins.hook, name) for name in (*LISTENING_HOOKS, *FOLLOWED_HOOKS)]
+    originals = [caller.get_hookimpls() for caller in callers]
+    for caller, impls in zip(callers, originals, strict=True):
+        kept = with_reporter_only.get(caller.name)
+        caller._hookimpls[:] = [
+            impl for impl in impls if (impl.plugin not in listeners if kept is None else impl.plugin in kept)
+        ]
+    try:
+        yield
+    finally:
+        for caller, impls in zip(callers, originals, strict=True):
+            caller._hookimpls[:] = impls
