@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.engines.ddp import multiply_by_world_size
 from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
-from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources, unwrap
+from zharness.engines.fsdp1_tensors import flat_layout, keep_original_names, measure_resources, sum_gradients, unwrap
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
 from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
@@ -331,26 +330,6 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
             dist.broadcast(tensor, src=0)  # not sync_module_states, which refuses tensors on the CPU
 
     return {"param_init_fn": allocate}
-
-
-def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
-    """Make ``wrapped`` sum gradients over ranks instead of averaging them.
-
-    If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
-    multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
-    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
-    """
-    if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
-        wrapped.register_comm_hook(None, reduce_by_sum)
-        return
-    for _, flat_param in iter_flat_params(wrapped):
-        if flat_param.requires_grad:
-            flat_param.register_hook(multiply_by_world_size)
-
-
-def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
-    """Sum ``gradient`` over ranks and write this rank's part of the sum into ``shard`` (a reduce-scatter)."""
-    dist.reduce_scatter_tensor(shard, gradient)
 
 
 class FSDP1Engine(TorchEngine):
