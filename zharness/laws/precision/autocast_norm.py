@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zharness.engines import Feature
+from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import hint_missing_norm
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
