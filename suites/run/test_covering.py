@@ -171,3 +171,10 @@ def test_an_option_takes_its_refusals_to_the_claims() -> None:
     assert claims.with_options(("a",)).reduce_dtypes == {"fp32": "bf16"}
     assert claims.with_options(("b",)).refusal(Feature.CLIP) is None
     assert set(claims.neutral_options) == {"a", "b"}
+
+
+def test_an_option_names_the_laws_and_models_in_which_it_has_an_effect() -> None:
+    option = EngineOption({"a": 1}, laws=frozenset({"state.resume-adamw"}), models=frozenset({"mlp"}))
+    assert not option.refusal_in("state.resume", "adamw", "mlp")
+    assert "state.resume-adamw" in option.refusal_in("state.resume", "sgd", "mlp")
+    assert "mlp" in option.refusal_in("state.resume", "adamw", "conv")

@@ -233,3 +233,8 @@ def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:
 
 
 ENTRY_OF_ANY_SETTING = ExpectedFailure("reference", "training.grads", "x", "y", "fail", ("z",))
+
+
+def test_an_entry_for_a_glob_of_laws_under_an_option_is_never_stale_on_one_cell() -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, check="*", engine_variants=("overlap_comm",))
+    assert not entry.is_stale_on(Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", "overlap_comm"))

@@ -129,6 +129,7 @@ def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
     runner = object.__new__(Runner)
     runner.__dict__.update(
         seed=0, timeout=1.0, isolation=Isolation.POOLED, user_expected_failures=(), _free_evidence_dirs=[],
+        _pools=set(),
         _servers={"reference": ranks}, _judge_server=judges,
         _claims={("reference", 3): engines.capabilities("reference", 3)},
     )  # fmt: skip

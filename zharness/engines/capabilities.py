@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,9 @@ class EngineOption:
       engine has kernels of its own otherwise.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
     - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
+    - ``laws`` are globs of the laws in which the option has an effect, or of a law with its variant
+      (``state.resume-adamw``), and ``models`` are the models in which it has one; if empty, all. A cell in which the
+      option has no effect would test nothing, and does not set it.
     """
 
     options: Mapping[str, Any]
@@ -108,6 +112,17 @@ class EngineOption:
     has_torch_kernels: bool = False
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
+    laws: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+
+    def refusal_in(self, law: str, variant: str, model: str) -> str:
+        """Return the reason why a cell of this law, variant of the law and model cannot show an effect, or ''."""
+        names = (law, f"{law}-{variant}")
+        if self.laws and not any(fnmatchcase(name, pattern) for name in names for pattern in self.laws):
+            return f"it has an effect in {', '.join(sorted(self.laws))} only"
+        if self.models and model not in self.models:
+            return f"it has an effect on the models {', '.join(sorted(self.models))} only"
+        return ""
 
     @property
     def replicas(self) -> int:
@@ -190,18 +205,30 @@ class Capabilities:
             name: dict(option.options)
             for name, option in self.engine_options.items()
             if option.world_size_factor == 1
-            and not (option.dtypes or option.absent or option.changes_numbers or option.known_bug)
+            and not (option.dtypes or option.laws or option.absent or option.changes_numbers or option.known_bug)
         }
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
-        """Return the capabilities of an engine on which the named options are set."""
+        """Return the capabilities of an engine on which the named options are set, without options they exclude."""
         if not names:
             return self
         chosen = [self.engine_options[name] for name in names]
+        excluded = {other for option in chosen for other in option.excludes}
+        excluded |= {
+            name for name, option in self.engine_options.items() if not option.excludes.keys().isdisjoint(names)
+        }
         refuses, reduce_dtypes = dict(self.refuses), dict(self.reduce_dtypes)
         for option in chosen:
             refuses.update(option.refuses)
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
+        variants = {name: option for name, option in self.variants.items() if name not in excluded}
         replicas = max(self.replicas, *(option.replicas for option in chosen))
-        return replace(self, refuses=refuses, reduce_dtypes=reduce_dtypes, own_kernels=own_kernels, replicas=replicas)
+        return replace(
+            self,
+            refuses=refuses,
+            reduce_dtypes=reduce_dtypes,
+            own_kernels=own_kernels,
+            variants=variants,
+            replicas=replicas,
+        )

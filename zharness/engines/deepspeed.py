@@ -23,6 +23,7 @@ from zharness.engines.deepspeed_build import COALESCE, initialize, json_override
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
 from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
+from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import (
@@ -102,7 +103,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                 f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
             ) from error
         self.module: nn.Module = self._engine.module
-        self._reader = DeepSpeedTensorReader(self._engine, params, config.stage)
+        links = RoundRobinLinks.build(self._engine.optimizer)
+        self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
         self._layout = self._reader.layout()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

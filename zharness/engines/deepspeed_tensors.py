@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.protocol import Piece
 from zharness.engines.torch_engine import snapshot
 
@@ -19,20 +20,23 @@ from zharness.engines.torch_engine import snapshot
 class DeepSpeedTensorReader:
     """Reads full tensors from a deepspeed.DeepSpeedEngine at ``stage``.
 
-    ``params`` maps each parameter's original name to the parameter. Every method that returns tensors is a collective.
+    ``params`` maps each parameter's original name to the parameter. ``links`` are the right links of parameters to
+    their partitions. Every method that returns tensors is a collective.
     """
 
     engine: Any
     params: Mapping[str, nn.Parameter]
     stage: int
+    links: RoundRobinLinks
 
     def grads(self) -> dict[str, Tensor]:
         """Return the unscaled gradients that ``step`` will apply, or this rank's own ones if none was reduced yet."""
         grads = {}
-        for name, param in self.params.items():
-            grad = self._full_grad(param) if param.requires_grad else None
-            if grad is not None:
-                grads[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
+        with self.links.applied():
+            for name, param in self.params.items():
+                grad = self._full_grad(param) if param.requires_grad else None
+                if grad is not None:
+                    grads[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
         return grads
 
     def loss_scale(self) -> float | None:
@@ -59,10 +63,11 @@ class DeepSpeedTensorReader:
         from deepspeed.utils import safe_get_full_fp32_param
 
         masters = {}
-        for name, param in self.params.items():
-            if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
-                master = self._stage0_master(param) if self.stage == 0 else safe_get_full_fp32_param(param)
-                masters[name] = snapshot(master.to(self._master_dtype(master)))
+        with self.links.applied():
+            for name, param in self.params.items():
+                if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
+                    master = self._stage0_master(param) if self.stage == 0 else safe_get_full_fp32_param(param)
+                    masters[name] = snapshot(master.to(self._master_dtype(master)))
         return masters
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
@@ -85,14 +90,16 @@ class DeepSpeedTensorReader:
             dist.broadcast(value, src=0)
             if self.stage < 3:
                 param.detach().copy_(value)
-            safe_set_full_fp32_param(param, value)
+            with self.links.applied():
+                safe_set_full_fp32_param(param, value)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer state by parameter name and key, which is empty before the first step."""
         if self.engine.global_steps == 0 and self.stage > 0:
             return {}
         readers = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
-        return {name: readers[self.stage](param) for name, param in self.params.items() if param.requires_grad}
+        with self.links.applied():
+            return {name: readers[self.stage](param) for name, param in self.params.items() if param.requires_grad}
 
     def _full_grad(self, param: Any) -> Tensor | None:
         """Return the reduced gradient of ``param``, or this rank's own one if nothing was reduced.
@@ -221,7 +228,8 @@ class DeepSpeedTensorReader:
         """Return which piece of each trained parameter's master weight each rank owns; empty at stage 0."""
         if self.stage == 0:
             return {}
-        local = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
+        with self.links.applied():
+            local = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
         ranks: list[dict[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, local)
         return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in local}

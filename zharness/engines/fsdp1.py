@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
-from zharness.engines.ddp import multiply_by_world_size
 from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
-from zharness.engines.fsdp1_tensors import flat_layout, iter_flat_params, keep_original_names, measure_resources, unwrap
+from zharness.engines.fsdp1_tensors import flat_layout, keep_original_names, measure_resources, sum_gradients, unwrap
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
 from zharness.engines.fsdp_groups import BLOCK, GROUPING_OPTIONS, LEAF, ROOT, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, Reduction
@@ -54,6 +53,13 @@ REFUSES = {
         "'FSDP does not support running the forward pass of a submodule that is contained in an FSDP instance. This is "
         f"because the submodule's parameters will be sharded' ({DOCUMENTATION})",
     ),
+    Feature.RETAIN_GRAPH: (
+        f"'FSDP does not work with double backwards due to the way it registers backward hooks' ({DOCUMENTATION})"
+    ),
+    Feature.UNEVEN_RANKS: (
+        "the forward of each group is a collective, which every rank has to call: 'this strategy unshards (via "
+        f"all-gather) before the forward' ({DOCUMENTATION})"
+    ),
     Feature.EDITS: (
         "'The full parameters can be modified, but only the portion corresponding to the local param shard will "
         f"persist' ({DOCUMENTATION})"
@@ -71,9 +77,12 @@ REFUSES = {
     Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
     Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
 }
+GROUPS_REMAIN = "the process groups of its device mesh, and their threads, live until destroy_process_group"
 NEEDS_ACCELERATOR = "" if torch.cuda.is_available() else "without a GPU FSDP raises: "
 REPLICA_REFUSES = {
-    Feature.SUM: "'Communication hook is not supported for hybrid strategies' (the error of register_comm_hook)"
+    Feature.STEADINESS: GROUPS_REMAIN,
+    Feature.RESHARD: "stage 0 has no shards to replicate, and therefore no replicas",
+    Feature.SUM: "'Communication hook is not supported for hybrid strategies' (the error of register_comm_hook)",
 }
 VARIANTS = {
     "one_group": EngineOption({"grouping": ROOT}),
@@ -88,10 +97,19 @@ VARIANTS = {
         changes_numbers="under bf16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(
-        {"reduce_dtype": "bf16"}, reduce_dtypes={"fp32": "bf16"}, changes_numbers="gradients are summed in bf16"
+        {"reduce_dtype": "bf16"},
+        refuses={Feature.AUTOCAST: "its laws state the bounds of a reduction in the dtype of the model"},
+        reduce_dtypes={"fp32": "bf16"},
+        changes_numbers="gradients are summed in bf16",
     ),
     # MixedPrecision does not cast ignored parameters, so F.linear gets two dtypes.
-    "vectors_ignored": EngineOption({"ignored_params": True}, dtypes=frozenset({"fp32"})),
+    "vectors_ignored": EngineOption(
+        {"ignored_params": True},
+        refuses={
+            Feature.DEFERRED: f"ignored parameters 'will not be managed by this FSDP instance' ({DOCUMENTATION})",
+        },
+        dtypes=frozenset({"fp32"}),
+    ),
     "optimizer_state_offload": EngineOption({"optimizer_state_offload": True}),
     "cpu_offload": EngineOption(
         {"cpu_offload": True},
@@ -108,7 +126,7 @@ VARIANTS_OF_SHARDS = {
     "two_replicas": EngineOption(
         {"replicas": 2},
         refuses=REPLICA_REFUSES,
-        world_size_factor=2,
+        world_size_factor=4,  # shards of one rank are not reduced: repro hybrid-of-single-ranks
         changes_numbers="gradients and their norm are summed in another order",
     ),
 }
@@ -168,7 +186,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
     validate_config(config, CAPABILITIES, OPTIONS)
     aliases = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(param): name for name, param in model.named_parameters()}
-    tied = {name: first_names[id(param)] for name, param in aliases.items()}
+    tied = {name: first_names[id(aliases[name])] if name in aliases else name for name in model.state_dict()}
     wrapped = wrap(model, config)
     params = leaf_parameters(model)
     states = FullStates(wrapped, offload=bool(config.options.get("optimizer_state_offload", False)))
@@ -215,6 +233,7 @@ def wrap(model: nn.Module, config: EngineConfig) -> FullyShardedDataParallel:
         **{**initialization(model, device), **{name: options[name] for name in PASSED_ON if name in options}},
     )
     keep_original_names(model)
+    wrapped.check_is_root()  # now, because a first use of ``model`` would make each group inside it a root of its own
     if config.reduction is Reduction.SUM:
         sum_gradients(wrapped, "replicas" in options)
     return wrapped
@@ -313,30 +332,10 @@ def initialization(model: nn.Module, device: torch.device) -> dict[str, Any]:
     return {"param_init_fn": allocate}
 
 
-def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
-    """Make ``wrapped`` sum gradients over ranks instead of averaging them.
-
-    If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
-    multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
-    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
-    """
-    if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
-        wrapped.register_comm_hook(None, reduce_by_sum)
-        return
-    for _, flat_param in iter_flat_params(wrapped):
-        if flat_param.requires_grad:
-            flat_param.register_hook(multiply_by_world_size)
-
-
-def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
-    """Sum ``gradient`` over ranks and write this rank's part of the sum into ``shard`` (a reduce-scatter)."""
-    dist.reduce_scatter_tensor(shard, gradient)
-
-
 class FSDP1Engine(TorchEngine):
     """An engine whose full tensors, norm and state dicts come from the methods of FullyShardedDataParallel.
 
-    ``tied`` maps every name of a parameter to its first name.
+    ``tied`` maps the names of the plain model's ``state_dict()``, in their order, to the first name of the same tensor.
     """
 
     def __init__(
@@ -358,8 +357,11 @@ class FSDP1Engine(TorchEngine):
 
     def full_grads(self) -> dict[str, Tensor]:
         with self._wrapped.summon_full_params(self._wrapped, writeback=False, with_grads=True):
+            # Frozen parameters that share a FlatParameter with others have zeros, which no optimizer step uses.
             return {
-                name: snapshot(param.grad) for name, param in self._adapter.params.items() if param.grad is not None
+                name: snapshot(param.grad)
+                for name, param in self._adapter.params.items()
+                if param.grad is not None and param.requires_grad
             }
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -376,7 +378,7 @@ class FSDP1Engine(TorchEngine):
         This is a collective.
         """
         state = {name: snapshot(value) for name, value in self._states.model().items()}
-        return {name: state[self._tied.get(name, name)] for name in state}
+        return {name: state[first] for name, first in self._tied.items()}
 
     def _full_masters(self) -> dict[str, Tensor]:
         with self._wrapped.summon_full_params(self._wrapped, writeback=False):

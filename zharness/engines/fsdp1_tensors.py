@@ -1,4 +1,4 @@
-"""Read the layout and the memory of FSDP1 from its private attributes, and hide its wrappers from names of modules."""
+"""Read layout and memory of FSDP1 from its private attributes, hide its wrappers from names, and sum its gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.ddp import multiply_by_world_size
 from zharness.engines.fsdp2_memory import storage_bytes
 from zharness.engines.protocol import Piece, Resources
 
@@ -103,3 +104,23 @@ def measure_resources(
         ),
         optimizer_state=storage_bytes(states),
     )
+
+
+def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
+    """Make ``wrapped`` sum gradients over ranks instead of averaging them.
+
+    If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
+    multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
+    accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
+    """
+    if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
+        wrapped.register_comm_hook(None, reduce_by_sum)
+        return
+    for _, flat_param in iter_flat_params(wrapped):
+        if flat_param.requires_grad:
+            flat_param.register_hook(multiply_by_world_size)
+
+
+def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:
+    """Sum ``gradient`` over ranks and write this rank's part of the sum into ``shard`` (a reduce-scatter)."""
+    dist.reduce_scatter_tensor(shard, gradient)

@@ -37,9 +37,14 @@ ZERO_FILL_REASON = (
     "reduce_scatter_unused_params: 'include zero gradients for parameters that did not receive a gradient in backward' "
     f"({DOCUMENTATION})"
 )
-REPLICA_REFUSES = {
-    Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})"
+GROUPS_REMAIN = {
+    Feature.STEADINESS: "the process groups that it adds, and their threads, live until destroy_process_group"
 }
+REPLICA_REFUSES = {
+    **GROUPS_REMAIN,
+    Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})",
+}
+UNSHARDED_REASON = f"ignored_params: 'They will not be sharded' ({DOCUMENTATION})"
 REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
 # Values of options whose names are not those of FSDPModule's setters.
 AUTO = "auto"
@@ -52,7 +57,7 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "two_replicas": EngineOption(
         {"replicas": 2}, refuses=REPLICA_REFUSES, world_size_factor=2, changes_numbers=REPLICAS_CHANGE_NUMBERS
     ),
-    "one_replica": EngineOption({"replicas": 1}),
+    "one_replica": EngineOption({"replicas": 1}, refuses=GROUPS_REMAIN),
     "all_reduce_last": EngineOption(
         {"replicas": 2, "no_sync": ALL_REDUCE},
         refuses=REPLICA_REFUSES,
@@ -61,7 +66,15 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "cpu_offload": EngineOption({"cpu_offload": True}),
     "inputs_not_cast": EngineOption({"cast_forward_inputs": False}),
-    "outputs_in_fp32": EngineOption({"output_dtype": "fp32"}, changes_numbers="under bf16 the loss is in fp32"),
+    # Under bf16 the loss would be in fp32, which the plain model does not have.
+    "outputs_in_fp32": EngineOption(
+        {"output_dtype": "fp32"},
+        refuses={
+            Feature.AUTOCAST: "output_dtype 'specifies the dtype for casting floating-point forward outputs', also of "
+            f"those that autocast made ({DOCUMENTATION})"
+        },
+        dtypes=frozenset({"fp32"}),
+    ),
     "reduced_in_fp32": EngineOption(
         {"reduce_dtype": "fp32"},
         reduce_dtypes={"bf16": "fp32"},
@@ -69,13 +82,14 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "reduced_in_bf16": EngineOption(
         {"reduce_dtype": "bf16"},
+        refuses={Feature.AUTOCAST: "its laws state the bounds of a reduction in the dtype of the model"},
         reduce_dtypes={"fp32": "bf16"},
         changes_numbers="gradients are summed in bf16",
     ),
     "vectors_ignored": EngineOption(
         {"ignored_params": VECTORS},
         refuses={
-            Feature.RESOURCES: f"'They will not be sharded' ({DOCUMENTATION})",
+            **dict.fromkeys((Feature.RESOURCES, Feature.SHARD_ACCESS), UNSHARDED_REASON),
             Feature.CLIP: "clip_grad_norm_ raises 'got mixed torch.Tensor and DTensor'",
         },
         dtypes=frozenset(
@@ -93,7 +107,9 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
         changes_numbers="an unused parameter has zeros instead of no gradient, which weight decay and momentum see",
     ),
     "two_reduce_buffers": EngineOption({"reduce_scatter_max_input_buffers": 2}, absent=NOT_BEFORE_2_13),
-    "own_reduce_group": EngineOption({"separate_reduce_scatter_group": True}, absent=NOT_BEFORE_2_13),
+    "own_reduce_group": EngineOption(
+        {"separate_reduce_scatter_group": True}, refuses=GROUPS_REMAIN, absent=NOT_BEFORE_2_13
+    ),
     "iteration_reset": EngineOption({"reset_iter_state": True}, absent=NOT_BEFORE_2_13),
     "access_by_state_dict": EngineOption({TENSOR_ACCESS: BY_STATE_DICT}),
 }
@@ -101,6 +117,7 @@ OPTIONS_AT_STAGE_3 = {
     "root_kept_after_forward": EngineOption({"reshard_after_forward": AUTO}),
     "resharded_to_two": EngineOption(
         {"reshard_after_forward": 2},
+        refuses=GROUPS_REMAIN,
         excludes=dict.fromkeys(("two_replicas", "all_reduce_last"), "each replica of two ranks has one shard"),
         world_size_factor=2,
     ),

@@ -172,8 +172,10 @@ def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reducti
         return total if reduction is Reduction.SUM else total / dist.get_world_size()
 
     for param in params:
-        if param.requires_grad:
-            param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
+        frozen = not param.requires_grad
+        param.requires_grad_()  # torch registers no hook on a frozen parameter, which may be unfrozen later
+        param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]
+        param.requires_grad_(not frozen)
 
 
 class TorchEngine(TorchTensorAccess):

@@ -97,7 +97,7 @@ MLP_TEMPLATES = {
     "inputs": ProgramTemplate(
         ("g", "t", "f g b s", "f t b:unseen s"),
         "sgd",
-        features=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD),
+        features=(Feature.AUTOGRAD, Feature.TENSOR_BACKWARD, Feature.RETAIN_GRAPH),
         opening="f b s f b s",
     ),
     # DDP rebuilds its buckets in the forward after the first backward.

@@ -13,6 +13,7 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
+LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -41,14 +42,19 @@ def compare_forward(
 
 
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
-    """Attribute a mismatch to the gather of weights if the loss was computed from the weights before the last step."""
-    before = ctx.rank_records("params", step - 1)[0]
-    stale = [ctx.baseline.run_rank(mismatch.seen_on, micro, before).loss]
-    with torch.no_grad():
-        stale.append(ctx.baseline.run_forward(mismatch.seen_on, micro, before).loss)
-    if mismatch.actual not in map(float, stale):
-        return mismatch
-    return replace(mismatch, part=Part.GATHER, hint=f"{STALE_FORWARD_HINT} step {step - 1}")
+    """Attribute a mismatch to the gather of weights if the loss was computed from the weights of another step.
+
+    These are the weights before the last step, or those that the engine reported only at the next step.
+    """
+    for other, hint in ((step - 1, STALE_FORWARD_HINT), (step + 1, LATE_REPORT_HINT)):
+        if any(snapshot.label == "params" and snapshot.step == other for snapshot in ctx.evidence[0].snapshots):
+            params = ctx.rank_records("params", other)[0]
+            losses = [ctx.baseline.run_rank(mismatch.seen_on, micro, params).loss]
+            with torch.no_grad():
+                losses.append(ctx.baseline.run_forward(mismatch.seen_on, micro, params).loss)
+            if mismatch.actual in map(float, losses):
+                return replace(mismatch, part=Part.GATHER, hint=f"{hint} step {other}")
+    return mismatch
 
 
 def compare_records(

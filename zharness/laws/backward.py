@@ -216,6 +216,7 @@ LAWS = (
     backward_law(
         auxiliary_loss,
         "an auxiliary loss that the forward computes gives plain PyTorch's gradients too",
+        Feature.RETAIN_GRAPH,
         kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
     ),
     backward_law(
@@ -226,12 +227,14 @@ LAWS = (
     backward_law(
         autograd_grad,
         "torch.autograd.grad of an output is plain PyTorch's, not divided for accumulation, and training stays right",
+        Feature.RETAIN_GRAPH,
         accumulation=4,
         kept_because="gradients that train nothing: an engine that counts backwards may count them",
     ),
     backward_law(
         backward_inputs,
         "loss.backward(inputs=[x]) gives plain PyTorch's gradient of x and changes no parameter's gradient",
+        Feature.RETAIN_GRAPH,
         kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
     backward_law(

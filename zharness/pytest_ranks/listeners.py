@@ -23,6 +23,9 @@ FOLLOWED_HOOKS = (
 )
 
 
+_silenced: list[tuple[Any, list[Any]]] = []  # each hook of which plugins are silenced now, with all its functions
+
+
 def find_listeners(plugins: pytest.PytestPluginManager) -> list[object]:
     """Return the installed plugins that report on tests.
 
@@ -59,8 +62,15 @@ def silence_listeners(plugins: pytest.PytestPluginManager, reporter: object) -> 
         caller._hookimpls[:] = [
             impl for impl in impls if (impl.plugin not in listeners if kept is None else impl.plugin in kept)
         ]
+    _silenced[:] = zip(callers, originals, strict=True)
     try:
         yield
     finally:
-        for caller, impls in zip(callers, originals, strict=True):
-            caller._hookimpls[:] = impls
+        restore_listeners()
+
+
+def restore_listeners() -> None:
+    """Call all plugins again. Another thread may do so while the block still runs, to report that it never ends."""
+    for caller, impls in _silenced:
+        caller._hookimpls[:] = impls
+    _silenced.clear()

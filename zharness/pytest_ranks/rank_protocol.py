@@ -323,12 +323,13 @@ class RankTestRunner:
         rank_coverage.set_up_rank_coverage(channel)
         debug.install_debugger(config, this_rank.rank, channel, self._terminal)
         reporter = PhaseReporter(config, channel)
-        plugins.register(reporter, "zharness-phase-reporter")
+        plugins.register(reporter, REPORTER_NAME)
         self._until_rank_ends.enter_context(silence_listeners(plugins, reporter))
         reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
         return reporter
 
 
+REPORTER_NAME = "zharness-phase-reporter"
 TEST_DIR = pytest.StashKey[Path]()  # on an item: a directory that its ranks share
 RANKS_BASE_DIR = pytest.StashKey[Path]()  # on the config: a directory that the ranks of all tests share
 # Modules of an xdist worker's plugin: its name, and the name that execnet gives to code that it has sent.

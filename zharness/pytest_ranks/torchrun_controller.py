@@ -13,10 +13,10 @@ from _pytest.runner import runtestprotocol  # as in rank_protocol.py
 from zharness.errors import UsageError
 from zharness.pytest_ranks.controller import RankTestController
 from zharness.pytest_ranks.inner_reports import merge_inner_reports
-from zharness.pytest_ranks.listeners import silence_listeners
+from zharness.pytest_ranks.listeners import restore_listeners, silence_listeners
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.rank_problems import load_phase_report
-from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR, PhaseReporter, RankTestRunner
+from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR, REPORTER_NAME, PhaseReporter, RankTestRunner
 from zharness.pytest_ranks.rank_requirements import RankRequirements, get_rank_requirements
 from zharness.pytest_ranks.side_effects import RankSideEffects, iter_side_effects
 from zharness.pytest_ranks.terminal import Terminal
@@ -133,6 +133,9 @@ class TorchrunTestController(RankTestController):
 
     def log_lost_test(self, outcome: GroupOutcome, message: str) -> None:
         """Log a failure of the test that was running when a rank was lost."""
+        restore_listeners()  # the main thread may be in a test, and never return
+        if self.session.config.pluginmanager.hasplugin(REPORTER_NAME):
+            self.session.config.pluginmanager.unregister(name=REPORTER_NAME)  # it would send the report to rank 0
         if self._current_item is not None:
             item = self._current_item
             reports = [*merge_inner_reports(item, outcome), *merge_reports(item, mark_cut_off_ranks(outcome))]
@@ -165,13 +168,14 @@ class TorchrunTestRunner:
         item: Any = self._session.items[index]
         # Running a remote fixture modifies the item. Forked ranks end afterwards, but this process has to restore it.
         fixture_names, setuponly = list(getattr(item, "fixturenames", ())), config.option.setuponly
-        config.pluginmanager.register(self._reporter, "zharness-phase-reporter")
+        config.pluginmanager.register(self._reporter, REPORTER_NAME)
         self._reporter.recorded_warnings.clear()  # pytest calls the hook of a new plugin for all earlier warnings
         try:
             with silence_listeners(config.pluginmanager, self._reporter):
                 return self._test_runner(index, next_index, test_dir, fixture)
         finally:
-            config.pluginmanager.unregister(self._reporter)
+            if config.pluginmanager.hasplugin(REPORTER_NAME):
+                config.pluginmanager.unregister(name=REPORTER_NAME)
             config.option.setuponly = setuponly
             if fixture_names:
                 item.fixturenames[:] = fixture_names

@@ -13,6 +13,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
+from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
@@ -316,7 +317,9 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
-        if refusal := known[name].refusal_at(cell.world_size, cell.dtype):
+        option = known[name]
+        refusal = option.refusal_at(cell.world_size, cell.dtype)
+        if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
             return f"this cell cannot set the option {name}: {refusal}"
     unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
     if unknown:
@@ -333,9 +336,20 @@ def list_calibrated_laws() -> str:
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
+    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
+    if reduce_dtype not in law.dtypes:
+        stated = ", ".join(law.dtypes)
+        return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.is_calibrated or law.get_variant(cell.variant).compares_engine_with_itself
+    compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
+    is_tolerant = law.is_calibrated or compares_itself
+    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
+    needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
+    if needs_exact_sums and not compares_itself and cell.dtype == "fp32" and reduce_dtype != "fp32":
+        return (
+            f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
+        )
     if kernels is not None and not exact and not is_tolerant:
         return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum

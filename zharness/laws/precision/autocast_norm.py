@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import hint_missing_norm
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -66,6 +67,7 @@ LAWS = (
         "the reported norm is that of the plain gradients under torch.autocast: bf16 has no loss scale",
         observe_norm,
         judge_norm,
+        features=(Feature.AUTOCAST, Feature.CLIP),
         variants=(Variant(applies_to_user_models=True),),
         sets_autocast=True,
         kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",

@@ -50,7 +50,9 @@ def observe_buffers(ctx: RankContext) -> None:
 def observe_declared_dtypes(ctx: RankContext) -> None:
     """Train one step in every dtype that the engine claims for parameters and gradients, and record the buffers."""
     for at, (dtype, torch_dtype) in enumerate(DTYPES.items()):
-        if dtype in ctx.capabilities.dtypes:
+        options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
+        can_set = not any(option.refusal_at(ctx.world_size, dtype) for option in options)
+        if dtype in ctx.capabilities.dtypes and can_set:
             engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(torch_dtype)
             engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
             engine.step()

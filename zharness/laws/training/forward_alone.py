@@ -51,6 +51,7 @@ def observe_forward_alone(ctx: RankContext) -> None:
             ctx.loss(engine, 20 + step)
         engine.step()
         engine.zero_grad()
+    ctx.record("params", engine.full_params(), STEPS)  # tells whether a wrong forward used weights reported too late
     engine.close()
 
 
