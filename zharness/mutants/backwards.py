@@ -334,7 +334,7 @@ def reentrant_end_drops_outer(model: nn.Module, config: EngineConfig) -> Referen
 
 @mutant_factory(
     FaultKind.GRAPH,
-    Target("backward.autograd_grad", None, model="blocks", cause="full_grads has the wrong names"),
+    Target("backward.autograd_grad", None, model="blocks", cause="full_grads has gradients of"),
     over="reference",
     stages=(0, 1),
     origin=Origin.BLIND_3,
