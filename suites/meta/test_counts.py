@@ -91,7 +91,7 @@ COUNTED_SENTENCES = (
     CountedSentence("docs/mutants.md", "All but {} are killed at world size 2", (count_mutants_alive_at_two_ranks,)),
     CountedSentence("docs/mutants.md", "those of {} mutants (`MISNAMED`", (lambda: len(MISNAMED),)),
     CountedSentence("docs/mutants.md", "for each law, {} of {};", (lambda: len(SAMPLE), lambda: len(KILLS))),
-    CountedSentence("docs/mutants.md", "{} sets of 24 more", (lambda: len(unseen_sets()),)),
+    CountedSentence("docs/mutants.md", "{} sets more", (lambda: len(unseen_sets()),)),
     CountedSentence("docs/reproductions.md", "of the {} bugs in", (count_bugs,)),
     CountedSentence("docs/reproductions.md", "Of the {} scripts of torch's engines", (count_torch_bugs,)),
 )

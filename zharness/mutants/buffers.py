@@ -69,6 +69,7 @@ def low_precision_rounds_buffers(model: nn.Module, config: EngineConfig) -> Refe
 @mutant(
     FaultKind.RANKS,
     Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
+    Target("training.buffers", Part.FORWARD, model="stateful", parameter="norm.running*"),
     origin=Origin.ONLOOKERS,
 )
 class SharesStatistics(Around):
