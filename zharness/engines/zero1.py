@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Gradients are reduced by DDP and whole on every rank. Each parameter's optimizer state is on one rank, which updates
 # the parameter and broadcasts it.
-REFUSES = {
+REFUSED_FEATURES = {
     **ddp.REFUSES,
     Feature.WRITE_IN: (
         "one rank has the optimizer state of a parameter, and only load_state_dict replaces it "
@@ -30,7 +30,7 @@ REFUSES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSES)
+CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSED_FEATURES)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
