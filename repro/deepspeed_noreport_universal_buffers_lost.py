@@ -44,17 +44,12 @@ importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 SIGNATURE = "a buffer keeps its value from before the load"
 OK = "repro: a universal checkpoint restores buffers OK."
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_clipping": 0.0,
-    "zero_allow_untested_optimizer": True,
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
 
 
-def build(model, zero, optimizer=None, **options):
-    config = {**CONFIG, **options, "zero_optimization": zero}
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+def build(model, **options):
+    optimizer = torch.optim.AdamW(model.parameters())
+    return deepspeed.initialize(model=model, optimizer=optimizer, config={**CONFIG, **options})[0]
 
 
 def convert(source):
@@ -83,7 +78,7 @@ def main():
     deepspeed.init_distributed()
     wrong = []
     model = Counting()
-    engine = build(model, {"stage": 1}, torch.optim.AdamW(model.parameters()))
+    engine = build(model)
     engine.backward(engine(torch.ones(1, 2)).sum())
     engine.step()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +86,7 @@ def main():
         run = convert(folder)
         assert run.returncode == 0, run.stderr
         model = Counting()
-        optimizer = torch.optim.AdamW(model.parameters())
-        build(model, {"stage": 1}, optimizer, checkpoint={"load_universal": True}).load_checkpoint(folder)
+        build(model, checkpoint={"load_universal": True}).load_checkpoint(folder)
     if model.seen.item() != 1:
         wrong.append(f"got {model.seen.item()}, expected 1")
     if wrong:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -115,14 +115,14 @@ def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, Tensor):
         return function(output)
     if isinstance(output, dict):
-        changed = copy(output)
+        changed = copy.copy(output)
         changed.update((key, replace_tensors(value, function)) for key, value in output.items())
         return changed
     if isinstance(output, (list, tuple)):
         values = [replace_tensors(value, function) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     if is_dataclass(output) and not isinstance(output, type):
-        replaced: Any = copy(output)
+        replaced: Any = copy.copy(output)
         for field in fields(output):
             object.__setattr__(replaced, field.name, replace_tensors(getattr(output, field.name), function))
         return replaced
