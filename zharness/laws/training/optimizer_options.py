@@ -48,30 +48,34 @@ class OptionRun:
     clip: float | None = None
     zero_loss_step: int | None = None
     frozen_step: int | None = None
-    features: tuple[Feature, ...] = ()
 
 
 DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
 CLIP = 1e-2  # far below the norm of the gradients
 
+# Beside the features that every run needs.
+FEATURES: Mapping[str, tuple[Feature, ...]] = {
+    "sgd_rate_rises_from_0": (Feature.SCHEDULE,),
+    "sgd_decay_clipped": (Feature.CLIP,),
+    "adamw_group_of_one": (Feature.PARAM_GROUPS,),
+    "sgd_zero_loss": (Feature.SCHEDULE, Feature.CLIP),
+    "sgd_frozen": (Feature.UNFREEZING,),
+}
+
 RUNS: Mapping[str, OptionRun] = {
     **{name: OptionRun(spec) for name, spec in SPECS.items()},
-    "sgd_rate_rises_from_0": OptionRun(
-        OptimizerSpec("sgd", {**RATE, "momentum": 0.5}, schedule=(0.0, 0.5, 1.0)), 3, features=(Feature.SCHEDULE,)
-    ),
-    "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP, features=(Feature.CLIP,)),
+    "sgd_rate_rises_from_0": OptionRun(OptimizerSpec("sgd", {**RATE, "momentum": 0.5}, schedule=(0.0, 0.5, 1.0)), 3),
+    "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP),
     "adamw_group_of_one": OptionRun(
         OptimizerSpec("adamw", {**RATE, "weight_decay": 0.1}, (GroupSpec("first.weight", {"weight_decay": 0.2}),)),
-        features=(Feature.PARAM_GROUPS,),
     ),
     "sgd_zero_loss": OptionRun(
         OptimizerSpec("sgd", DECAYING_SGD, schedule=(1.0, 0.5, 0.25)),
         3,
         clip=CLIP,
         zero_loss_step=1,
-        features=(Feature.SCHEDULE, Feature.CLIP),
     ),
-    "sgd_frozen": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), 3, frozen_step=1, features=(Feature.UNFREEZING,)),
+    "sgd_frozen": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), 3, frozen_step=1),
 }
 
 
@@ -115,7 +119,7 @@ LAWS = (
         judge_optimizer_options,
         weights_stay_integers=False,
         dtypes=("fp32",),
-        variants=tuple(Variant(name, run.features, compares_engine_with_itself=True) for name, run in RUNS.items()),
+        variants=tuple(Variant(name, FEATURES.get(name, ()), compares_engine_with_itself=True) for name in RUNS),
         steps=LawSteps(observe_optimizer_options),
         kept_because="the only law that sets these options: an engine that builds the optimizer anew may drop one",
     ),
