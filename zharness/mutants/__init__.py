@@ -35,6 +35,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     not_finite,
     optimizer,
     optimizer_checkpoint,
+    optimizer_options,
     outputs_and_options,
     parameters,
     prefetch,

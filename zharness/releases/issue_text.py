@@ -31,11 +31,15 @@ _PACKAGE_FOLDER = re.compile(r'(?<=File ")[^"]*/(?:site-packages|dist-packages|l
 
 @dataclass(frozen=True)
 class IssueRun:
-    """One run that shows a bug: the versions of its packages, its machine, and the part of its output that shows it."""
+    """One run that shows a bug: the versions of its packages, its machine, and the part of its output that shows it.
+
+    ``ending`` says how the run ended, in the words that follow the symptom in the text.
+    """
 
     packages: str
     machine: str
     output: str
+    ending: str = "exit code 1"
 
 
 def print_issue(identifiers: tuple[str, ...], engines: tuple[str, ...], record: Path | None, seconds: float) -> int:
@@ -154,7 +158,8 @@ def read_issue_run(run: ReproRun, record: Path) -> IssueRun:
     packages = f"torch {line['torch_version']}"
     package = get_distribution(run.repro.engine)
     packages = f"torch {line['release']}" if package == overlay.TORCH else f"{packages}, {package} {line['release']}"
-    return IssueRun(packages, line["machine"], cut_output(line["output"], run.repro.signature))
+    output = cut_output(line["output"], run.repro.signature)
+    return IssueRun(packages, line["machine"], output, "an earlier run of a longer form of this script printed")
 
 
 def is_record_of(line: Any, repro: Repro) -> bool:
@@ -187,7 +192,7 @@ It prints "{success}" and ends with exit code 0.{fixed}
 
 ### Actual
 
-{repro.symptom}; exit code 1:
+{repro.symptom}; {run.ending}:
 
 ```
 {run.output}

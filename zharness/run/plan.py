@@ -337,14 +337,13 @@ def list_calibrated_laws() -> str:
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
     reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
-    if reduce_dtype not in law.dtypes:
+    compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
+    if reduce_dtype not in law.dtypes and not compares_itself:
         stated = ", ".join(law.dtypes)
         return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
     is_tolerant = law.is_calibrated or compares_itself
-    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
     needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
     if needs_exact_sums and not compares_itself and cell.dtype == "fp32" and reduce_dtype != "fp32":
         return (

@@ -65,8 +65,8 @@ class Record:
     ``stale_reason`` names the entry to delete. ``documentation_url`` is where the engine documents the difference
     behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
     holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
-    holds with it. ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended
-    differently on fresh ranks, which all other fields describe: an earlier cell left state behind.
+    ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended differently on
+    fresh ranks, which all other fields describe: an earlier cell left state behind.
     """
 
     cell: Cell

@@ -56,8 +56,10 @@ def observe_forward_alone(ctx: RankContext) -> None:
 
 
 def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tensor]) -> list[LocalResult]:
-    """Return the losses of plain PyTorch on micro-batch ``micro`` of every rank, without gradients in modes that have
-    none."""
+    """Return the losses and gradients of plain PyTorch on micro-batch ``micro`` of every rank.
+
+    In the modes of a forward that has no gradients, the losses alone are returned.
+    """
     if ctx.variant not in MODES_WITHOUT_GRADIENT:
         return ctx.compute_local_grads(micro, params)
     with MODES_WITHOUT_GRADIENT[ctx.variant]():

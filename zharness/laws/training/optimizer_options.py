@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from zharness.engines.protocol import OptimizerSpec
+from zharness.engines.protocol import Feature, GroupSpec, OptimizerSpec
+from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison
 
@@ -34,25 +36,74 @@ SPECS = {
 STEPS = 2
 
 
+@dataclass(frozen=True)
+class OptionRun:
+    """A training with one option, or with two that an engine may mix up.
+
+    The loss of step ``zero_loss_step`` is multiplied by zero, and the first layer is frozen in step ``frozen_step``.
+    """
+
+    optimizer: OptimizerSpec
+    steps: int = STEPS
+    clip: float | None = None
+    zero_loss_step: int | None = None
+    frozen_step: int | None = None
+    features: tuple[Feature, ...] = ()
+
+
+DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
+CLIP = 1e-2  # far below the norm of the gradients
+
+RUNS: Mapping[str, OptionRun] = {
+    **{name: OptionRun(spec) for name, spec in SPECS.items()},
+    "sgd_rate_rises_from_0": OptionRun(
+        OptimizerSpec("sgd", {**RATE, "momentum": 0.5}, schedule=(0.0, 0.5, 1.0)), 3, features=(Feature.SCHEDULE,)
+    ),
+    "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP, features=(Feature.CLIP,)),
+    "adamw_group_of_one": OptionRun(
+        OptimizerSpec("adamw", {**RATE, "weight_decay": 0.1}, (GroupSpec("first.weight", {"weight_decay": 0.2}),)),
+        features=(Feature.PARAM_GROUPS,),
+    ),
+    "sgd_zero_loss": OptionRun(
+        OptimizerSpec("sgd", DECAYING_SGD, schedule=(1.0, 0.5, 0.25)),
+        3,
+        clip=CLIP,
+        zero_loss_step=1,
+        features=(Feature.SCHEDULE, Feature.CLIP),
+    ),
+    "sgd_frozen": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), 3, frozen_step=1, features=(Feature.UNFREEZING,)),
+}
+
+
 def observe_optimizer_options(ctx: RankContext) -> None:
-    """Train two steps with the optimizer that the law variant names."""
-    engine = ctx.build_engine(optimizer=SPECS[ctx.variant])
-    for step in range(STEPS):
+    """Train several steps with the options that the law variant names."""
+    run = RUNS[ctx.variant]
+    engine = ctx.build_engine(optimizer=run.optimizer, clip=run.clip)
+    for step in range(run.steps):
         ctx.record_training_state(engine, step)
-        engine.backward(ctx.loss(engine, step))
+        if step == run.frozen_step:
+            engine.module.get_submodule("first").requires_grad_(False)
+        engine.backward(ctx.loss(engine, step) * float(step != run.zero_loss_step))
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
+        if run.clip is not None:
+            norm = engine.grad_norm()
+            ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, step)
         engine.zero_grad()
-    ctx.record_training_state(engine, STEPS)
+        if step == run.frozen_step:  # the optimizer state of a frozen weight need not be readable
+            engine.module.get_submodule("first").requires_grad_(True)
+    ctx.record_training_state(engine, run.steps)
     engine.close()
 
 
 def judge_optimizer_options(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare each step with the optimizer's formula, applied to the engine's own numbers."""
-    for step in range(STEPS):
-        yield from judge_step(
-            ctx, SPECS[ctx.variant], ctx.rank_records("grads", step)[0], RecordedStep(step, "masters")
-        )
+    run = RUNS[ctx.variant]
+    for step in range(run.steps):
+        grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
+        if run.clip is not None:
+            factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
+        yield from judge_step(ctx, run.optimizer, grads, RecordedStep(step, "masters"), factor)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
 
 
@@ -64,7 +115,7 @@ LAWS = (
         judge_optimizer_options,
         weights_stay_integers=False,
         dtypes=("fp32",),
-        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in SPECS),
+        variants=tuple(Variant(name, run.features, compares_engine_with_itself=True) for name, run in RUNS.items()),
         steps=LawSteps(observe_optimizer_options),
         kept_because="the only law that sets these options: an engine that builds the optimizer anew may drop one",
     ),

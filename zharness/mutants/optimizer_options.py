@@ -1,0 +1,137 @@
+"""Mutants whose optimizer step is wrong only beside clipping, a schedule, a zero gradient or a frozen weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zharness.mutants import seams_engines
+from zharness.mutants.around import OverDDP, OverFSDP2
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def option(variant: str, part: Part = Part.OPTIMIZER) -> Target:
+    """Return the target in a variant of training.optimizer_options."""
+    return Target("training.optimizer_options", part, variant=variant)
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
+class TakesNoRateForTheBaseRate(OverDDP):
+    """Steps with the base learning rate where the schedule's factor is zero."""
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] or group["initial_lr"]
+        self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_rate_rises_from_0"), origin=Origin.BLIND_7)
+class RaisesTheRateLate(OverDDP):
+    """Steps with the learning rate of the step before where that one was lower."""
+
+    last: float | None = None
+
+    def step(self) -> None:
+        groups = self.optimizer.param_groups
+        rate = groups[0]["lr"]
+        if self.last is not None and self.last < rate:
+            groups[0]["lr"] = self.last
+        self.last = rate
+        self.right.step()
+
+
+@mutant(FaultKind.CLIPPING, option("sgd_decay_clipped"), origin=Origin.BLIND_7)
+class ClipsTheDecay(OverDDP):
+    """Multiplies SGD's weight decay by the factor by which the gradients are clipped."""
+
+    def step(self) -> None:
+        limit = seams_engines.clip_limit(self.right)
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        if limit is not None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained() if p.grad is not None])
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] *= min(limit / (float(norm) + 1e-6), 1.0)
+        self.right.step()
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+@mutant(FaultKind.OPTIMIZER, option("adamw_group_of_one"), origin=Origin.BLIND_7)
+class CouplesTheDecayOfOneWeight(OverDDP):
+    """Adds AdamW's weight decay to the gradient, as Adam does, in a parameter group of one weight."""
+
+    def step(self) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups:
+            if len(groups) > 1 and len(group["params"]) == 1 and "decoupled_weight_decay" in group:
+                group["decoupled_weight_decay"] = False
+        self.right.step()
+
+
+class SeesZeroGradients(OverDDP):
+    """The base class of mutants that depend on which gradients are zero everywhere."""
+
+    def zero_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradient is zero everywhere."""
+        return [p for p in self.trained() if p.grad is not None and not bool(p.grad.any())]
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_zero_loss"), origin=Origin.BLIND_7)
+class TakesZeroForNoGradient(SeesZeroGradients):
+    """Neither decays nor moves by momentum a weight whose gradient is zero everywhere."""
+
+    def step(self) -> None:
+        for parameter in self.zero_gradients():
+            parameter.grad = None
+        self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_zero_loss"), origin=Origin.BLIND_7)
+class HoldsTheScheduleAtZero(SeesZeroGradients):
+    """Does not advance the learning-rate schedule in a step whose gradients are all zero."""
+
+    def step(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        holds = len(self.zero_gradients()) == len(list(self.trained()))
+        self.right.step()
+        if holds:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+@mutant(FaultKind.CLIPPING, option("sgd_zero_loss", Part.REDUCTION), origin=Origin.BLIND_7)
+class ReportsTheLastNormAboveZero(OverDDP):
+    """Reports the norm of an earlier step for gradients of zero."""
+
+    last: float | None = None
+
+    def grad_norm(self) -> float | None:
+        self.last = self.right.grad_norm() or self.last
+        return self.last
+
+
+@mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
+class DecaysFrozenWeights(OverFSDP2):
+    """Decays and moves by momentum a weight that is frozen after it was trained."""
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is None and self.optimizer.state.get(parameter):
+                parameter.grad = torch.zeros_like(parameter)
+        self.right.step()
+
+
+@mutant(FaultKind.PARAMETERS, option("sgd_frozen"), origin=Origin.BLIND_7)
+class ForgetsFrozenWeights(OverFSDP2):
+    """Drops the optimizer state of a weight that is frozen in a step, when it is trained again."""
+
+    def step(self) -> None:
+        frozen = vars(self).setdefault("frozen", set())
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                frozen.add(name)
+            elif name in frozen:
+                frozen.discard(name)
+                self.optimizer.state.pop(parameter, None)
+        self.right.step()
