@@ -206,6 +206,31 @@ def test_the_limit_of_pytest_timeout_is_that_of_the_ranks(
         assert "Timeout >" not in session.output, mode
 
 
+UNLIMITED = """
+import time
+
+@ranks
+@pytest.mark.timeout(0)
+def test_takes_long():
+    time.sleep(3)
+    if dist.is_initialized():
+        dist.barrier()
+
+@ranks
+@pytest.mark.timeout(0)
+def test_fails():
+    assert not dist.is_initialized() or dist.get_rank() == 1
+    assert dist.is_initialized()
+"""
+
+
+def test_the_marker_of_pytest_timeout_can_set_no_limit(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_timeout", reason="needs pytest-timeout: tox -e plugins")
+    # The limit of ranks is an option of this package, and that of a test without ranks one of pytest-timeout.
+    arguments = ("--timeout=1", "--rank-timeout=1")
+    run_beside(tmp_path, UNLIMITED, *arguments, plugins=("pytest_timeout",)).assert_same_verdicts()
+
+
 BENCHMARK = """
 import time
 

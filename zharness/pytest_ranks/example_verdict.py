@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from zharness.pytest_ranks.rank_text import format_ranks
-from zharness.world.process_group import PEER_LOST_MESSAGES
 
 MAX_TEXT_LENGTH = 200  # characters of an error or an example that ranks exchange; the rest is replaced by a digest
 
@@ -27,7 +26,6 @@ class ExampleStatus(Enum):
     SKIPPED = "skipped"
     XFAILED = "xfailed"
     FAILED = "failed"
-    INTERRUPTED = "was interrupted"  # its collective failed because another rank had left the example
     STOPPED = "stopped"  # Hypothesis stopped the example in the middle of a draw
     ENDED = "ended"
 
@@ -65,8 +63,6 @@ def classify_error(error: BaseException | None) -> ExampleStatus:
 
     if error is None:
         return ExampleStatus.PASSED
-    if is_peer_loss(error):
-        return ExampleStatus.INTERRUPTED
     statuses_by_type = {
         StopTest: ExampleStatus.STOPPED,
         UnsatisfiedAssumption: ExampleStatus.REJECTED,
@@ -75,12 +71,6 @@ def classify_error(error: BaseException | None) -> ExampleStatus:
         pytest.xfail.Exception: ExampleStatus.XFAILED,
     }
     return next((status for cls, status in statuses_by_type.items() if isinstance(error, cls)), ExampleStatus.FAILED)
-
-
-def is_peer_loss(error: BaseException) -> bool:
-    """Return whether a collective raised ``error``, or its cause, because the connection to another rank was closed."""
-    errors = [error, *(other for other in (error.__cause__, error.__context__) if other is not None)]
-    return any(message in str(other) for other in errors for message in PEER_LOST_MESSAGES)
 
 
 def find_error_origin(error: BaseException, visited: tuple[BaseException, ...] = ()) -> object:

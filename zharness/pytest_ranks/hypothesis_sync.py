@@ -4,9 +4,9 @@ Every rank runs Hypothesis' whole engine. The engines draw the same examples bec
 depend on clocks, and see the same outcome of every example: the ranks exchange their verdicts on each example, and all
 raise the same outcome.
 
-A rank that leaves an example by an exception may leave its peers in a collective, where they would wait forever. If
-they do not send their verdicts, it closes its connections: their collectives fail, they send the verdict INTERRUPTED,
-which counts for nothing, and all ranks form a new process group for the next example.
+A rank that leaves an example by an exception may leave its peers in a collective, where they wait until the test's
+time-out. Nothing interrupts them, because a peer that is only slower would lose its process groups. The report of the
+time-out shows the example and the exception, which the rank sends in a note.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from zharness.pytest_ranks.example_verdict import (
     summarize_error,
 )
 from zharness.pytest_ranks.phase_report import ExampleNote
-from zharness.world.current_rank import ExchangeMismatchError, Reformable, current_rank, exchange_as, is_rank
+from zharness.world.current_rank import ExchangeMismatchError, current_rank, exchange_as, is_rank
 from zharness.world.messages import RankStatus
 
 if TYPE_CHECKING:
     from hypothesis import settings
 
 Exchange = Callable[[Any], list[Any]]
-PATIENCE_SECONDS = 0.5  # for peers to send their verdicts on an example that this rank has left by an exception
+NOTE_SECONDS = 0.5  # time for peers to send their verdicts before this rank sends a note of its exception
 
 
 class ExampleFailed(AssertionError):
@@ -84,6 +84,34 @@ def send_note(note: ExampleNote) -> None:
 
 
 @contextmanager
+def note_while_waiting(error: BaseException | None, arguments: str) -> Iterator[None]:
+    """Send a note if this rank left an example by ``error`` and the block, which waits for the peers, takes long.
+
+    If the block ends nevertheless, a note without an error replaces the note.
+    """
+    if error is None or not is_rank():
+        yield
+        return
+    note = ExampleNote(arguments, summarize_error(error), format_test_traceback(error))
+    is_sent = threading.Event()
+
+    def send() -> None:
+        """Send the note, in the thread of the timer."""
+        send_note(note)
+        is_sent.set()
+
+    timer = threading.Timer(NOTE_SECONDS, send)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+    if is_sent.is_set():
+        send_note(ExampleNote(arguments, "", ""))
+
+
+@contextmanager
 def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -> Iterator[None]:
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
 
@@ -96,11 +124,10 @@ def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -
     if function is None:
         yield
         return
-    peers = _Peers(exchange, current_rank().group if is_rank() else None)
+    peers = _Peers(exchange)
     with ExitStack() as patches:
         for owner, name, value in _list_patches(item, function, peers):
             patches.enter_context(_patch_attribute(owner, name, value))
-        peers.wait_until_formed()
         with peers.wait_for_peers_at_end():
             yield
 
@@ -208,9 +235,8 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         except BaseException as caught:  # noqa: BLE001 - raised again below, or as the common outcome
             error = caught
         example = _get_example_data()
-        with peers.interrupt_if_waiting(error, arguments):
+        with note_while_waiting(error, arguments):
             verdicts = peers.compare(make_verdict(error, arguments, example))
-        peers.restore_group(verdicts)
         _merge_scores(verdicts, example)
         if len({(verdict.status, verdict.origin, verdict.choices) for verdict in verdicts}) > 1:
             _raise_common_outcome(verdicts, format_test_traceback(error))
@@ -225,50 +251,8 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
 class _Peers:
     """All ranks of the test; this rank exchanges its verdicts with the other ranks through this object."""
 
-    def __init__(self, exchange: Exchange, group: Reformable | None) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.group = group
-        self.has_broken_group = False
-        self.patience = PATIENCE_SECONDS
-
-    @contextmanager
-    def interrupt_if_waiting(self, error: BaseException | None, arguments: str) -> Iterator[None]:
-        """Interrupt the collectives of peers that wait for this rank, which left the example by ``error``.
-
-        The peers have ``patience`` to end the block, in which this rank waits for their verdicts. It is zero after the
-        first example that had to be interrupted: while Hypothesis shrinks, the peers wait in the same place.
-        """
-        if error is None or self.group is None:
-            yield
-            return
-        timer = threading.Timer(self.patience, self._break_group, (error, arguments))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
-
-    def _break_group(self, error: BaseException, arguments: str) -> None:
-        """Close this rank's connections, and send a note of its error, which is shown if a peer waits elsewhere."""
-        assert self.group is not None, "the timer is started only with a group"
-        self.has_broken_group, self.patience = True, 0.0
-        send_note(ExampleNote(arguments, summarize_error(error), format_test_traceback(error)))
-        self.group.break_connections()
-
-    def restore_group(self, verdicts: list[ExampleVerdict]) -> None:
-        """Form a new process group on all ranks if any rank broke the old one during the example of ``verdicts``."""
-        if self.group is None or all(verdict.status is ExampleStatus.PASSED for verdict in verdicts):
-            return
-        if any(self.exchange(self.has_broken_group)):
-            self.has_broken_group = False
-            self.group.form_again()
-            self.wait_until_formed()
-
-    def wait_until_formed(self) -> None:
-        """Wait until every rank has formed its process group, whose connections no rank may break before that."""
-        if self.group is not None:
-            self.exchange("formed its process group")
 
     def compare(self, own_verdict: ExampleVerdict) -> list[ExampleVerdict]:
         """Return every rank's verdict on the example. Raises _EngineAborted if the ranks ran different examples."""

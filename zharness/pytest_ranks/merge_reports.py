@@ -306,7 +306,7 @@ def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
 
 
 def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
-    """Make one section for each rank that did not end a Hypothesis test, with its error in the last example."""
+    """Make one section for each rank that did not end a Hypothesis test, with its error in an unfinished example."""
     notes = [
         (rank_result.rank, load_example_notes(rank_result.outcome))
         for rank_result in rank_results
@@ -315,6 +315,7 @@ def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str,
     return [
         (f"rank {rank} left the example {last.example}", f"{last.error}\n{last.traceback}".strip())
         for rank, (*_, last) in ((rank, found) for rank, found in notes if found)
+        if last.error
     ]
 
 

@@ -23,7 +23,7 @@ class PhaseReport:
 class ExampleNote:
     """The error of a rank in a Hypothesis example that other ranks have not ended.
 
-    ``example`` is the text of the drawn arguments.
+    ``example`` is the text of the drawn arguments. ``error`` is empty once all ranks have ended the example.
     """
 
     example: str

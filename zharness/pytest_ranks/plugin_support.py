@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,8 @@ def count_failed_subtests(item: pytest.Item, reports: list[pytest.TestReport]) -
 def get_plugin_timeout(item: pytest.Item) -> tuple[float | None, float | None]:
     """Return the seconds that pytest-timeout's marker and its options allow for a test; None where it has none.
 
-    Zero, with which pytest-timeout sets no limit, counts as none.
+    Zero in the marker, with which pytest-timeout sets no limit, is returned as infinity. Zero in an option counts as
+    none.
     """
     plugin: Any = item.config.pluginmanager.getplugin("timeout")
     if not hasattr(plugin, "_get_item_settings"):
@@ -72,4 +74,6 @@ def get_plugin_timeout(item: pytest.Item) -> tuple[float | None, float | None]:
     if not hasattr(plugin, "_get_item_settings"):
         return None, None
     by_marker = plugin._get_item_settings(item).timeout if item.get_closest_marker("timeout") is not None else None
-    return by_marker or None, item.config._env_timeout or None  # type: ignore[attr-defined]  # set by pytest-timeout
+    if by_marker is not None and by_marker <= 0:
+        by_marker = math.inf
+    return by_marker, item.config._env_timeout or None  # type: ignore[attr-defined]  # set by pytest-timeout

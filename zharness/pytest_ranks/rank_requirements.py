@@ -143,7 +143,7 @@ def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
 
 
 def parse_rank_timeout(item: pytest.Item) -> float:
-    """Return the timeout in seconds.
+    """Return the timeout in seconds, which is infinite if the marker ``timeout(0)`` sets no limit.
 
     The first that exists counts: the marker ``rank_timeout(S)``, the marker ``timeout(S)`` of pytest-timeout,
     ``--rank-timeout``, the options of pytest-timeout, the default. Raises UsageError if the marker is invalid.

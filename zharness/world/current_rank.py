@@ -28,29 +28,13 @@ class RankChannel(Protocol):
         ...
 
 
-class Reformable(Protocol):
-    """A rank's default process group, whose connections can be broken and formed again."""
-
-    def break_connections(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it in a collective raise an error."""
-        ...
-
-    def form_again(self) -> None:
-        """Replace the default process group. Collective."""
-        ...
-
-
 class CurrentRank:
-    """The rank of this process, the world size, and the channel through which this rank reaches the other ranks.
-
-    ``group`` is the default process group, or None if the task has none.
-    """
+    """The rank of this process, the world size, and the channel through which this rank reaches the other ranks."""
 
     def __init__(self, rank: int, world_size: int, channel: RankChannel) -> None:
         self.rank = rank
         self.world_size = world_size
         self.channel = channel
-        self.group: Reformable | None = None
 
 
 _current_ranks: list[CurrentRank] = []  # at most one: a process is one rank

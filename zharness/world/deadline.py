@@ -14,7 +14,8 @@ BUILD_LIMIT_SECONDS = 600.0  # time that builds and first imports may take on to
 class Deadline:
     """The time by which a task has to end.
 
-    A failure of a rank makes the deadline earlier, a build makes it later, and a debugger suspends it.
+    A failure of a rank makes the deadline earlier, a build makes it later, and a debugger suspends it. Infinite seconds
+    mean no deadline.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -28,10 +29,12 @@ class Deadline:
         self._was_restored = False
 
     def remaining_seconds(self) -> float | None:
-        """Return the number of seconds until the ranks have to be checked; None while a rank is in a debugger."""
-        if self._held_ranks:
-            return None
-        return max(0.0, min(self._ends_at, self._next_check) - time.monotonic())
+        """Return the number of seconds until the ranks have to be checked.
+
+        None while a rank is in a debugger, and for a task without a limit.
+        """
+        next_at = min(self._ends_at, self._next_check)
+        return None if self._held_ranks or math.isinf(next_at) else max(0.0, next_at - time.monotonic())
 
     def is_over(self) -> bool:
         """Return whether the deadline has passed. Times that ``schedule_check`` has set do not matter here."""

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, get_debug_level, set_debug_level
 
 from zharness.world import witness
-from zharness.world.current_rank import CurrentRank, clear_current_rank, current_rank, set_current_rank
+from zharness.world.current_rank import CurrentRank, clear_current_rank, set_current_rank
 from zharness.world.deadline import GRACE_SECONDS
 from zharness.world.launch import Launch
 from zharness.world.messages import ShutdownMessage
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
-from zharness.world.process_group import ProcessGroup, open_sockets, shut_down_sockets
+from zharness.world.process_group import form_process_group, open_sockets, shut_down_sockets
 from zharness.world.rank import (
     choose_debug_level,
     inherited_function_placeholder,
@@ -92,7 +92,6 @@ class LaunchedRank:
         self.launch = launch
         self._inherited_function = inherited_function
         self._sockets_before_group: set[tuple[int, str]] = set()
-        self._group: ProcessGroup | None = None
         self._saved_descriptors: dict[int, int] = {}
         # The witness removes this directory, also if this process is killed.
         self._scratch_dir = Path(tempfile.mkdtemp(prefix="zharness-"))
@@ -157,22 +156,14 @@ class LaunchedRank:
         level = choose_debug_level(task)
         if dist.is_initialized():
             if task.group is Group.REUSED and get_debug_level() == level:
-                current_rank().group = self._group
                 return
             self.destroy_group()
-        self._sockets_before_group, self._group = open_sockets(), None
+        self._sockets_before_group = open_sockets()
         if task.group is Group.NONE:
             return
         set_debug_level(level)
-        prefix, store = f"group/{assignment.serial}", self.store.torch_store
-        self._group = ProcessGroup(
-            rank,
-            task.world_size,
-            rank_device(rank, task.world_size),
-            lambda times_formed: PrefixStore(f"{prefix}/{times_formed}", store),
-        )
-        self._group.form()
-        current_rank().group = self._group
+        store = PrefixStore(f"group/{assignment.serial}", self.store.torch_store)
+        form_process_group(rank, task.world_size, rank_device(rank, task.world_size), store)
 
     def destroy_group(self) -> None:
         """Destroy the default process group if there is one. Call this method once every rank has ended the task."""

@@ -1,13 +1,11 @@
-"""Form the default process group of a rank, break its connections, and form it again within one task."""
+"""Form the default process group of a rank, and shut down its connections."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,47 +23,18 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 PEER_LOST_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "monitoredBarrier")
 
 
-@dataclass
-class ProcessGroup:
-    """The default process group of this rank.
-
-    ``make_store`` returns the rendezvous of the group that is formed for the n-th time; ranks have to agree on n.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    make_store: Callable[[int], Store]
-    _times_formed: int = 0
-    _sockets_before: set[tuple[int, str]] = field(default_factory=set)
-
-    def form(self) -> None:
-        """Initialize the default process group. Collective."""
-        self._sockets_before = open_sockets()
-        if get_debug_level() == DebugLevel.DETAIL:
-            skip_construction_log_of_ddp()
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            store=self.make_store(self._times_formed),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
-        self._times_formed += 1
-
-    def break_connections(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it in a collective raise an error.
-
-        Any thread may call this method. Ranks that do not wait for this rank are not affected.
-        """
-        shut_down_sockets(open_sockets() - self._sockets_before)
-
-    def form_again(self) -> None:
-        """Replace the default process group, and with it all groups that were made from it. Collective."""
-        with suppress(Exception):  # gloo may report the broken connections
-            dist.destroy_process_group()
-        self.form()
+def form_process_group(rank: int, world_size: int, device: torch.device, store: Store) -> None:
+    """Initialize the default process group; the ranks meet in ``store``. Collective."""
+    if get_debug_level() == DebugLevel.DETAIL:
+        skip_construction_log_of_ddp()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def open_sockets() -> set[tuple[int, str]]:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, s
 
 from zharness.errors import WorldError
 from zharness.world.cores import use_batch_scheduling
-from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, current_rank, set_current_rank
+from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
 from zharness.world.messages import (
     CollectiveAnnouncement,
     DeadlineHold,
@@ -39,7 +39,7 @@ from zharness.world.messages import (
 )
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import RankEnd, RankOutcome
-from zharness.world.process_group import ProcessGroup
+from zharness.world.process_group import form_process_group
 from zharness.world.raising_frame import describe_raising_frame
 from zharness.world.streams import phase_marker
 from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
@@ -308,19 +308,11 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
         if task.group is Group.REUSED and can_reuse:
             return
         dist.destroy_process_group()
-    current_rank().group = None
     if task.group is Group.NONE:
         return
     set_debug_level(level)
-    rendezvous = f"{slot.scratch_dir}/rendezvous.{task.serial}"
-    group = ProcessGroup(
-        slot.rank,
-        slot.world_size,
-        rank_device(slot.rank, slot.world_size),
-        lambda times_formed: FileStore(f"{rendezvous}.{times_formed}", slot.world_size),
-    )
-    group.form()
-    current_rank().group = group
+    store = FileStore(str(slot.scratch_dir / f"rendezvous.{task.serial}"), slot.world_size)
+    form_process_group(slot.rank, slot.world_size, rank_device(slot.rank, slot.world_size), store)
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:
