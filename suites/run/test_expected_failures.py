@@ -13,7 +13,7 @@ from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.laws import DTYPES, get_law
+from zharness.laws import DTYPES, find_laws, get_law
 from zharness.run import Record, Request, Verdict, plan
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import (
@@ -247,7 +247,7 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
     passed = [ended_under(""), ended_under("overlap_comm+2_by_engine"), ended_under("overlap_comm+tiny_buckets")]
     (description,) = describe_stale_failures(passed, (entry,))
     assert description.startswith(
-        "ours.toml:3: training.grads holds in all cells of reference that set overlap_comm (2,"
+        "ours.toml:3: training.grads: no failure in the cells of reference that set overlap_comm (2 passed,"
     )
     assert "delete this entry" in description
     failed = [*passed, ended_under("overlap_comm+4_by_engine", Verdict.FAIL)]
@@ -268,6 +268,26 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
 def test_a_run_without_all_values_of_an_entry_does_not_make_it_stale(fields: dict[str, Any]) -> None:
     entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",), **fields)
     assert not describe_stale_failures([ended_under("overlap_comm+2_by_engine")], (entry,))
+
+
+@pytest.mark.parametrize("laws", [("training.*",), ("training.grads", "training.kernels", "torch_func")])
+def test_an_entry_for_several_laws_is_stale_if_it_excused_no_cell_that_ran(laws: tuple[str, ...]) -> None:
+    entry = replace(
+        ENTRY_OF_ANY_SETTING, check=laws[0], further_laws=laws[1:], engine_variants=("overlap_comm",), location="a:1"
+    )
+    every_law = [ended_under("", Verdict.UNSUPPORTED, law=law.name) for law in find_laws(laws)]
+    passed = [*every_law, ended_under("overlap_comm+2_by_engine")]
+    (description,) = describe_stale_failures(passed, (entry,))
+    assert description.startswith(f"a:1: {', '.join(laws)}: no failure in the cells of reference")
+    assert not describe_stale_failures([passed[0], passed[-1]], (entry,)), "the run has not all of its laws"
+    assert not describe_stale_failures(every_law, (entry,)), "no covered cell ran"
+    failed = ended_under("overlap_comm", Verdict.FAIL)
+    excused = replace(failed, cause="z", expected_failure="x")
+    assert not describe_stale_failures([*passed, excused], (entry,))
+    assert not describe_stale_failures([*passed, failed], (entry,)), "an unexpected failure may be this one"
+    excused_by_another = replace(failed, cause="another cause", expected_failure="x")
+    assert describe_stale_failures([*passed, excused_by_another], (entry,))
+    assert not describe_stale_failures([*every_law, excused_by_another], (entry,)), "no cell passed"
 
 
 def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:

@@ -30,7 +30,8 @@ def describe_unmatched_failures(
         ]
         descriptions += [
             f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of "
-            f"{', '.join(entry.laws)} ({entry.upstream}), or an earlier entry matches them all; delete this entry, or narrow its releases"
+            f"{', '.join(entry.laws)} ({entry.upstream}), or an earlier entry matches them all; delete this entry, or "
+            "narrow its releases"
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)
