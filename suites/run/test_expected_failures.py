@@ -221,7 +221,7 @@ def test_an_entry_for_what_an_older_release_lacks_is_not_reported_there(release:
     assert not describe_unmatched_failures(whole, claims)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_expected_failure_matches_a_planned_cell(engine: str) -> None:
     assert not describe_unmatched_failures(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)
 
