@@ -153,6 +153,13 @@ def test_every_law_may_be_covered_if_a_known_bug_of_the_option_affects_every_tra
             load(tmp_path, 'engine = "deepspeed"\n' + text)
 
 
+def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) -> None:
+    text = 'engine = "fsdp2"\n' + ENTRY + 'engine_variants = ["one_group"]\ndocumented = "there"\n'
+    assert load(tmp_path, text + "remedy = { reduce_scatter_unused_params = true }\n")
+    with pytest.raises(UsageError, match="the remedy overrides grouping, which engine_variants set"):
+        load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])
 def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_window(engine: str) -> None:
     laws = ("training.grads", "training.accumulation", "training.sgd_step")

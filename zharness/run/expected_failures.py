@@ -270,7 +270,25 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             f"{location}: got law = '*', which would also excuse other failures of the basic laws; list the laws that "
             "fail, or give 'documented' and 'remedy', or name 'engine_variants' that all have a known_bug"
         )
+    overridden = find_overridden_options(parsed)
+    if overridden:
+        raise UsageError(f"{location}: the remedy overrides {', '.join(overridden)}, which engine_variants set")
     return parsed
+
+
+def find_overridden_options(entry: ExpectedFailure) -> list[str]:
+    """Return the keys of the remedy that an option among ``engine_variants`` sets, and so would no longer be tested."""
+    if not entry.remedy or not entry.engine_variants:
+        return []
+    claims = [capabilities(entry.engine, stage) for stage in entry.stages or range(4)]
+    options = [
+        found.variants[name].options
+        for found in claims
+        if found
+        for name in entry.engine_variants
+        if name in found.variants
+    ]
+    return sorted({key for keys in options for key in keys if key in entry.remedy})
 
 
 def is_list_of_text(value: object) -> bool:
