@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.laws import DTYPES
+from zharness.laws import DTYPES, find_laws, get_law
 from zharness.run import Record, Request, Verdict, plan
+from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
     find_expected_failure,
     find_setting_failure,
+    load_shipped_failures,
     read_expected_failures,
 )
 from zharness.run.stale_failures import describe_stale_failures
@@ -33,6 +36,7 @@ verdict = "fail"
 signatures = ["reduction"]
 """
 OLD_ENTRY = ENTRY.replace("expected_failure", "excuse").replace("law", "check")
+WINDOWS = ("", "2_by_engine", "4_by_engine", "2_by_caller", "4_by_caller")
 CELL = Cell("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
 
 
@@ -118,6 +122,9 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
             'engine = "ddp"\n' + ENTRY.replace('law = "training.grads"\n', ""),
             r":3: .* has neither 'law' nor 'check'; give one key",
         ),
+        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', '"*"'), r":3: got law = '\*', .*; list the laws"),
+        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', '["training.grads", "*"]'), r":3: got law = '\*'"),
+        ('engine = "ddp"\n' + ENTRY.replace('"training.grads"', "[]"), r":3: got law = \[\]; expected a string"),
         ('engin = "ddp"\n' + ENTRY, r"unknown key in .*'engin'"),
         ("engine =", r"ours.toml is not valid TOML"),
     ],
@@ -125,6 +132,53 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
 def test_an_entry_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         load(tmp_path, text)
+
+
+def test_an_entry_with_several_laws_covers_each_of_them_and_no_other(tmp_path: Path) -> None:
+    text = ENTRY.replace('"training.grads"', '["training.grads", "backward"]')
+    (entry,) = load(tmp_path, 'engine = "my.engine:factory"\n' + text)
+    laws = ("training.grads", "backward.bypass", "training.sgd_step")
+    assert [entry.covers_cell(replace(CELL, law=law), "1.0") for law in laws] == [True, True, False]
+
+
+@pytest.mark.parametrize(("variant", "is_allowed"), [("predivide_by_2", True), ("granularity_threshold", False)])
+def test_every_law_may_be_covered_if_a_known_bug_of_the_option_affects_every_training(
+    tmp_path: Path, variant: str, is_allowed: bool
+) -> None:
+    text = ENTRY.replace('"training.grads"', '"*"') + f'stages = [3]\nengine_variants = ["{variant}"]\n'
+    if is_allowed:
+        assert load(tmp_path, 'engine = "deepspeed"\n' + text)
+    else:
+        with pytest.raises(UsageError, match="all have a known_bug"):
+            load(tmp_path, 'engine = "deepspeed"\n' + text)
+
+
+def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) -> None:
+    text = 'engine = "fsdp2"\n' + ENTRY + 'engine_variants = ["one_group"]\ndocumented = "there"\n'
+    assert load(tmp_path, text + "remedy = { reduce_scatter_unused_params = true }\n")
+    with pytest.raises(UsageError, match="the remedy overrides grouping, which engine_variants set"):
+        load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])
+def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_window(engine: str) -> None:
+    laws = ("training.grads", "training.accumulation", "training.sgd_step")
+    cells = [
+        Cell(law, engine, stage, world_size, dtype, model, variant.name, window)
+        for law in laws
+        for model in get_law(law).models
+        for variant in get_law(law).variants
+        for stage, world_size, dtype, window in itertools.product(range(4), (2, 4), DTYPES, WINDOWS)
+    ]
+    covering = {
+        entry.location: entry.laws
+        for entry in load_shipped_failures(engine)
+        for cell in cells
+        if (entry.further_laws or "*" in entry.check)
+        and not (entry.documented and entry.remedy)
+        and entry.covers_cell(cell, get_engine_version(engine))
+    }
+    assert not covering
 
 
 def test_details_narrow_an_entry_whose_cause_says_little(tmp_path: Path) -> None:
@@ -174,7 +228,7 @@ def test_an_entry_for_what_an_older_release_lacks_is_not_reported_there(release:
     assert not describe_unmatched_failures(whole, claims)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2", "ddp", "zero1", "reference"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "reference"])
 def test_every_shipped_expected_failure_matches_a_planned_cell(engine: str) -> None:
     assert not describe_unmatched_failures(plan(Request(engines=(engine,), dtypes=tuple(DTYPES)), claims), claims)
 
@@ -200,7 +254,7 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
     passed = [ended_under(""), ended_under("overlap_comm+2_by_engine"), ended_under("overlap_comm+tiny_buckets")]
     (description,) = describe_stale_failures(passed, (entry,))
     assert description.startswith(
-        "ours.toml:3: training.grads holds in all cells of reference that set overlap_comm (2,"
+        "ours.toml:3: training.grads: no failure in the cells of reference that set overlap_comm (2 passed,"
     )
     assert "delete this entry" in description
     failed = [*passed, ended_under("overlap_comm+4_by_engine", Verdict.FAIL)]
@@ -221,6 +275,26 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
 def test_a_run_without_all_values_of_an_entry_does_not_make_it_stale(fields: dict[str, Any]) -> None:
     entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",), **fields)
     assert not describe_stale_failures([ended_under("overlap_comm+2_by_engine")], (entry,))
+
+
+@pytest.mark.parametrize("laws", [("training.*",), ("training.grads", "training.kernels", "torch_func")])
+def test_an_entry_for_several_laws_is_stale_if_it_excused_no_cell_that_ran(laws: tuple[str, ...]) -> None:
+    entry = replace(
+        ENTRY_OF_ANY_SETTING, check=laws[0], further_laws=laws[1:], engine_variants=("overlap_comm",), location="a:1"
+    )
+    every_law = [ended_under("", Verdict.UNSUPPORTED, law=law.name) for law in find_laws(laws)]
+    passed = [*every_law, ended_under("overlap_comm+2_by_engine")]
+    (description,) = describe_stale_failures(passed, (entry,))
+    assert description.startswith(f"a:1: {', '.join(laws)}: no failure in the cells of reference")
+    assert not describe_stale_failures([passed[0], passed[-1]], (entry,)), "the run has not all of its laws"
+    assert not describe_stale_failures(every_law, (entry,)), "no covered cell ran"
+    failed = ended_under("overlap_comm", Verdict.FAIL)
+    excused = replace(failed, cause="z", expected_failure="x")
+    assert not describe_stale_failures([*passed, excused], (entry,))
+    assert not describe_stale_failures([*passed, failed], (entry,)), "an unexpected failure may be this one"
+    excused_by_another = replace(failed, cause="another cause", expected_failure="x")
+    assert describe_stale_failures([*passed, excused_by_another], (entry,))
+    assert not describe_stale_failures([*every_law, excused_by_another], (entry,)), "no cell passed"
 
 
 def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:

@@ -97,9 +97,10 @@ class EngineOption:
       engine has kernels of its own otherwise.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
     - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
-    - ``laws`` are globs of the laws in which the option has an effect, or of a law with its variant
-      (``state.resume-adamw``), and ``models`` are the models in which it has one; if empty, all. A cell in which the
-      option has no effect would test nothing, and does not set it.
+    - ``laws`` are globs of the only laws that are judged with the option, or of a law with its variant
+      (``state.resume-adamw``); if empty, all. The other laws are not tested with it, and ``laws_reason`` says why.
+    - ``models`` are the models in which the option has an effect; if empty, all. A cell of another model would test
+      nothing, and does not set it.
     """
 
     options: Mapping[str, Any]
@@ -113,13 +114,15 @@ class EngineOption:
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
     laws: frozenset[str] = frozenset()
+    laws_reason: str = ""
     models: frozenset[str] = frozenset()
 
     def refusal_in(self, law: str, variant: str, model: str) -> str:
         """Return the reason why a cell of this law, variant of the law and model cannot show an effect, or ''."""
         names = (law, f"{law}-{variant}")
         if self.laws and not any(fnmatchcase(name, pattern) for name in names for pattern in self.laws):
-            return f"it has an effect in {', '.join(sorted(self.laws))} only"
+            because = f", because {self.laws_reason}" if self.laws_reason else ""
+            return f"it is judged in {', '.join(sorted(self.laws))} only{because}"
         if self.models and model not in self.models:
             return f"it has an effect on the models {', '.join(sorted(self.models))} only"
         return ""

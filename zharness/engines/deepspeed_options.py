@@ -86,6 +86,8 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
         changes_numbers="DeepSpeedCPUAdam contracts multiplications and additions of Adam's update",
         excludes={"json_optimizer": "DeepSpeed takes an optimizer from its JSON or from the caller"},
         laws=_LAWS_OF_CPU_ADAM,
+        laws_reason="the other laws use another optimizer, or replay torch's own operations, from which "
+        "DeepSpeedCPUAdam differs by a few units in the last place",
     ),
     "offload_param": staged(STAGE_3, zero_optimization(offload_param={"device": "cpu"})),
     "offload_nvme": staged(STAGE_3, offload_optimizer("nvme", nvme_path=_SWAP_FOLDER), absent=missing_for_nvme()),
@@ -186,6 +188,8 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
         zero_optimization(stage3_module_granularity_threshold=10**9),
         refuses=_LEAF_REFUSALS,
         laws=frozenset({"training.grads", "training.kernels", "backward.engine_backward"}),
+        laws_reason="every backward of a whole model that is one leaf module crashes, so that the other laws would "
+        "repeat that crash",
     ),
     "secondary_shards": staged(STAGE_3, zero_optimization(zero_hpz_partition_size=2), world_size_factor=2),
     "torch_linear": staged(

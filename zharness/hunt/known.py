@@ -41,9 +41,11 @@ def find_known(
     """
     options = tuple(name for name in program.options if name not in needed)
     for entry in expected_failures_for(engine):
-        is_covered = covers_program(entry, program, options, version) and can_show_law(program, entry.check)
+        is_covered = covers_program(entry, program, options, version) and any(
+            can_show_law(program, law) for law in entry.laws
+        )
         if is_covered and is_recorded_cause(entry, outcome):
-            return f"{entry.upstream}; {entry.check} in {entry.location}"
+            return f"{entry.upstream}; {', '.join(entry.laws)} in {entry.location}"
     keys = {*options, *iter_leaf_keys(program_options(program, claims))} if options else set()
     try:
         repros = load_catalogue()

@@ -16,7 +16,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
-from zharness.engines.registry import split_release
+from zharness.engines.registry import capabilities, split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws, matches_pattern
@@ -46,6 +46,7 @@ _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
+    The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
     An empty tuple matches every value; cells with an option among ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
     ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
@@ -67,6 +68,7 @@ class ExpectedFailure:
     reason: str
     verdict: str
     signatures: tuple[str, ...]
+    further_laws: tuple[str, ...] = ()
     releases: str = ""
     stages: tuple[int, ...] = ()
     world_sizes: tuple[int, ...] = ()
@@ -82,6 +84,11 @@ class ExpectedFailure:
     isolation: str = ""
     location: str = ""
 
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """The patterns of all laws that this entry covers."""
+        return (self.check, *self.further_laws)
+
     def covers_cell(self, cell: Cell, version: str) -> bool:
         """Return whether this entry covers ``cell`` on release ``version`` of the engine."""
         is_any_model = self.user_models and is_user_model(cell.model)
@@ -94,7 +101,7 @@ class ExpectedFailure:
         )
         return (
             split_release(cell.engine)[0] == self.engine
-            and matches_pattern(cell.law, self.check)
+            and any(matches_pattern(cell.law, pattern) for pattern in self.laws)
             and all(not allowed or value in allowed for allowed, value in narrowed)
             and (not self.engine_variants or _names_variant(self.engine_variants, cell.engine_variant))
             and not _names_variant(self.unless_engine_variants, cell.engine_variant)
@@ -107,12 +114,10 @@ class ExpectedFailure:
         This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
         and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
         windows or calls of backward, a cell may pass although the entry is right about other cells.
-        It is stale on a cell of default options, and on a cell whose whole engine variant it names. A cell may pass
-        under further options, windows or calls of backward although the entry is right about the others. An entry for a
-        glob of laws under named options describes a way to fail that not every law meets, so that no single cell makes
-        it stale. On a user's model an entry is stale only if it names the model.
+        An entry for several laws under named options describes a way to fail that not every cell meets, so that only
+        a whole run can make it stale. On a user's model an entry is stale only if it names the model.
         """
-        if "*" in self.check and self.engine_variants:
+        if (self.further_laws or "*" in self.check) and self.engine_variants:
             return False
         if is_user_model(cell.model) and cell.model not in self.models:
             return False
@@ -179,7 +184,8 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
 
     ``[[excuse]]`` is an older name of the tables. A file may mix both; its entries stay in the order of the file.
     Keys ``engine`` and ``releases`` above the tables apply to tables that do not set them; without the key ``engine``,
-    the parameter ``engine`` applies. A table whose ``engine`` is a list becomes one entry for each engine.
+    the parameter ``engine`` applies. A table whose ``engine`` is a list becomes one entry for each engine; one whose
+    ``law`` is a list stays one entry for all of these laws.
     """
     try:
         content = tomllib.loads(text)
@@ -232,7 +238,7 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
         if key in FLAG_KEYS and not isinstance(value, bool):
             raise UsageError(f"{location}: got {key} = {value!r}; expected true or false")
-        if key in STRING_KEYS and not isinstance(value, str):
+        if key in STRING_KEYS and not isinstance(value, str) and not (key == "law" and is_list_of_text(value)):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     spellings = [key for key in ("law", "check") if key in entry]
     if len(spellings) != 1:
@@ -248,16 +254,61 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
         raise UsageError.unknown_name(f"isolation of the expected failure at {location}:", entry["isolation"], [POOLED])
     if not isinstance(entry.get("remedy", {}), Mapping):
         raise UsageError(f"{location}: got remedy = {entry['remedy']!r}; expected a table of engine options")
+    law = entry[spellings[0]]
+    laws = tuple(law) if isinstance(law, list) else (law,)
     try:
         SpecifierSet(entry.get("releases", ""))
-        find_laws((entry[spellings[0]],))
+        find_laws(laws)
     except (InvalidSpecifier, UsageError) as error:
         raise UsageError(f"{location}: {error}") from None
     fields: dict[str, Any] = {
-        "check" if key in spellings else key: tuple(value) if key in LIST_KEYS else value
-        for key, value in entry.items()
+        key: tuple(value) if key in LIST_KEYS else value for key, value in entry.items() if key not in spellings
     }
-    return ExpectedFailure(**fields, location=location)
+    parsed = ExpectedFailure(**fields, check=laws[0], further_laws=laws[1:], location=location)
+    if "*" in laws and not may_cover_every_law(parsed):
+        raise UsageError(
+            f"{location}: got law = '*', which would also excuse other failures of the basic laws; list the laws that "
+            "fail, or give 'documented' and 'remedy', or name 'engine_variants' that all have a known_bug"
+        )
+    overridden = find_overridden_options(parsed)
+    if overridden:
+        raise UsageError(f"{location}: the remedy overrides {', '.join(overridden)}, which engine_variants set")
+    return parsed
+
+
+def find_overridden_options(entry: ExpectedFailure) -> list[str]:
+    """Return the keys of the remedy that an option among ``engine_variants`` sets, and so would no longer be tested."""
+    if not entry.remedy or not entry.engine_variants:
+        return []
+    claims = [capabilities(entry.engine, stage) for stage in entry.stages or range(4)]
+    options = [
+        found.variants[name].options
+        for found in claims
+        if found
+        for name in entry.engine_variants
+        if name in found.variants
+    ]
+    return sorted({key for keys in options for key in keys if key in entry.remedy})
+
+
+def is_list_of_text(value: object) -> bool:
+    """Return whether ``value`` is a list of strings with at least one element."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def may_cover_every_law(entry: ExpectedFailure) -> bool:
+    """Return whether ``entry`` may have the law ``*``.
+
+    It may if a remedy is documented, because the law then has to hold with the remedy, or if the engine claims a
+    ``known_bug``, which affects every training, for each option that the entry names.
+    """
+    if entry.documented and entry.remedy:
+        return True
+    claims = [capabilities(entry.engine, stage) for stage in entry.stages]
+    variants = [found.variants for found in claims if found is not None]
+    return bool(variants and entry.engine_variants) and all(
+        name in options and bool(options[name].known_bug) for options in variants for name in entry.engine_variants
+    )
 
 
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:

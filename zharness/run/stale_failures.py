@@ -1,4 +1,4 @@
-"""Find expected failures that name options, none of whose cells in a run failed."""
+"""Find expected failures that name options, none of whose cells in a run failed as expected."""
 
 from __future__ import annotations
 
@@ -11,36 +11,56 @@ from zharness.run.record import Record, Verdict
 
 
 def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[ExpectedFailure] = ()) -> list[str]:
-    """Describe each expected failure that names options, if every cell with one of them passed, and name the entry.
+    """Describe each expected failure that names options, if a cell with one of them passed and none failed as expected.
 
-    An entry is described only if the run has all of its laws, stages, world sizes and dtypes, and each law variant that
-    ran also ran with one of the options, because another variant may fail. One that is stale on a cell of its own is
-    not described, because the record of that cell says so. The key ``unless_engine_variants`` of an entry excludes
-    cells that pass under further options.
+    An entry is described only if the run has all of its laws, stages, world sizes and dtypes, where a law that the
+    engine does not support counts as run. For an entry of one law, each law variant that ran also has to have run with
+    one of the options, because another variant may fail. A cell that fails as another entry expects says nothing about
+    this one, and one that fails unexpectedly may be this failure with another message. One that is stale on a cell of
+    its own is not described, because the record of that cell says so. The key ``unless_engine_variants`` of an entry
+    excludes cells that pass under further options.
     """
     return [
-        f"{entry.location}: {entry.check} holds in all cells of {engine} that set {' or '.join(entry.engine_variants)} "
-        f"({len(covered)}, for example {covered[0].cell.id}), but was expected to fail ({entry.upstream}); narrow or "
-        "delete this entry"
+        f"{entry.location}: {', '.join(entry.laws)}: no failure in the cells of {engine} that set "
+        f"{' or '.join(entry.engine_variants)} ({len(passed)} passed, for example {passed[0].cell.id}), but was "
+        f"expected to fail ({entry.upstream}); narrow or delete this entry"
         for engine in dict.fromkeys(record.cell.engine for record in records)
-        for entry, covered in iter_passing_entries([r for r in records if r.cell.engine == engine], user_failures)
+        for entry, passed in iter_passing_entries([r for r in records if r.cell.engine == engine], user_failures)
     ]
 
 
 def iter_passing_entries(
     records: Sequence[Record], user_failures: Sequence[ExpectedFailure]
 ) -> Iterator[tuple[ExpectedFailure, list[Record]]]:
-    """Yield each entry for options all of whose cells in the run of one engine passed, with these cells."""
+    """Yield each entry for options that excused no cell in the run of one engine, with the cells that passed."""
     ran = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
+    attempted = {record.cell.law for record in records}
     for entry in expected_failures_for(records[0].cell.engine, user_failures) if ran else ():
-        if not entry.engine_variants or entry.isolation or not has_all_values(entry, ran):
+        if not entry.engine_variants or entry.isolation or not has_all_values(entry, ran, attempted):
             continue
-        any_options = replace(entry, engine_variants=(), unless_engine_variants=())
-        wanted = {spelling(record) for record in ran if any_options.covers_cell(record.cell, record.engine_version)}
         covered = [record for record in ran if entry.covers_cell(record.cell, record.engine_version)]
-        has_passed = all(record.verdict is Verdict.PASS and not record.stale_reason for record in covered)
-        if covered and has_passed and wanted == set(map(spelling, covered)):
-            yield entry, covered
+        passed = [record for record in covered if record.verdict is Verdict.PASS]
+        is_reported = any(record.stale_reason for record in covered)
+        is_needed = any(not record.is_expected or is_excused_by(entry, record) for record in covered)
+        if passed and not is_reported and not is_needed and has_every_variant(entry, ran, covered):
+            yield entry, passed
+
+
+def is_excused_by(entry: ExpectedFailure, record: Record) -> bool:
+    """Return whether ``record``, of a cell that ``entry`` covers, failed or kept to a contract as ``entry`` expects."""
+    if record.verdict is Verdict.CONTRACT:
+        return record.documentation_url == entry.documented and record.cause == entry.reason
+    is_same_verdict = record.verdict.value == entry.verdict
+    return is_same_verdict and entry.matches_failure(record.cause, record.details)
+
+
+def has_every_variant(entry: ExpectedFailure, ran: Sequence[Record], covered: Sequence[Record]) -> bool:
+    """Return whether each law variant that ran also ran in a covered cell; True for an entry of several laws."""
+    if entry.further_laws or "*" in entry.check:
+        return True
+    any_options = replace(entry, engine_variants=(), unless_engine_variants=())
+    wanted = {spelling(record) for record in ran if any_options.covers_cell(record.cell, record.engine_version)}
+    return wanted == set(map(spelling, covered))
 
 
 def spelling(record: Record) -> tuple[str, str]:
@@ -48,11 +68,14 @@ def spelling(record: Record) -> tuple[str, str]:
     return record.cell.law, record.cell.variant
 
 
-def has_all_values(entry: ExpectedFailure, records: Sequence[Record]) -> bool:
-    """Return whether ``records`` have each law, stage, world size and dtype that ``entry`` names, with any options."""
-    cells = [record.cell for record in records]
+def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set[str]) -> bool:
+    """Return whether a run has each law, stage, world size and dtype that ``entry`` names, with any options.
+
+    ``attempted`` are the laws of the run, with those that the engine does not support.
+    """
+    cells = [record.cell for record in ran]
     return (
-        {law.name for law in find_laws((entry.check,)) if law.models} <= {cell.law for cell in cells}
+        {law.name for law in find_laws(entry.laws) if law.models} <= attempted
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
         and {*entry.dtypes} <= {cell.dtype for cell in cells}

@@ -29,8 +29,9 @@ def describe_unmatched_failures(
             find_expected_failure(cell.cell, version, user_failures) for cell in cells if not cell.unsupported_reason
         ]
         descriptions += [
-            f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of {entry.check} "
-            f"({entry.upstream}), or an earlier entry matches them all; delete this entry, or narrow its releases"
+            f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of "
+            f"{', '.join(entry.laws)} ({entry.upstream}), or an earlier entry matches them all; delete this entry, or "
+            "narrow its releases"
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)
@@ -66,7 +67,7 @@ def iter_covered_cells(
         return
     for engine_variant in expected_failure.engine_variants or ("",):
         request = Request(
-            patterns=(expected_failure.check,),
+            patterns=expected_failure.laws,
             engines=(engine,),
             stages=stages,
             world_sizes=expected_failure.world_sizes or (2,),
