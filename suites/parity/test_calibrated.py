@@ -125,3 +125,25 @@ def test_a_zero_tensor_has_no_scale_whose_error_could_be_detected() -> None:
     limits = calibration.ErrorStatistics(1.0, 1.0, 1e-6)
     found = compare_calibrated(PLACE, Calibration(zero, units, limits, frozenset(zero)), noise)
     assert found.smallest_detectable == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("message", "is_batch_norm"),
+    [("Expected more than 1 value per channel when training, got input size [1, 8]", True), ("no such label", False)],
+)
+def test_only_the_refusal_of_batch_norm_means_that_samples_depend_on_each_other(
+    message: str, is_batch_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = build_baseline("mlp")
+    runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+    oracle = runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError(message)
+
+    monkeypatch.setattr(SampleRuns, "compute_grads", refuse)
+    if is_batch_norm:
+        assert calibration.find_sample_grads(runs, oracle) is None
+    else:
+        with pytest.raises(ValueError, match=message):
+            calibration.find_sample_grads(runs, oracle)

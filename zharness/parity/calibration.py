@@ -27,6 +27,7 @@ CALIBRATION_RUNS = 8
 # from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
 INDEPENDENCE_TOLERANCE = 2**-30  # far above float64's rounding, far below any dependence between samples
+BATCH_NORM_REFUSAL = "Expected more than 1 value per channel when training"  # of a batch of one sample
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
 
 Grads = Mapping[str, Tensor]
@@ -152,12 +153,15 @@ def find_largest_error(name: str, truth: Tensor, plain_grads: Sequence[Grads]) -
 def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
     """Return the float64 gradients of every sample alone, or None if their mean is not the gradient ``oracle``.
 
-    The mean differs if samples depend on each other, or if the loss is not a mean over samples.
+    The mean differs if samples depend on each other, or if the loss is not a mean over samples. Batch norm may refuse a
+    single sample; any other error of the model is raised.
     """
     samples = torch.arange(runs.batch.num_samples)
     try:
         found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
-    except ValueError:  # batch norm refuses a single value for a channel
+    except ValueError as error:
+        if BATCH_NORM_REFUSAL not in str(error):
+            raise
         return None
     size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
     if any(grads.keys() != oracle.keys() for grads in found):
