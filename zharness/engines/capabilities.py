@@ -76,7 +76,6 @@ class BufferPromise(Enum):
 
     LOCAL = "each rank keeps the buffers that its own forwards wrote"
     FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
-    EQUAL = "after each step the buffers are equal on all ranks, whatever they are"
 
 
 @dataclass(frozen=True)
