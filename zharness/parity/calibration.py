@@ -159,8 +159,8 @@ def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
     samples = torch.arange(runs.batch.num_samples)
     try:
         found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
-    except ValueError as error:
-        if BATCH_NORM_REFUSAL not in str(error):
+    except ValueError as refusal:
+        if BATCH_NORM_REFUSAL not in str(refusal):
             raise
         return None
     size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
