@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zharness.engines import ddp, fsdp2, plain, zero1
 from zharness.engines.protocol import AccumulationOwner, Engine, EngineConfig, Feature, OptimizerSpec, Piece, Reduction
+from zharness.engines.torch_engine import register_all_reduce_hooks
 from zharness.errors import ConfigError, UsageError
 from zharness.world import Group, run
 
@@ -345,3 +346,12 @@ def test_an_unsupported_configuration_is_refused_before_anything_is_built(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         ADAPTERS[name].factory(nn.Identity(), config)
+
+
+def test_frozen_parameters_of_integers_get_no_gradient_hook() -> None:
+    quantised = nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    register_all_reduce_hooks([quantised, frozen], Reduction.MEAN)
+    assert not quantised.requires_grad
+    assert not frozen.requires_grad
+    assert frozen._backward_hooks, "it may be unfrozen later"

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zharness.parity import Comparison, Part, Tier
+from zharness.parity import Comparison, Part, Tier, calibration
 from zharness.parity.baseline import Baseline, run_local
-from zharness.parity.calibration import CALIBRATION_RUNS, SampleRuns, calibrate, compare_calibrated, run_permuted_plain
+from zharness.parity.calibration import (
+    CALIBRATION_RUNS,
+    Calibration,
+    SampleRuns,
+    calibrate,
+    compare_calibrated,
+    run_permuted_plain,
+)
 from zharness.parity.comparison import TensorLocation
 from zharness.workload import model_spec
 
@@ -87,3 +94,56 @@ def test_a_wrong_kernel_fails_and_its_tensor_is_named(wrong) -> None:
 
 def test_a_calibration_is_made_once_for_all_engines() -> None:
     assert calibrate(build_baseline("mlp"), 0) is calibrate(build_baseline("mlp"), 0)
+
+
+def test_one_noisy_element_does_not_excuse_its_tensor_from_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_with_noise(runs: SampleRuns, number: int, splits: bool = True) -> dict[str, Tensor]:
+        """Add two percent of the largest element to one element, in one of the eight runs."""
+        grads = dict(run_permuted_plain(runs, number, splits))
+        if number == 0:
+            weight = grads["first.weight"].clone()
+            weight.view(-1)[weight.abs().argmin()] += 0.02 * weight.abs().max()
+            grads["first.weight"] = weight
+        return grads
+
+    baseline = build_baseline("mlp")
+    monkeypatch.setattr(calibration, "run_permuted_plain", run_with_noise)
+    noisy = calibrate.__wrapped__(baseline, 0)
+    assert not noisy.zero_names
+    smallest = compare_calibrated(PLACE, noisy, right(baseline)).smallest_detectable
+    for tensor, grad in right(baseline).items():
+        wrong = {**right(baseline), tensor: grad.double() * (1 + smallest)}
+        assert compare_calibrated(PLACE, noisy, wrong).mismatch is not None, tensor
+
+
+def test_a_zero_tensor_has_no_scale_whose_error_could_be_detected() -> None:
+    zero = {"bias": torch.zeros(3, dtype=torch.float64)}
+    noise = {"bias": torch.full((3,), 1e-9)}
+    assert calibration.find_zero_names(zero, [zero, noise]) == {"bias"}
+    assert not calibration.find_zero_names(zero, [zero]), "every run is right"
+    units = {"bias": torch.ones(3, dtype=torch.float64)}
+    limits = calibration.ErrorStatistics(1.0, 1.0, 1e-6)
+    found = compare_calibrated(PLACE, Calibration(zero, units, limits, frozenset(zero)), noise)
+    assert found.smallest_detectable == torch.inf
+
+
+@pytest.mark.parametrize(
+    ("message", "is_batch_norm"),
+    [("Expected more than 1 value per channel when training, got input size [1, 8]", True), ("no such label", False)],
+)
+def test_only_the_refusal_of_batch_norm_means_that_samples_depend_on_each_other(
+    message: str, is_batch_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = build_baseline("mlp")
+    runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+    oracle = runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError(message)
+
+    monkeypatch.setattr(SampleRuns, "compute_grads", refuse)
+    if is_batch_norm:
+        assert calibration.find_sample_grads(runs, oracle) is None
+    else:
+        with pytest.raises(ValueError, match=message):
+            calibration.find_sample_grads(runs, oracle)

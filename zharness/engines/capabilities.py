@@ -70,12 +70,12 @@ class Feature(Enum):
 class BufferPromise(Enum):
     """What an engine promises of the buffers that a training forward writes, such as running statistics.
 
-    The laws compare the buffers of each rank, bitwise, with those of plain PyTorch under the same promise.
+    The laws compare the buffers of each rank with those of plain PyTorch under the same promise: bitwise, or, if the
+    engine has its own kernels, floating-point buffers within the error of torch's kernels.
     """
 
     LOCAL = "each rank keeps the buffers that its own forwards wrote"
     FROM_RANK_0 = "before each training forward, every rank takes the buffers of rank 0"
-    EQUAL = "after each step the buffers are equal on all ranks, whatever they are"
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,10 @@ def snapshot(tensor: Tensor) -> Tensor:
 
 
 def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
-    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP skips ignored parameters."""
+    """All-reduce each gradient of ``params`` before autograd accumulates it, since FSDP skips ignored parameters.
+
+    Parameters of integers, as quantised weights are, never have a gradient.
+    """
 
     def all_reduce_gradient(gradient: Tensor) -> Tensor:
         total = gradient.clone()
@@ -172,6 +175,8 @@ def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reducti
         return total if reduction is Reduction.SUM else total / dist.get_world_size()
 
     for param in params:
+        if not (param.is_floating_point() or param.is_complex()):
+            continue
         frozen = not param.requires_grad
         param.requires_grad_()  # torch registers no hook on a frozen parameter, which may be unfrozen later
         param.register_hook(all_reduce_gradient)  # type: ignore[no-untyped-call]

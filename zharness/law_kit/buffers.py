@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import BufferPromise
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward
 from zharness.parity.bounds import unit_roundoff
-from zharness.parity.calibration import LARGEST_FACTOR
+from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR
 from zharness.parity.compare import check_names
 from zharness.workload import Batch
 
 Buffers = Mapping[str, Tensor]
-OWN_KERNEL_ROUNDINGS = 4  # units of the last place that another kernel may differ beside torch's own error
 
 
 def compare_buffers(
@@ -28,37 +27,37 @@ def compare_buffers(
 
     ``params`` are the weights of the step's forwards, or None for the initial weights, and ``before[rank]`` the buffers
     before the step. What the engine promises of buffers decides from which buffers a rank's forward starts. If the
-    engine has its own kernels, floating-point buffers are compared within the error of torch's kernels.
+    engine has its own kernels, floating-point buffers are compared within the error that torch's kernels have in
+    several runs with permuted samples.
     """
     records, promise = ctx.rank_records("buffers", step), ctx.claims.buffers
-    if promise is BufferPromise.EQUAL:
-        for name in records[0]:
-            yield from compare_ranks(ctx.location(name, Part.FORWARD, step), [record[name] for record in records])
-        return
     expected = run_plain_forwards(ctx, step, params, before, wide=False)
     wide = run_plain_forwards(ctx, step, params, before, wide=True) if own_kernels else expected
+    runs = run_permuted_forwards(ctx, step, params, before) if own_kernels else []
     for rank, record in enumerate(records):
         check_names("named_buffers() of the engine's module", expected[rank], record)
         for name, plain in expected[rank].items():
             place = ctx.location(name, Part.FORWARD, step, rank)
             if own_kernels and plain.is_floating_point():
                 truth = wide[rank][name]
-                bound = bound_own_kernel(plain, truth)
+                bound = bound_own_kernel([(narrow[rank][name], exact[rank][name]) for narrow, exact in runs])
                 comparison = compare_within_bound(place, truth, record[name], bound, Tier.CALIBRATED)
             else:
                 comparison = compare_bitwise(place, plain, record[name])
             yield add_promise(comparison, promise)
 
 
-def bound_own_kernel(plain: Tensor, truth: Tensor) -> Tensor:
-    """Return how far a right kernel may be from the float64 buffer ``truth``, of which torch's kernels make ``plain``.
+def bound_own_kernel(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return how far a right kernel may be from the float64 buffer, as tier C limits the largest error of a gradient.
 
-    The bound is one number for the whole tensor, since a single element may be right by chance.
+    Each run is a pair of the buffer that torch's kernels wrote and the same buffer in float64. The bound is one number
+    for the whole tensor, since a single element may be right by chance. No kernel is asked for an error below that of
+    one rounding of the largest element to the buffer's dtype.
     """
-    if not plain.numel():
-        return torch.zeros((), dtype=torch.float64)
-    error = (plain.double() - truth).abs().max()
-    return LARGEST_FACTOR * error + OWN_KERNEL_ROUNDINGS * unit_roundoff(plain.dtype) * truth.abs().max()
+    errors = [(plain.double() - truth).abs().max() for plain, truth in runs if plain.numel()]
+    roundings = [unit_roundoff(plain.dtype) * truth.abs().max() for plain, truth in runs if plain.numel()]
+    largest = torch.stack([*errors, *roundings]).max() if errors else torch.zeros((), dtype=torch.float64)
+    return LARGEST_FACTOR * largest
 
 
 def add_promise(comparison: Comparison, promise: BufferPromise) -> Comparison:
@@ -69,22 +68,51 @@ def add_promise(comparison: Comparison, promise: BufferPromise) -> Comparison:
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
 
 
+def run_permuted_forwards(
+    ctx: JudgeContext, step: int, params: Mapping[str, Tensor] | None, before: Sequence[Buffers]
+) -> list[tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
+    """Return each rank's buffers in the model's dtype and in float64, for several permutations of the samples."""
+    return [
+        (
+            run_plain_forwards(ctx, step, params, before, wide=False, order_seed=seed),
+            run_plain_forwards(ctx, step, params, before, wide=True, order_seed=seed),
+        )
+        for seed in range(CALIBRATION_RUNS)
+    ]
+
+
 def run_plain_forwards(
-    ctx: JudgeContext, step: int, params: Mapping[str, Tensor] | None, before: Sequence[Buffers], wide: bool
+    ctx: JudgeContext,
+    step: int,
+    params: Mapping[str, Tensor] | None,
+    before: Sequence[Buffers],
+    wide: bool,
+    order_seed: int | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return each rank's buffers after plain PyTorch has run the forwards and backwards of one step.
 
-    A backward that recomputes a forward writes the buffers too. ``wide`` computes in float64.
+    A backward that recomputes a forward writes the buffers too. ``wide`` computes in float64. ``order_seed`` is the
+    seed of a permutation of each micro-batch; if it is None, the samples keep their order.
     """
     buffers = [dict(rank_buffers) for rank_buffers in before]
     for _ in range(ctx.setting.accumulation_steps):
         if ctx.claims.buffers is BufferPromise.FROM_RANK_0:
             buffers = [buffers[0]] * ctx.world_size
         buffers = [
-            train_micro_batch(ctx.baseline, ctx.baseline.batch(rank, step), params, rank_buffers, wide)
+            train_micro_batch(
+                ctx.baseline, permute(ctx.baseline.batch(rank, step), order_seed), params, rank_buffers, wide
+            )
             for rank, rank_buffers in enumerate(buffers)
         ]
     return buffers
+
+
+def permute(batch: Batch, seed: int | None) -> Batch:
+    """Return ``batch`` with its samples in the order that ``seed`` determines, or unchanged if it is None."""
+    if seed is None:
+        return batch
+    order = torch.randperm(batch.num_samples, generator=torch.Generator().manual_seed(seed))
+    return batch.map_tensors(lambda tensor: tensor[order])
 
 
 def train_micro_batch(

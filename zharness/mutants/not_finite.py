@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import EngineConfig
@@ -43,6 +44,16 @@ class SkipsWithoutCounting(SeesInfinity):
     def step(self) -> None:
         if self.is_finite():
             self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
+class RaisesOnOneRank(SeesInfinity):
+    """Raises FloatingPointError on the last rank alone, while the others apply a step with infinite gradients."""
+
+    def step(self) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1 > 0 and not self.is_finite():
+            raise FloatingPointError("the gradients are not finite")
+        self.right.step()
 
 
 @mutant(FaultKind.OPTIMIZER, bad_step("inf"), origin=Origin.BLIND_7)

@@ -27,7 +27,7 @@ CALIBRATION_RUNS = 8
 # from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
 INDEPENDENCE_TOLERANCE = 2**-30  # far above float64's rounding, far below any dependence between samples
-ZERO_SHARE = 2**-7  # an error above this share of the unit: in exact arithmetic the tensor is zero
+BATCH_NORM_REFUSAL = "Expected more than 1 value per channel when training"  # of a batch of one sample
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
 
 Grads = Mapping[str, Tensor]
@@ -121,7 +121,7 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
         floor = UNIT_FLOOR * s.square().mean().sqrt() if s.numel() else s.sum()
         units[name] = s.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
     plain_grads = [run_permuted_plain(runs, number, sample_grads is not None) for number in range(CALIBRATION_RUNS)]
-    bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0), find_zero_names(oracle, units, plain_grads))
+    bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0), find_zero_names(oracle, plain_grads))
     judged = [name for name in oracle if name not in bare.zero_names]
     plain_runs = [error_statistics(bare, grads, judged) for grads in plain_grads]
     eps = torch.finfo(baseline.dtype).eps
@@ -132,30 +132,36 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
     )
     for name in bare.zero_names:
         # The limit of an element is then LARGEST_FACTOR times the largest element that a plain run had.
-        largest = max(float((grads[name].double() - oracle[name]).abs().max()) for grads in plain_grads)
+        largest = find_largest_error(name, oracle[name], plain_grads)
         units[name] = torch.full_like(oracle[name], LARGEST_FACTOR * largest / (limits.max_error or 1.0))
     return replace(bare, limits=limits)
 
 
-def find_zero_names(oracle: Grads, units: Grads, plain_grads: Sequence[Grads]) -> frozenset[str]:
-    """Return the names of the tensors in which the rounding of plain PyTorch is not small beside the units."""
+def find_zero_names(oracle: Grads, plain_grads: Sequence[Grads]) -> frozenset[str]:
+    """Return the names of the tensors whose largest element is not above the largest error of plain PyTorch in them."""
+    errors = {name: find_largest_error(name, truth, plain_grads) for name, truth in oracle.items()}
     return frozenset(
-        name
-        for name, truth in oracle.items()
-        if truth.numel()
-        and any(bool(((run[name].double() - truth).abs() > ZERO_SHARE * units[name]).any()) for run in plain_grads)
+        name for name, truth in oracle.items() if errors[name] > 0 and float(truth.abs().max()) <= errors[name]
     )
+
+
+def find_largest_error(name: str, truth: Tensor, plain_grads: Sequence[Grads]) -> float:
+    """Return the largest difference between ``truth`` and the gradients ``name``, or 0 if there are no elements."""
+    return max(float((grads[name].double() - truth).abs().max()) for grads in plain_grads) if truth.numel() else 0.0
 
 
 def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
     """Return the float64 gradients of every sample alone, or None if their mean is not the gradient ``oracle``.
 
-    The mean differs if samples depend on each other, or if the loss is not a mean over samples.
+    The mean differs if samples depend on each other, or if the loss is not a mean over samples. Batch norm may refuse a
+    single sample; any other error of the model is raised.
     """
     samples = torch.arange(runs.batch.num_samples)
     try:
         found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
-    except ValueError:  # batch norm refuses a single value for a channel
+    except ValueError as refusal:
+        if BATCH_NORM_REFUSAL not in str(refusal):
+            raise
         return None
     size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
     if any(grads.keys() != oracle.keys() for grads in found):
@@ -215,7 +221,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
     """Compare one rank's local gradients with the oracle; a mismatch describes the worst element of the worst tensor.
 
     In the result, ``location.name`` is replaced by the name of the worst tensor. ``smallest_detectable`` is the
-    smallest scale error of one tensor that is certain to be detected.
+    smallest scale error that is certain to be detected in each tensor whose scale is judged, or infinity without any.
     """
     statistics, limits = error_statistics(calibration, grads), calibration.limits
     ratios = {
@@ -230,7 +236,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
     comparison = Comparison(
         tier=Tier.CALIBRATED,
         ratio=max(ratios.values()),
-        smallest_detectable=2 * limits.scale_error,
+        smallest_detectable=2 * limits.scale_error if judges_scale(calibration) else torch.inf,
         elements=sum(tensor.numel() for tensor in z.values()),
         undetermined=sum(int((below_limit[name] & (calibration.oracle[name] != 0)).sum()) for name in below_limit),
         location=location,
@@ -252,6 +258,11 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
         calibration.oracle[worst], actual, sizes[worst] / limits.max_error, ratios_by_parameter=group
     )
     return replace(comparison, mismatch=replace(element, hint=hint), location=named, mismatch_tensors=tensors)
+
+
+def judges_scale(calibration: Calibration) -> bool:
+    """Return whether any tensor has a scale: elements that are not zero, and that are above the rounding."""
+    return any(bool(calibration.oracle[name].any()) for name in calibration.oracle.keys() - calibration.zero_names)
 
 
 def ratio_to_limit(value: float, limit: float) -> float:

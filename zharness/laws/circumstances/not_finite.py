@@ -21,7 +21,7 @@ from zharness.law_kit.window_judge import PlainRanks, judge_windows, sum_terms
 from zharness.law_kit.window_scenarios import WindowScenario, scale_losses, train_windows
 from zharness.laws.circumstances.common import sum_loss, train_whole_model
 from zharness.laws.circumstances.values import CLIP, NOT_FINITE
-from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 from zharness.parity.certificate import is_power_of_two
 
 CLIPPED = "_clipped"  # the end of the names of law variants that clip
@@ -85,8 +85,11 @@ def step_and_classify(engine: Engine) -> Outcome:
 def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the weights after the step with those of torch.optim, or with those before it if it was refused.
 
-    A norm that the engine reports for the step must not be finite. The ordinary step that follows is plain PyTorch's.
+    All ranks must have the same outcome. A norm that the engine reports for the step must not be finite. The ordinary
+    step that follows is plain PyTorch's.
     """
+    outcomes = [record["outcome"] for record in ctx.rank_records("outcome")]
+    yield from compare_ranks(ctx.location("outcome", Part.OPTIMIZER), outcomes)
     initial, clip = ctx.rank_records("initial")[0], make_ordinary_scenario(ctx.variant).clip
     applied = compute_stepped_weights(ctx, initial, clip)
     for rank, (record, weights) in enumerate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -98,13 +98,24 @@ def continue_from_buffers(never: Engine, resumed: Engine) -> None:
 def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that each rank loaded its own buffers, or those of one rank if a checkpoint holds each buffer once."""
     saved, loaded = ctx.rank_records("buffers-never"), ctx.rank_records("buffers-resumed")
-    shared = bool(ctx.rank_records("shared")[0]["shared"])
     for rank, record in enumerate(loaded):
         check_names("what a rank reports as buffers-resumed", saved[rank], record)
-        for name, own in saved[rank].items():
-            sources = [peer[name] for peer in saved if shared and is_bitwise_equal(peer[name], record[name])]
-            comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), (sources or [own])[0], record[name])
+    shared = bool(ctx.rank_records("shared")[0]["shared"])
+    expected = [saved[find_source(saved, loaded)]] * len(saved) if shared else saved
+    for rank, record in enumerate(loaded):
+        for name, buffer in expected[rank].items():
+            comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), buffer, record[name])
             yield blame_rank_0(comparison, saved[0][name], record[name])
+
+
+def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[str, Tensor]]) -> int:
+    """Return the rank that saved the most of the buffers that all ranks loaded, the first of several such ranks."""
+
+    def count_equal(source: int) -> int:
+        """Return how many buffers of all ranks are bitwise equal to those that the rank ``source`` saved."""
+        return sum(is_bitwise_equal(saved[source][name], record[name]) for record in loaded for name in record)
+
+    return max(range(len(saved)), key=count_equal)
 
 
 def blame_rank_0(comparison: Comparison, of_rank_0: Tensor, loaded: Tensor) -> Comparison:
