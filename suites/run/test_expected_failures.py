@@ -23,6 +23,7 @@ from zharness.run.expected_failures import (
     find_setting_failure,
     load_shipped_failures,
     read_expected_failures,
+    require_narrow_entry,
 )
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -158,6 +159,12 @@ def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) ->
     assert load(tmp_path, text + "remedy = { reduce_scatter_unused_params = true }\n")
     with pytest.raises(UsageError, match="the remedy overrides grouping, which engine_variants set"):
         load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])
+def test_every_entry_of_the_package_is_narrow(engine: str) -> None:
+    for entry in load_shipped_failures(engine):
+        require_narrow_entry(entry)
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])

@@ -56,7 +56,6 @@ class ExpectedFailure:
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
     ``user_models`` says that the failure also occurs on models of users, whatever ``models`` and ``variants`` are.
-    ``location`` is the file and line of the entry.
 
     With the ``isolation`` POOLED, the entry expects a failure on ranks that earlier cells had used, and none of the
     cells on fresh ranks. ``location`` is the file and line of the entry.
@@ -68,7 +67,6 @@ class ExpectedFailure:
     reason: str
     verdict: str
     signatures: tuple[str, ...]
-    further_laws: tuple[str, ...] = ()
     releases: str = ""
     stages: tuple[int, ...] = ()
     world_sizes: tuple[int, ...] = ()
@@ -82,6 +80,7 @@ class ExpectedFailure:
     remedy: Mapping[str, Any] = field(default_factory=dict)
     user_models: bool = False
     isolation: str = ""
+    further_laws: tuple[str, ...] = ()
     location: str = ""
 
     @property
@@ -176,6 +175,8 @@ def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read expected failures from {str(path)!r}: {error}") from error
         entries.extend(parse_expected_failures(text, str(path)))
+    for entry in entries:
+        require_narrow_entry(entry)
     return tuple(entries)
 
 
@@ -264,16 +265,23 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     fields: dict[str, Any] = {
         key: tuple(value) if key in LIST_KEYS else value for key, value in entry.items() if key not in spellings
     }
-    parsed = ExpectedFailure(**fields, check=laws[0], further_laws=laws[1:], location=location)
-    if "*" in laws and not may_cover_every_law(parsed):
+    return ExpectedFailure(**fields, check=laws[0], further_laws=laws[1:], location=location)
+
+
+def require_narrow_entry(entry: ExpectedFailure) -> None:
+    """Raise UsageError if ``entry`` would excuse failures of every law, or switch off the option that it is about.
+
+    A user's file is checked when it is read; a test checks the files of the package, because this function imports the
+    engine's claims.
+    """
+    if "*" in (entry.check, *entry.further_laws) and not may_cover_every_law(entry):
         raise UsageError(
-            f"{location}: got law = '*', which would also excuse other failures of the basic laws; list the laws that "
-            "fail, or give 'documented' and 'remedy', or name 'engine_variants' that all have a known_bug"
+            f"{entry.location}: got law = '*', which would also excuse other failures of the basic laws; list the laws "
+            "that fail, or give 'documented' and 'remedy', or name 'engine_variants' that all have a known_bug"
         )
-    overridden = find_overridden_options(parsed)
+    overridden = find_overridden_options(entry)
     if overridden:
-        raise UsageError(f"{location}: the remedy overrides {', '.join(overridden)}, which engine_variants set")
-    return parsed
+        raise UsageError(f"{entry.location}: the remedy overrides {', '.join(overridden)}, which engine_variants set")
 
 
 def find_overridden_options(entry: ExpectedFailure) -> list[str]:
@@ -282,11 +290,11 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
         return []
     claims = [capabilities(entry.engine, stage) for stage in entry.stages or range(4)]
     options = [
-        found.variants[name].options
+        found.engine_options[name].options
         for found in claims
         if found
         for name in entry.engine_variants
-        if name in found.variants
+        if name in found.engine_options
     ]
     return sorted({key for keys in options for key in keys if key in entry.remedy})
 
@@ -305,7 +313,7 @@ def may_cover_every_law(entry: ExpectedFailure) -> bool:
     if entry.documented and entry.remedy:
         return True
     claims = [capabilities(entry.engine, stage) for stage in entry.stages]
-    variants = [found.variants for found in claims if found is not None]
+    variants = [found.engine_options for found in claims if found is not None]
     return bool(variants and entry.engine_variants) and all(
         name in options and bool(options[name].known_bug) for options in variants for name in entry.engine_variants
     )
