@@ -46,7 +46,7 @@ class SkipsWithoutCounting(SeesInfinity):
             self.right.step()
 
 
-@mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.BLIND_7)
+@mutant(FaultKind.OPTIMIZER, bad_step("inf"), bad_step("nan"), origin=Origin.CIRCUMSTANCES)
 class RaisesOnOneRank(SeesInfinity):
     """Raises FloatingPointError on the last rank alone, while the others apply a step with infinite gradients."""
 
