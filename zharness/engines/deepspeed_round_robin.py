@@ -26,7 +26,7 @@ class Link:
     values: Sequence[Any]
 
     @classmethod
-    def read(cls, param: Any) -> Link:
+    def from_param(cls, param: Any) -> Link:
         """Return the link that ``param`` has now."""
         return cls(param, [getattr(param, name, None) for name in _LINK_ATTRIBUTES])
 
@@ -47,10 +47,10 @@ class RoundRobinLinks:
         """Build the links for the optimizer ``zero`` of stage 1 or 2, or of another stage, which has none."""
         if not getattr(zero, "round_robin_gradients", False):
             return cls(())
-        own = [Link.read(param) for group in zero.bit16_groups for param in group]
+        own = [Link.from_param(param) for group in zero.bit16_groups for param in group]
         for index in range(len(zero.bit16_groups)):
             _link_group(zero, index)
-        right = [Link.read(link.param) for link in own]
+        right = [Link.from_param(link.param) for link in own]
         for link in own:
             link.apply()
         return cls(right)
@@ -62,7 +62,7 @@ class RoundRobinLinks:
     @contextmanager
     def _applied(self) -> Iterator[None]:
         """Apply the links inside the block, and the earlier ones again at its end."""
-        own = [Link.read(link.param) for link in self.links]
+        own = [Link.from_param(link.param) for link in self.links]
         for link in self.links:
             link.apply()
         try:

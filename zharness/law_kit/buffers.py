@@ -13,7 +13,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward
 from zharness.parity.bounds import unit_roundoff
-from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR
+from zharness.parity.calibration import CALIBRATION_RUNS, LARGEST_FACTOR, permute_samples
 from zharness.parity.compare import check_names
 from zharness.workload import Batch
 
@@ -111,7 +111,7 @@ def permute(batch: Batch, seed: int | None) -> Batch:
     """Return ``batch`` with its samples in the order that ``seed`` determines, or unchanged if it is None."""
     if seed is None:
         return batch
-    order = torch.randperm(batch.num_samples, generator=torch.Generator().manual_seed(seed))
+    order = permute_samples(batch.num_samples, seed)
     return batch.map_tensors(lambda tensor: tensor[order])
 
 

@@ -171,6 +171,11 @@ def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
     return found if error <= INDEPENDENCE_TOLERANCE * float(size) else None
 
 
+def permute_samples(count: int, seed: int) -> Tensor:
+    """Return the indices of ``count`` samples in the order that ``seed`` determines."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
 def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Grads:
     """Return the plain model's gradients of a batch whose samples are permuted and split into micro-batches.
 
@@ -178,7 +183,7 @@ def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Gr
     averaged. If ``splits`` is false, the permuted batch stays whole.
     """
     samples = runs.batch.num_samples
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(number))
+    order = permute_samples(samples, number)
     sizes = [size for size in range(1, samples + 1) if samples % size == 0]
     return runs.compute_mean_grads(order, sizes[number % len(sizes)] if splits else samples)
 

@@ -148,7 +148,7 @@ def read_issue_run(run: ReproRun, record: Path) -> IssueRun:
         lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UsageError(f"{record} is not a file of `zharness repro --jsonl`: {error}") from error
-    showing = [line for line in lines if is_record_of(line, run.repro) and release in (None, line["release"])]
+    showing = [line for line in lines if shows_bug(line, run.repro) and release in (None, line["release"])]
     if not showing:
         raise UsageError(
             f"{record} has no run that shows {run.repro.id} with its output; make one: "
@@ -162,7 +162,7 @@ def read_issue_run(run: ReproRun, record: Path) -> IssueRun:
     return IssueRun(packages, line["machine"], output, "an earlier run of a longer form of this script printed")
 
 
-def is_record_of(line: Any, repro: Repro) -> bool:
+def shows_bug(line: Any, repro: Repro) -> bool:
     """Return whether ``line`` is the record of a run of ``repro`` that shows the bug, with its output."""
     is_shown = isinstance(line, dict) and line.get("verdict") == ReproVerdict.REPRODUCED.value
     return is_shown and line.get("repro") == repro.id and bool(line.get("output"))
