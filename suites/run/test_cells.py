@@ -21,7 +21,8 @@ from zharness.law_kit.scenarios import choose_exact_reduction
 from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
-from zharness.report import render_failures, render_matrix, render_summary
+from zharness.report.failures import render_failures, render_summary
+from zharness.report.matrix import render_matrix
 from zharness.report.sensitivity import render_sensitivity
 from zharness.run import PlannedCell, Record, Request, Verdict, plan
 from zharness.run.expected_failures import ExpectedFailure
