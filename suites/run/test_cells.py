@@ -341,10 +341,14 @@ def test_the_least_sensitive_cell_decides_which_errors_all_cells_would_find() ->
         notes=("why",),
     )
     message = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
-    assert "1 cells by tier X, 1 cells by tier S; the largest error is 0.4 of its bound" in message
+    assert "1 cell by tier X, 1 cell by tier S; the largest error is 0.4 of its bound" in message
     assert "a scale error of 1.0e-03" in message
     assert "6 lost elements" in message
-    assert "5 of 100 elements are undetermined\nNOTE 1 cells: why" in message
+    assert "5 of 100 elements are undetermined\n" in message
+    assert "NOTE 1 cell: why" in message
+    assert "tier C" not in message
+    for words in ("tier X: all sums are exact", "tier S: each part", "a scale error is"):
+        assert words in message
 
 
 def test_an_exception_is_the_engine_s_or_the_harness_s_by_the_file_that_raised_it() -> None:
