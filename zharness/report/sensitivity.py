@@ -33,9 +33,8 @@ def render_sensitivity(records: Iterable[Record]) -> str:
 def describe_sensitivity(records: Sequence[Record]) -> str:
     """Describe the tiers of these records, and the cells that are the least sensitive to errors."""
     tiers = [record.tier for record in records]
-    tier_counts = ", ".join(
-        f"{count_cells(tiers.count(tier))} by tier {tier}" for tier in ("X", "S", "C") if tier in tiers
-    )
+    used = [tier for tier in ("X", "S", "C") if tier in tiers]
+    tier_counts = ", ".join(f"{count_cells(tiers.count(tier))} by tier {tier}" for tier in used)
     bluntest = max(records, key=smallest_scale_error)
     most_lost = max(records, key=lambda record: record.wrong_elements or 0)
     undetermined = sum(record.undetermined or 0 for record in records)
