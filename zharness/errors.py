@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 
 MAX_LISTED_NAMES = 12  # a longer list is cut if the message says where to find the names
 MAX_CLOSE_NAMES = 3
+MAX_NAMES_BESIDE_CLOSE = 5  # a list this short is shown beside the close names, because it explains more
 MIN_LIKENESS = 0.65  # of SequenceMatcher, from 0 to 1; two swapped letters of three give 0.67
 MAX_LIKENESS_LOSS = 0.05  # names that are less close than the closest by more than this are left out
 
@@ -49,7 +50,8 @@ class UsageError(ZHarnessError):
         names = [] if isinstance(allowed, str) else [str(name) for name in allowed]  # type: ignore[attr-defined]
         close = find_close_names(str(value), names)
         if close:
-            tail = f" ({remedy})" if remedy else ""
+            shown = f"; allowed: {', '.join(names)}" if len(names) <= MAX_NAMES_BESIDE_CLOSE else ""
+            tail = shown + (f" ({remedy})" if remedy else "")
             return cls(f"unknown {kind} {str(value)!r}; did you mean {' or '.join(map(repr, close))}?{tail}")
         is_long = bool(remedy) and len(names) > MAX_LISTED_NAMES
         listed = [*names[:4], f"... ({len(names)} in all)"] if is_long else names
