@@ -86,6 +86,9 @@ def model(
     model: a tensor, or a tuple or dict of tensors, with one row for each sample. loss(output, batch) returns a scalar.
     A model of the transformers package needs neither batch nor loss.
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=[engine], stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs

@@ -193,6 +193,11 @@ def require_runnable_norms(name: str, model: nn.Module) -> None:
 def require_finite_weights(name: str, model: nn.Module) -> None:
     """Raise UsageError if a parameter of the model contains NaN or infinity, as memory that nothing initialized may."""
     for key, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"the parameter {key!r} of the model of {name} is on the device meta, without values; expected a model "
+                "on the CPU: build it without torch.device('meta'), or load its weights in the factory"
+            )
         if not bool(parameter.isfinite().all()):
             raise UsageError(
                 f"the parameter {key!r} of the model of {name} contains NaN or infinity; expected finite weights"

@@ -13,6 +13,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
+from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
@@ -22,7 +23,6 @@ from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
-STAGES = (0, 1, 2, 3)
 ARRAY_WORLD_SIZES = (2, 1, 3, 4)  # of covering arrays; the first is the default
 
 ClaimsLookup = Callable[[str, int], Capabilities]
@@ -135,12 +135,8 @@ def validate_request(request: Request) -> None:
         )
     for engine in request.engines:
         engines.require(engine)
-    for stage in request.stages:
-        if stage not in STAGES:
-            raise UsageError.unknown_name("stage", stage, STAGES)
-    for dtype in request.dtypes:
-        if dtype not in DTYPES:
-            raise UsageError.unknown_name("dtype", dtype, DTYPES)
+    require_stages(request.stages)
+    require_dtypes(request.dtypes, DTYPES)
     for model in request.models:
         model_spec(model)
     for world_size in request.world_sizes:

@@ -199,6 +199,11 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     """
     try:
         result = factory()
+    except SystemExit as error:
+        raise UsageError(
+            f"the factory {name} called sys.exit({error.code!r}); expected {EXPECTED_RETURN}: remove the exit, or "
+            "parse command-line arguments elsewhere"
+        ) from error
     except Exception as error:  # a user's factory may raise anything
         raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
     model, draw, score = (
