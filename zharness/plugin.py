@@ -87,6 +87,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", cells, ids=[cell.cell.id for cell in cells])
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Add the markers that a test class derives from its attributes, unless the test has a marker of that name."""
+    list_markers = getattr(getattr(item, "cls", None), "_list_rank_markers", None)
+    if list_markers is None:
+        return
+    from zharness.pytest_ranks.rank_requirements import get_closest_mark
+
+    for marker in list_markers(item.name):
+        if get_closest_mark(item, marker.name) is None or marker.name == "skip":
+            item.add_marker(marker)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
