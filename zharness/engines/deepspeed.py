@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from zharness.engines import preload_imports
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
-from zharness.engines.deepspeed_build import COALESCE, initialize, json_overrides, require_buildable, save_universal
+from zharness.engines.deepspeed_build import (
+    COALESCE,
+    initialize,
+    json_overrides,
+    require_buildable,
+    require_sharding_optimizer,
+    save_universal,
+)
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
 from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
@@ -102,6 +109,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             raise EngineRefusal(
                 f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
             ) from error
+        require_sharding_optimizer(self._engine.optimizer, config.stage)
         self.module: nn.Module = self._engine.module
         links = RoundRobinLinks.build(self._engine.optimizer)
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
@@ -136,7 +144,9 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._coalesce_block.close()
         self._backward_count = 0
         # Both are needed: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
-        self._engine.optimizer.zero_grad()
+        # The BF16_Optimizer of releases before 0.16.5 has no zero_grad.
+        if hasattr(self._engine.optimizer, "zero_grad"):
+            self._engine.optimizer.zero_grad()
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[Any]:

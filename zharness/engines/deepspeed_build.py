@@ -89,6 +89,12 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=ds_config)[0]
 
 
+def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
+    """Raise EngineContractError if DeepSpeed chose an optimizer that shards nothing, although ``stage`` shards."""
+    if stage and not isinstance(optimizer, importlib.import_module("deepspeed.runtime.base_optimizer").ZeROOptimizer):
+        raise EngineContractError(f"DeepSpeed built {type(optimizer).__name__} at stage {stage}, which shards nothing")
+
+
 def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
     """Build torch's optimizer, or DeepSpeedCPUAdam if the option is set and it has all arguments of the optimizer."""
     spec = config.optimizer
