@@ -28,7 +28,7 @@ from zharness.engines.deepspeed_build import (
     save_universal,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
+from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -94,6 +94,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._caller_owns_accumulation = (
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
         )
+        self._engine_finds_boundaries = bool(config.options.get("managed_gradient_accumulation", True))
         self._coalesce_block = ExitStack()
         self._backward_count = 0
         params = dict(model.named_parameters())
@@ -121,7 +122,11 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self._prepare_accumulation()
-        self._engine.backward(loss, retain_graph=retain_graph)
+        if self._config.options.get(UNSCALED_BACKWARD):
+            micro_batches = self._engine.gradient_accumulation_steps()
+            self._engine.backward(loss / micro_batches, retain_graph=retain_graph, scale_wrt_gas=False)
+        else:
+            self._engine.backward(loss, retain_graph=retain_graph)
         self._backward_count += 1
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -225,7 +230,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
                 self._coalesce_block.enter_context(self._engine.coalesce_grad_reduction())
-        elif self._caller_owns_accumulation:
+        elif self._caller_owns_accumulation and self._engine_finds_boundaries:
             self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._config.accumulation_steps)
 
 

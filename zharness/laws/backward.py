@@ -176,11 +176,17 @@ def backward_law(
     kept_because: str,
     engines: int = 1,
     accumulation: int = 1,
+    models: tuple[str, ...] = ("blocks",),
 ) -> Law:
     """Build the law of one scenario. The law requires ``features`` in addition to the features of the group."""
     scenario = Scenario(script, engines, accumulation)
     return scenario_law(
-        "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)
+        "backward",
+        scenario,
+        statement,
+        kept_because=kept_because,
+        features=(*BACKWARD_FEATURES, *features),
+        models=models,
     )
 
 
@@ -188,6 +194,7 @@ LAWS = (
     backward_law(
         engine_backward,
         "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
+        models=("blocks", "delegating"),
         kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(

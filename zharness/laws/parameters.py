@@ -82,6 +82,14 @@ def late_submodule(participant: Participant) -> None:
     del participant.module.late
 
 
+def late_module(participant: Participant) -> None:
+    """Add a submodule without parameters after the engine was built, train with it, and train without it."""
+    participant.module.late = nn.Sequential(nn.ReLU())
+    participant.tensor_backward(participant.training_loss())
+    del participant.module.late
+    participant.tensor_backward(participant.training_loss(2))
+
+
 OTHER_RANKS = "others"
 
 
@@ -271,6 +279,11 @@ LAWS = (
         "a submodule that is attached late may use the model's parameters",
         Feature.OUTSIDE_FORWARD,
         kept_because="the only law whose modules change after construction",
+    ),
+    parameter_law(
+        late_module,
+        "a submodule without parameters that is attached late changes no gradient",
+        kept_because="a module that the engine has not seen in its construction, and that reads no weight",
     ),
     parameter_law(
         edited,
