@@ -255,7 +255,7 @@ class LaysOutInTheSecondForward(Around):
 
 @mutant(
     FaultKind.SCALE,
-    Target("parameters.late_module", Part.LOCAL_GRADIENT, model="changing"),
+    Target("parameters.late_module", model="changing"),
     origin=Origin.CIRCUMSTANCES,
 )
 class ScalesByTheNumberOfModules(HookedParameters):
