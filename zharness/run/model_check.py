@@ -30,9 +30,9 @@ from zharness.run.model_facts import (
     ModelFacts,
     build_and_close_engine,
     describe_model_run,
-    explain_too_large,
     measure_model,
 )
+from zharness.run.model_memory import SizeEstimate, estimate_size, require_fitting
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
@@ -120,12 +120,10 @@ def check_model(
         first = stack.enter_context(
             options.create_runner({check_request.engine: get_environment(check_request.engine)})
         )
+        require_estimated_to_fit(first, request, report_status)
         facts: ModelFacts = first.call_in_judge(
-            measure_model, check_request.model, request.dtypes[0], check_request.config
+            measure_model, check_request.model, request.dtypes[0], check_request.config, check_request.world_size
         )
-        reason = explain_too_large(facts, check_request.world_size, available_memory())
-        if reason:
-            raise UsageError(f"{check_request.model}: {reason}")
         request = announce_unused_parameters(request, facts, first.claims, report_status)
         cells = plan_model_cells(request, check_request, facts, first.claims)
         failed_builds = build_engines(first, cells)
@@ -137,6 +135,22 @@ def check_model(
         finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], lanes)
         records = chain(failed_builds.values(), finished)
         return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+
+
+def require_estimated_to_fit(runner: Runner, request: Request, report_status: Callable[[str], None]) -> None:
+    """Raise UsageError for a model that does not fit into memory, before the model is built.
+
+    If its factory cannot run without memory, a line says so; the model is then measured when it has been built.
+    """
+    (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
+    estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
+    if estimate.size is not None:
+        require_fitting(model, estimate.size, world_size)
+    else:
+        report_status(
+            f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
+            f"memory ({estimate.reason})"
+        )
 
 
 def announce_unused_parameters(
@@ -170,7 +184,7 @@ def start_more_runners(
 
     No more runners are started than fit into memory together with their models.
     """
-    fitting = int(available_memory() // facts.estimate_memory(check_request.world_size))
+    fitting = int(available_memory() // facts.size.estimate_memory(check_request.world_size))
     lane_count = max(1, min(options.job_count(), fitting))
     return [
         stack.enter_context(options.create_runner({check_request.engine: get_environment(check_request.engine)}))
