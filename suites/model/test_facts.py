@@ -190,7 +190,7 @@ def test_a_configuration_that_was_edited_is_read_again(tmp_path: Path) -> None:
     [
         ({"optimizer": {"type": "Lamb"}}, "unknown optimizer.type 'Lamb'"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "speed": 1}}}, "torch.optim.SGD does not accept .*speed"),
-        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "reduce_bucket_size is 'auto'"),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, "sub_group_size is 'auto', which the Trainer"),
         ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "unknown torch_autocast.dtype 'int8'"),
         ({"torch_autocast": True}, "torch_autocast is true; expected a JSON object"),
         ({"bf16": True}, "bf16 is true; expected a JSON object"),

@@ -48,6 +48,9 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     help="Number of steps that the law model.configured trains.",
 )
 @click.option(
+    "--only", multiple=True, metavar="LAW", help="Run only this law, or laws that match a pattern; may be repeated."
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed from which the weights and data of every cell are drawn."
 )
 @click.option(
@@ -73,6 +76,7 @@ def model(
     world_size: int,
     dtype: str,
     steps: int,
+    only: tuple[str, ...],
     seed: int,
     timeout: float,
     jobs: int | None,
@@ -105,6 +109,6 @@ def model(
             f"got {factory!r} as the factory of a model; expected package.module:factory, where package.module can be "
             "imported from the current directory"
         )
-    check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
+    check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps, only)
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
     return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

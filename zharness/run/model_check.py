@@ -25,7 +25,7 @@ from zharness.run.check_loop import (
     sort_as_planned,
     write_with_progress,
 )
-from zharness.run.configuration import configuration_for, explain_ignored_key, is_config_file
+from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
 from zharness.run.model_facts import (
     ModelFacts,
     build_and_close_engine,
@@ -50,7 +50,8 @@ class ModelCheckRequest:
     """The model to check, named by the path of its factory, and the settings of its cells.
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
-    it. ``steps`` is the number of training steps of the law ``model.configured``.
+    it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
+    is empty, every law that applies to any model runs.
     """
 
     model: str
@@ -60,6 +61,7 @@ class ModelCheckRequest:
     world_size: int = 2
     dtype: str = ""
     steps: int = 3
+    only: tuple[str, ...] = ()
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -68,7 +70,7 @@ class ModelCheckRequest:
         config = configuration_for(self.config)
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
-        return Request((), (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
+        return Request(self.only, (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
 
 
 def run_model_command(
@@ -89,7 +91,7 @@ def run_model_command(
             partial(click.echo, err=True),
         )
     code = reporter.report_run(records, time.monotonic() - began)
-    no_pass_reason = explain_uncompared_gradients(records)
+    no_pass_reason = explain_uncompared_gradients(records, check_request.only)
     if code == 0 and no_pass_reason:
         click.echo(no_pass_reason)
         return 1
@@ -114,13 +116,13 @@ def check_model(
         f"{check_request.model}: building it, running it twice in plain PyTorch, and building {check_request.engine} "
         "around it"
     )
-    for key in configuration_for(check_request.config).ignored_keys:
-        report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
+    report_configuration(check_request, report_status)
     with ExitStack() as stack:
         first = stack.enter_context(
             options.create_runner({check_request.engine: get_environment(check_request.engine)})
         )
         require_estimated_to_fit(first, request, report_status)
+        request = choose_nearest_stage(request, check_request, first.claims, report_status)
         facts: ModelFacts = first.call_in_judge(
             measure_model, check_request.model, request.dtypes[0], check_request.config, check_request.world_size
         )
@@ -135,6 +137,33 @@ def check_model(
         finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], lanes)
         records = chain(failed_builds.values(), finished)
         return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+
+
+def report_configuration(check_request: ModelCheckRequest, report_status: Callable[[str], None]) -> None:
+    """Say which keys of the configuration file are ignored, filled in or translated."""
+    config = configuration_on(check_request.engine, check_request.config)
+    for key in config.ignored_keys:
+        report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
+    for notice in config.notices:
+        report_status(f"{check_request.config}: {notice}")
+
+
+def choose_nearest_stage(
+    request: Request, check_request: ModelCheckRequest, claims: ClaimsLookup, report_status: Callable[[str], None]
+) -> Request:
+    """Return the request at a stage that the engine has, if the stage of the configuration file is another one."""
+    if check_request.stages or not request.stages:
+        return request
+    (stage,) = request.stages
+    known = select_stages(check_request.engine, (), claims)
+    nearest = min(known, key=lambda candidate: (abs(candidate - stage), -candidate))
+    if nearest == stage:
+        return request
+    report_status(
+        f"{check_request.config}: {check_request.engine} has no stage {stage}, only {', '.join(map(str, known))}; "
+        f"checked at stage {nearest}"
+    )
+    return replace(request, stages=(nearest,))
 
 
 def require_estimated_to_fit(runner: Runner, request: Request, report_status: Callable[[str], None]) -> None:
