@@ -49,7 +49,7 @@ def build_without_memory() -> AbstractContextManager[Any]:
 
     Tensors that existed before, such as loaded weights, may take part.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_transforming() -> bool:

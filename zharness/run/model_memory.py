@@ -81,7 +81,7 @@ def estimate_size(name: str, dtype: str) -> SizeEstimate:
     cannot be imported.
     """
     factory = resolve_factory(name)  # before the fork, because the import is needed again
-    return run_in_child(lambda: build_fake(name, factory, dtype))  # type: ignore[no-any-return]
+    return run_in_child(lambda: build_fake(name, factory, dtype))
 
 
 def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimate:
