@@ -35,6 +35,10 @@ DROPOUT_REASON = (
     "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
     "that it has in the whole micro-batch; set the model's dropout to 0 to compare its gradients"
 )
+READ_BUFFERS_REASON = (
+    "plain PyTorch starts each forward from the engine's weights and from the model's first buffers, but the model's "
+    "forward reads buffers that earlier forwards wrote"
+)
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
 
@@ -215,7 +219,8 @@ def plan_model_cells(
 ) -> list[PlannedCell]:
     """Plan the cells with the requested number of steps, and leave out cells that test nothing for this model."""
     cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
-    return [skip_random_forward(cell, facts) for cell in cells if is_relevant(cell.cell, facts, claims)]
+    relevant = [cell for cell in cells if is_relevant(cell.cell, facts, claims)]
+    return [skip_read_buffers(skip_random_forward(cell, facts), facts) for cell in relevant]
 
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
@@ -223,6 +228,13 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
     if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.shared_draws:
         return planned
     return replace(planned, unsupported_reason=f"{DROPOUT_REASON}: {facts.shared_draws}")
+
+
+def skip_read_buffers(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
+    """Mark the cell as unsupported if its law compares later forwards, which read buffers that earlier ones wrote."""
+    if planned.unsupported_reason or not facts.read_buffers or not get_law(planned.cell.law).compares_later_forwards:
+        return planned
+    return replace(planned, unsupported_reason=f"{READ_BUFFERS_REASON} ({facts.read_buffers[0]})")
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:

@@ -48,7 +48,8 @@ class ModelFacts:
     ``draws_random_numbers`` is true if the forward draws random numbers;
     ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
     names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
-    micro-batch gives no gradient although they require one.
+    micro-batch gives no gradient although they require one. ``read_buffers`` are the names of buffers that a forward
+    writes and the next one reads, as those of observers for quantization; a batch norm in training mode reads none.
     """
 
     size: ModelSize
@@ -58,6 +59,7 @@ class ModelFacts:
     draws_random_numbers: bool
     inapplicable_laws: frozenset[str]
     unused_parameters: tuple[str, ...] = ()
+    read_buffers: tuple[str, ...] = ()
     shared_draws: str = ""
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
@@ -125,6 +127,7 @@ def measure_model(name: str, dtype: str, engine_variant: str, world_size: int = 
     model = build_within_memory(spec, SEED, dtype, world_size)
     require_runnable_norms(name, model)
     require_finite_weights(name, model)
+    require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
     require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
     require_seeded_batches(spec)
@@ -146,6 +149,7 @@ def measure_model(name: str, dtype: str, engine_variant: str, world_size: int = 
         machine_speed=measure_machine_speed(),
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
+        read_buffers=find_read_buffers(baseline, first),
         unused_parameters=find_unused_parameters(baseline, model, first),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
@@ -185,6 +189,16 @@ def require_finite_weights(name: str, model: nn.Module) -> None:
         if not bool(parameter.isfinite().all()):
             raise UsageError(
                 f"the parameter {key!r} of the model of {name} contains NaN or infinity; expected finite weights"
+            )
+
+
+def require_real_parameters(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a trained complex parameter, since gradients are compared as real numbers."""
+    for key, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UsageError(
+                f"the parameter {key!r} of the model of {name} is {parameter.dtype}, which ZeRO and FSDP do not shard; "
+                "keep torch.view_as_real(weight) as the parameter, and use torch.view_as_complex(weight) in the forward"
             )
 
 
@@ -255,6 +269,16 @@ def explain_shared_draws(baseline: Baseline) -> str:
     except SharedDrawError as error:
         return str(error)
     return ""
+
+
+def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]:
+    """Return the names of the buffers that a forward writes, if the loss of a second one on the model differs."""
+    model, batch = baseline.build_module(), baseline.batch(0, 0)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for _ in range(2)]
+    if tensors_equal(first.loss, losses[1]):
+        return ()
+    return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))
 
 
 def find_unused_parameters(baseline: Baseline, model: nn.Module, first: LocalResult) -> tuple[str, ...]:

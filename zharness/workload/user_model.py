@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zharness.errors import UsageError
 from zharness.workload.models import SAMPLES, Batch, ModelSpec, collect_tensors
@@ -243,6 +244,12 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     )
     if not isinstance(model, nn.Module) or not all(part is None or callable(part) for part in (draw, score)):
         raise UsageError(f"the factory {name} returned {describe_value(result)}; expected {EXPECTED_RETURN}")
+    unshaped = [key for key, parameter in model.named_parameters() if is_lazy(parameter)]
+    if unshaped:
+        raise UsageError(
+            f"the parameter {unshaped[0]!r} of the model of {name} has no shape before the first forward; run a "
+            "forward on a batch of zeros in the factory, so that engines can shard it"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected at least one")
     return UserModelParts(model, draw or default_draw(name, model), score or default_loss)
