@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -64,23 +65,31 @@ def main() -> int:
     parser.add_argument("--jsonl", type=Path, required=True)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a time limit loses no record
     earlier = list(load_records([arguments.jsonl]).records) if arguments.jsonl.exists() else []
-    began = time.monotonic()
+    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
     broken = 0
-    with ExitStack() as stack:
-        part = arguments.jsonl.with_suffix(f".{os.getpid()}.part")
+    with records_appended(arguments.jsonl) as part, ExitStack() as stack:
         open_sink = cache(lambda: open_optional_record_file(stack, part))
         for engine in arguments.engine or ENGINES:
             requests = list_requests(engine, arguments.model or NAMES, tuple(arguments.only), earlier)
-            deadline = began + 60 * arguments.minutes if arguments.minutes else float("inf")
             broken += check_on_engine(requests, arguments.jobs, open_sink, deadline)
-    if part.exists():
-        with arguments.jsonl.open("ab") as file:
-            file.write(part.read_bytes())
-        part.unlink()
     if arguments.write:
         write_table(load_records([arguments.jsonl]).records)
     return int(bool(broken))
+
+
+@contextmanager
+def records_appended(path: Path) -> Iterator[Path]:
+    """Yield the path of a new file, whose content is appended to ``path`` at the end of the block."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        if part.exists():
+            with path.open("ab") as file:
+                file.write(part.read_bytes())
+            part.unlink()
 
 
 def list_requests(

@@ -100,14 +100,14 @@ def test_a_model_that_cannot_be_judged_gets_one_sentence(model: str, message: st
 
 def test_later_forwards_of_a_model_that_reads_its_written_buffers_are_not_compared() -> None:
     facts = measure_model(f"{PARTS}:quantized", "fp32", "")
-    assert "0.activation_post_process.min_val" in facts.read_buffers
+    assert {"0.scale", "0.activation_post_process.min_val"} <= set(facts.read_buffers)
     assert not measure_model(f"{ZOO}:batch_norm", "fp32", "").read_buffers
     check_request = ModelCheckRequest(f"{PARTS}:quantized", stages=(3,))
     claims = engines.capabilities("reference", 3)
     assert claims is not None
     cells = plan_model_cells(check_request.build_request(), check_request, facts, lambda _engine, _stage: claims)
     reasons = {cell.cell.law: cell.unsupported_reason for cell in cells}
-    assert "forward reads buffers that earlier forwards wrote (0.scale)" in reasons["model.configured"]
+    assert "forward reads buffers that earlier forwards wrote (0." in reasons["model.configured"]
     assert reasons["training.grads"] == reasons["training.sgd_step"] == ""
     assert get_law("training.accumulation").compares_later_forwards
 

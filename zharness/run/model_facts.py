@@ -272,10 +272,14 @@ def explain_shared_draws(baseline: Baseline) -> str:
 
 
 def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]:
-    """Return the names of the buffers that a forward writes, if the loss of a second one on the model differs."""
-    model, batch = baseline.build_module(), baseline.batch(0, 0)
+    """Return the names of the buffers that a forward writes, if they change the loss of a later one.
+
+    ``first`` is the result of a first forward on rank 0's first micro-batch, which here follows another micro-batch.
+    """
+    model = baseline.build_module()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for _ in range(2)]
+    batches = baseline.batch(0, 1), baseline.batch(0, 0)
+    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for batch in batches]
     if tensors_equal(first.loss, losses[1]):
         return ()
     return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))

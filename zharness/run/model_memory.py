@@ -20,7 +20,7 @@ from zharness.world.limits import available_memory, limit_process_memory, proces
 from zharness.world.orphans import die_with_parent
 
 GIB = 2**30
-PROCESS_BYTES = 0.35 * GIB  # of a process of torch with an engine, without a model
+PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without a model
 # Copies of the model in memory at once, counted from the code. A rank: the factory's model, a copy of the initial
 # state, one that is being recorded, and weights and gradients of two engines; in the dtype of the optimizer two moments
 # of both engines and, for low precision, their master weights. The judge: weights, local gradients, evidence; in
@@ -49,19 +49,19 @@ class ModelSize:
             dtype in LOW_PRECISION_DTYPES,
         )
 
-    def rank_bytes(self) -> float:
+    def rank_bytes(self) -> int:
         """Return the memory of one rank, in bytes."""
         optimizer_bytes = max(self.parameter_bytes, FLOAT32_BYTES * self.parameters)
         copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
         return RANK_COPIES * self.parameter_bytes + copies * optimizer_bytes + PROCESS_BYTES
 
-    def judge_bytes(self) -> float:
+    def judge_bytes(self) -> int:
         """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
         return (
             JUDGE_COPIES * self.parameter_bytes + JUDGE_FLOAT64_COPIES * FLOAT64_BYTES * self.parameters + PROCESS_BYTES
         )
 
-    def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
+    def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
         return jobs * (world_size * self.rank_bytes() + self.judge_bytes())
 
