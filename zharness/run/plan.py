@@ -17,7 +17,7 @@ from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
-from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
+from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
@@ -317,7 +317,7 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         refusal = option.refusal_at(cell.world_size, cell.dtype)
         if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
             return f"this cell cannot set the option {name}: {refusal}"
-    unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
+    unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})

@@ -280,6 +280,10 @@ class Runner:
             self._servers[pool.engine].close_pool(pool.name, pool.world_size)
             self._pools.remove(pool)
 
+    def close_judge(self, model: str) -> None:
+        """End the pooled judge of a user's model, which keeps the model in memory."""
+        self._judge_server.close_pool(factory_path(model), 1)
+
     def pin_to_cores(self, cores: Collection[int]) -> None:
         """Pin ranks and judges that start after this call to ``cores``. An empty collection changes nothing."""
         for server in {*self._servers.values(), self._judge_server}:
