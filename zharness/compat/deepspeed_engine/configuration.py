@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 # DeepSpeed clips gradients at this norm if its JSON does not say otherwise; the reference engine does not clip.
 DEFAULT_GRADIENT_CLIPPING = 1.0
@@ -33,12 +32,11 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 class EngineConfig:
     """The configuration of one engine: the reference engine's JSON, and what this package does itself.
 
-    ``accumulation_steps`` is the number of micro-batches in the JSON. If ``is_managed`` is False, every call of step is
-    a boundary, and the reference engine's own number is 1.
+    If ``is_managed`` is False, every call of step is a boundary; the mean is still taken over the micro-batches that the
+    JSON says.
     """
 
     reference_json: Mapping[str, Any]
-    accumulation_steps: int
     is_managed: bool
     half_dtype: torch.dtype | None
 
@@ -71,22 +69,11 @@ def translate_config(config: Any) -> EngineConfig:
         json_config["bf16"] = json_config.pop("bfloat16")
     is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
     zero = json_config.setdefault("zero_optimization", {})
-    accumulation_steps = _count_micro_batches(json_config)
     if not is_managed:
         assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
             "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
         )
-        json_config.pop("train_batch_size", None)
-        json_config["gradient_accumulation_steps"] = 1
     json_config.setdefault("gradient_clipping", DEFAULT_GRADIENT_CLIPPING)
     if json_config.get("fp16", {}).get("enabled"):
         json_config["fp16"].setdefault("hysteresis", DEFAULT_HYSTERESIS)
-    return EngineConfig(json_config, accumulation_steps, is_managed, half_dtype(json_config))
-
-
-def _count_micro_batches(config: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches of a step."""
-    if "gradient_accumulation_steps" in config:
-        return int(config["gradient_accumulation_steps"])
-    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
-    return max(1, int(total) // (int(micro) * dist.get_world_size())) if total and micro else 1
+    return EngineConfig(json_config, is_managed, half_dtype(json_config))

@@ -99,12 +99,9 @@ class DeepSpeedEngine(nn.Module):
         is_boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         skipped = self.skipped_steps
         backwards = self._hooks.take_backward_count()
-        if not self.managed_gradient_accumulation():
-            self._divide_gradients(backwards)
-            self.global_samples += self._samples_of_micro_batch() * backwards
-        else:
-            self.micro_steps += 1
-            self.global_samples += self._samples_of_micro_batch()
+        micro_batches = 1 if self.managed_gradient_accumulation() else backwards
+        self.micro_steps += micro_batches
+        self.global_samples += self._samples_of_micro_batch() * micro_batches
         self.reference.step(is_boundary)
         self.overflow = self.skipped_steps > skipped
         self._step_applied = is_boundary and not self.overflow
@@ -113,12 +110,6 @@ class DeepSpeedEngine(nn.Module):
     def _samples_of_micro_batch(self) -> int:
         """Return the samples of one micro-batch on all ranks."""
         return self.reference.settings.micro_batch_size * self.world_size
-
-    @torch.no_grad()
-    def _divide_gradients(self, backwards: int) -> None:
-        """Turn the sum of the gradients of ``backwards`` micro-batches into their mean."""
-        for gradient in self.reference.pending_gradients():
-            gradient.div_(max(backwards, 1))
 
     def was_step_applied(self) -> bool:
         """Return whether the last ``step`` changed the weights."""
@@ -201,7 +192,7 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches of a step."""
-        return self._stand_in_config.accumulation_steps
+        return self.reference.settings.accumulation_steps
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Return the samples of a micro-batch on one rank."""
