@@ -102,3 +102,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """Return the accelerator of this process."""
     return Accelerator("cuda" if is_gpu_requested() else "cpu")
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return whether the accelerator is one that DeepSpeed lists, which both device types are."""
+    return True

@@ -32,8 +32,8 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 class EngineConfig:
     """The configuration of one engine: the reference engine's JSON, and what this package does itself.
 
-    If ``is_managed`` is False, every call of step is a boundary; the mean is still taken over the micro-batches that the
-    JSON says.
+    If ``is_managed`` is False, every call of step is a boundary, and the mean is still taken over the number of
+    micro-batches in the JSON.
     """
 
     reference_json: Mapping[str, Any]

@@ -25,7 +25,13 @@ from zharness.compat.deepspeed_engine import (
 
 VERSION = "0.19.8"  # the release whose behaviour the stand-in follows
 _BUILDERS = ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "InferenceBuilder")
-_UNSUPPORTED = ("MoE", "LayerSpec", "TiedLayerSpec", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb")
+_UNSUPPORTED = (
+    *("MoE", "LayerSpec", "TiedLayerSpec", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"),
+    *("MultipleAllGatherHandles", "AllGatherHandle", "DeepSpeedZeroConfig", "load_state_dict_from_zero_checkpoint"),
+    *("get_fp32_state_dict_from_zero_checkpoint", "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"),
+    *("has_comm_dtype", "get_comm_dtype", "PARAM_COMM_DTYPE_ATTR_NAME", "unwrap_model_for_generation"),
+    *("WarmupLR", "OneCycle", "see_memory_usage", "TiledLinear", "partitioned_param_data_shape"),
+)
 
 
 def public_names(module: ModuleType) -> dict[str, Any]:
@@ -56,8 +62,11 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
             "__version__": VERSION,
         },
         "accelerator": public_names(accelerator),
+        "checkpoint": {},
+        "checkpoint.utils": missing,
         "comm": {**public_names(communication), "__getattr__": lambda name: getattr(dist, name)},
         "comm.torch": {"build_shm_op": communication.build_shm_op},
+        "git_version_info": {"torch_info": {"cuda_version": "0.0", "bf16_support": True}},
         "moe": {},
         "moe.layer": missing,
         "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": missing["MoE"]},
@@ -78,16 +87,19 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "runtime.pipe": {},
         "runtime.pipe.module": pipeline,
         "runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
-        "runtime.zero": sharded,
+        "runtime.torch_autocast": missing,
+        "runtime.zero": {**sharded, "unwrap_model_for_generation": missing["unwrap_model_for_generation"]},
+        "runtime.zero.config": missing,
         "runtime.zero.linear": public_names(linear),
         "runtime.zero.offload_config": {"OffloadDeviceEnum": unsupported.OffloadDeviceEnum},
-        "runtime.zero.partition_parameters": sharded,
+        "runtime.zero.partition_parameters": {**missing, **sharded},
         "runtime.zero.stage3": optimizers,
         "runtime.zero.stage_1_and_2": optimizers,
         "runtime.zero.utils": {"ZeRORuntimeException": configuration.ZeRORuntimeException},
         "utils": {**fragments, **leaves, "RepeatingLoader": unsupported.RepeatingLoader},
         "utils.torch": {"required_torch_version": configuration.required_torch_version},
-        "zero": {**sharded, **leaves, "TiledLinear": missing["MoE"]},
+        "utils.zero_to_fp32": missing,
+        "zero": {**sharded, **leaves, "TiledLinear": missing["TiledLinear"]},
     }
 
 
