@@ -83,14 +83,19 @@ class DeepSpeedEngine(nn.Module):
         return self._hooks.watch(self.reference(*args, **kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Scale the loss and run its backward; return the loss. Without ``scale_wrt_gas``, sum over micro-batches."""
-        factor = 1 if scale_wrt_gas else self.reference.settings.accumulation_steps
-        self.scale(loss if factor == 1 else loss * factor).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        return loss
+        """Scale the loss and run its backward; without ``scale_wrt_gas``, gradients are summed over micro-batches.
+
+        Returns the loss, with ``scale_wrt_gas`` divided by the number of micro-batches.
+        """
+        micro_batches = self.gradient_accumulation_steps()
+        unscaled = loss if scale_wrt_gas or micro_batches == 1 else loss * micro_batches
+        self.scale(unscaled).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        return loss / micro_batches if scale_wrt_gas and micro_batches > 1 else loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale. Raises AssertionError unless it is a scalar tensor."""
-        assert getattr(loss, "shape", (0,)).numel() == 1, "scale() expects a scalar tensor (single value)"
+        numel = loss.numel() if isinstance(loss, Tensor) else 0
+        assert numel == 1, "scale() expects a scalar tensor (single value)"
         return self.reference.scale(loss)
 
     def step(self, lr_kwargs: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ def initialize(
     parameters = None if model_parameters is None else _as_groups(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if parameters is None else parameters)
+    if optimizer is None and "optimizer" not in translated.reference_json:
+        optimizer = _build_idle_optimizer
     engine, _, loader, schedule = initialize_reference(
         model=model,
         config=translated.reference_json,
@@ -62,6 +64,11 @@ def initialize(
     )
     stand_in = DeepSpeedEngine(engine, translated, schedule, loader)
     return stand_in, stand_in.optimizer, loader, schedule
+
+
+def _build_idle_optimizer(leaves: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps change nothing, for an engine that only runs forwards and backwards."""
+    return torch.optim.SGD(list(leaves.values()), lr=0.0)
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:

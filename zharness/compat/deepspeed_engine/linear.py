@@ -26,7 +26,7 @@ class LinearFunctionForZeroStage3(Zero3Linear):
 def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """Compute ``input @ weight.T + bias``; ``input`` has shape (*, in), ``weight`` (out, in), ``bias`` (out)."""
     arguments = (input, weight) if bias is None else (input, weight, bias)
-    result: Tensor = LinearFunctionForZeroStage3.apply(*arguments)
+    result: Tensor = LinearFunctionForZeroStage3.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -24,6 +24,7 @@ from zharness.compat.deepspeed_engine import (
 )
 
 VERSION = "0.19.8"  # the release whose behaviour the stand-in follows
+TORCH_INFO = {"version": "2.13", "cuda_version": "0.0", "nccl_version": "0.0", "bf16_support": True}
 _BUILDERS = ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "InferenceBuilder")
 _UNSUPPORTED = (
     *("MoE", "LayerSpec", "TiedLayerSpec", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"),
@@ -66,7 +67,9 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "checkpoint.utils": missing,
         "comm": {**public_names(communication), "__getattr__": lambda name: getattr(dist, name)},
         "comm.torch": {"build_shm_op": communication.build_shm_op},
-        "git_version_info": {"torch_info": {"cuda_version": "0.0", "bf16_support": True}},
+        "git_version_info": {"torch_info": TORCH_INFO},
+            "torch_info": {"version": "2.13", "cuda_version": "0.0", "nccl_version": "0.0", "bf16_support": True}
+        },
         "moe": {},
         "moe.layer": missing,
         "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": missing["MoE"]},

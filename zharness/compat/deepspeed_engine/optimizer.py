@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,15 @@ from zharness.compat.deepspeed_engine.leaf_modules import get_z3_leaf_modules
 
 if TYPE_CHECKING:
     from zharness.compat.deepspeed_engine.engine import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class LossScalerView:
+    """The loss scale, the number of steps so far, and the number of steps without overflow that double the scale."""
+
+    cur_scale: float
+    cur_iter: int
+    scale_window: int | None
 
 
 class ZeROOptimizer:
@@ -37,6 +47,13 @@ class ZeROOptimizer:
         return self._engine.reference.loss_scale
 
     loss_scale = cur_scale
+
+    @property
+    def loss_scaler(self) -> LossScalerView:
+        """The state of the loss scale."""
+        settings = self._engine.reference.settings.precision.loss_scaling
+        window = settings.growth_interval if settings is not None else None
+        return LossScalerView(self.cur_scale, self._engine.global_steps, window)
 
     @property
     def overflow(self) -> bool:

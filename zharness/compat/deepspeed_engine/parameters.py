@@ -165,8 +165,10 @@ class GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        candidates = [params] if isinstance(params, Tensor) else list(params)
-        self._parameters = list(dict.fromkeys(p for p in candidates if owner_of(p) is not None)) if enabled else []
+        candidates: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        self._parameters: list[Any] = (
+            list(dict.fromkeys(p for p in candidates if owner_of(p) is not None)) if enabled else []
+        )
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
 
