@@ -138,9 +138,9 @@ class Engine:
     def step(self, is_boundary: bool | None = None) -> None:
         """Count the micro-batch, and at the accumulation boundary update the parameters and drop the gradients.
 
-        ``is_boundary`` overrides the count. This is a collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under
-        fp16 and bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise
-        NonFiniteError is raised.
+        ``is_boundary`` overrides the count. This is a collective at the boundary. If a gradient is not finite on some
+        rank, no rank changes a weight: under fp16 and bf16 (unless bf16.check_grad_overflow is false) the step is
+        skipped and counted, otherwise NonFiniteError is raised.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1

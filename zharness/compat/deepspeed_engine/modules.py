@@ -68,8 +68,6 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "comm": {**public_names(communication), "__getattr__": lambda name: getattr(dist, name)},
         "comm.torch": {"build_shm_op": communication.build_shm_op},
         "git_version_info": {"torch_info": TORCH_INFO},
-            "torch_info": {"version": "2.13", "cuda_version": "0.0", "nccl_version": "0.0", "bf16_support": True}
-        },
         "moe": {},
         "moe.layer": missing,
         "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": missing["MoE"]},
