@@ -105,7 +105,7 @@ def model(
     """
     from zharness.cli.name_index import require_known_names
 
-    require_known_names(engine_names=[engine], stages=stages, dtypes=[dtype] if dtype else [])
+    require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.model_outputs import ModelOutputs
