@@ -17,6 +17,7 @@ from zharness.laws import (
     model,
     parameters,
     parameters_any_order,
+    parameters_edited,
     precision,
     resources,
     state,
@@ -28,6 +29,7 @@ from zharness.laws import (
 LAW_MODULES = (
     training,
     parameters_any_order,
+    parameters_edited,
     backward,
     backward_outputs,
     double_backward,

@@ -17,6 +17,7 @@ from zharness.engines import EngineFactory
 from zharness.errors import UsageError
 from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     accumulation,
+    after_change,
     autocast,
     backwards,
     buffers,
@@ -42,6 +43,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     random_state,
     reduce_dtype,
     reduction,
+    several_engines,
     sharding,
     side_effects,
     stale_graphs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -136,10 +136,16 @@ def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
     return ShardLayout(parameter.shape, dense.stride(), world_size)
 
 
+def join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return ``torch.cat`` of tensors of one dtype; in the caller's torch.autocast, torch.cat refuses some dtypes."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return torch.cat(list(tensors), dim)
+
+
 def pad_flat(values: Tensor, length: int) -> Tensor:
     """Return ``values`` flattened and padded with zeros to ``length`` elements, without a copy if possible."""
     flat = values.reshape(-1)
-    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
+    return flat if flat.numel() == length else join([flat, flat.new_zeros(length - flat.numel())])
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:
