@@ -250,6 +250,14 @@ def test_an_entry_for_default_options_is_stale_on_those_alone() -> None:
     assert [named.is_stale_on(cell) for cell in (overlapped, both)] == [True, False]
 
 
+def test_an_entry_for_joined_options_covers_the_cells_that_set_all_of_them() -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm+2_by_caller",))
+    default = Cell("training.grads", "reference", 1, 2, "fp32", "mlp")
+    settings = ("overlap_comm", "2_by_caller", "overlap_comm+tiny_buckets+2_by_caller", "overlap_comm+2_by_caller", "")
+    covered = [entry.covers_cell(replace(default, engine_variant=setting), "1.0") for setting in settings]
+    assert covered == [False, False, True, True, False]
+
+
 def ended_under(setting: str, verdict: Verdict = Verdict.PASS, **cell: object) -> Record:
     """Return the record of a cell of training.grads under a setting."""
     default = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", setting)

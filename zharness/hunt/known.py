@@ -11,9 +11,8 @@ from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
-from zharness.law_kit.setting import SEPARATOR
 from zharness.releases.repros import ReproVerdict, load_catalogue
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, split_settings
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program
@@ -95,7 +94,7 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
         (entry.dtypes, program.dtype),
     )
     is_covered = all(not allowed or value in allowed for allowed, value in narrowed)
-    named = {part for label in entry.engine_variants for part in label.split(SEPARATOR)}
+    named = {*split_settings(entry.engine_variants)}
     names_options = bool(named & {*options}) if options else not named or window_name(program) in named
     return is_covered and names_options and entry.applies_to_version(version)
 

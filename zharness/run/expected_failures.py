@@ -47,7 +47,8 @@ class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
     The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
-    An empty tuple matches every value; cells with an option among ``unless_engine_variants`` are not covered.
+    An empty tuple matches every value. Each text of ``engine_variants`` is one part of a setting, or several joined by
+    ``+`` that a cell has to have together; cells with one of ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
     ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
     tracebacks and output of the ranks; use it if the cause says little, as a KeyError does. A cell that fails in
@@ -140,8 +141,9 @@ class ExpectedFailure:
 
 
 def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
-    """Return whether ``names`` contains the whole engine variant of a cell, or one of its parts."""
-    return not {engine_variant, *engine_variant.split(SEPARATOR)}.isdisjoint(names)
+    """Return whether a cell with ``engine_variant`` has all parts of a setting in ``names``."""
+    parts = frozenset(engine_variant.split(SEPARATOR))
+    return any(parts.issuperset(name.split(SEPARATOR)) for name in names)
 
 
 @cache
@@ -293,10 +295,15 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
         found.engine_options[name].options
         for found in claims
         if found
-        for name in entry.engine_variants
+        for name in split_settings(entry.engine_variants)
         if name in found.engine_options
     ]
     return sorted({key for keys in options for key in keys if key in entry.remedy})
+
+
+def split_settings(settings: Iterable[str]) -> list[str]:
+    """Return the parts of all ``settings``, in their order."""
+    return [part for setting in settings for part in setting.split(SEPARATOR)]
 
 
 def is_list_of_text(value: object) -> bool:

@@ -37,6 +37,8 @@ ABANDONED_STEPS = range(8, 10)
 
 FINAL_WINDOW = range(10, 11)
 
+DISCARDED_HINT = "the sum with the gradients that zero_grad() discarded"
+
 
 def observe_no_sync(ctx: RankContext) -> None:
     """Train two accumulation windows with no_sync blocks, discard two windows, raise in a block, and train one more.
@@ -66,10 +68,11 @@ def observe_no_sync(ctx: RankContext) -> None:
 
 def judge_no_sync(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients of each accumulation window with the mean over all micro-batches and ranks."""
+    discarded = [ctx.compute_local_grads(step) for step in ABANDONED_STEPS]
     for at, steps in enumerate((*WINDOWS, FINAL_WINDOW)):
-        yield from ctx.compare_reduced_grads(
-            "grads", [ctx.compute_local_grads(step) for step in steps], at, ctx.certify_exactness(steps)
-        )
+        micros = [ctx.compute_local_grads(step) for step in steps]
+        suspects = {DISCARDED_HINT: [*discarded, *micros]} if steps == FINAL_WINDOW else None
+        yield from ctx.compare_reduced_grads("grads", micros, at, ctx.certify_exactness(steps), suspects=suspects)
 
 
 LAWS = (
