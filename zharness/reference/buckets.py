@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
-from zharness.reference.layout import ModelParam, ParamDtypes, ShardLayout, join, pad_flat
+from zharness.comm import Comm, join
+from zharness.reference.layout import ModelParam, ParamDtypes, ShardLayout, pad_flat
 
 # The default number of elements of a bucket, 4 MiB in fp32: large compared with a collective's fixed cost, and small
 # compared with a model, because packing a bucket copies it. Steps take about as long with a quarter or four times of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from zharness.comm import Comm
+from zharness.comm import Comm, join
 
 
 class ShardPlacement(Enum):
@@ -134,12 +134,6 @@ def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
     """Return the layout of ``parameter`` over ``world_size`` ranks."""
     dense = torch.empty_like(parameter, device="meta")  # keeps permuted strides, but no gaps or overlaps
     return ShardLayout(parameter.shape, dense.stride(), world_size)
-
-
-def join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return ``torch.cat`` of tensors of one dtype; in the caller's torch.autocast, torch.cat refuses some dtypes."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        return torch.cat(list(tensors), dim)
 
 
 def pad_flat(values: Tensor, length: int) -> Tensor:

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
+from zharness.comm import Comm, join
 from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
-from zharness.reference.layout import ShardLayout, all_gather_rows, join, pad_flat
+from zharness.reference.layout import ShardLayout, all_gather_rows, pad_flat
 
 K = TypeVar("K")
 
