@@ -1,15 +1,15 @@
-"""A checkpoint has no optimizer state of a parameter that is frozen when it is saved.
+"""A load leaves out the optimizer state of a parameter that is frozen at the time.
 
 id: state-of-frozen
 engine: fsdp2
-symptom: get_state_dict leaves out the moments of a parameter that is frozen at the time
+symptom: set_state_dict loads no moments of a parameter that is frozen at the time
 reported: no report known
 affects: ==2.13.0
 fixed: not yet
 ranks: 1
 law: state.several_saves
-signature: the checkpoint has no optimizer state of
-ok: repro: the optimizer state of a frozen parameter is in the checkpoint OK.
+signature: the load gives no optimizer state to
+ok: repro: the optimizer state of a frozen parameter is loaded OK.
 
 Run it with nothing but torch installed:
 
@@ -28,11 +28,11 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-SIGNATURE = "the checkpoint has no optimizer state of"
-OK = "repro: the optimizer state of a frozen parameter is in the checkpoint OK."
+SIGNATURE = "the load gives no optimizer state to"
+OK = "repro: the optimizer state of a frozen parameter is loaded OK."
 
 
 def start():
@@ -55,8 +55,9 @@ def main():
     frozen = model[0].weight.requires_grad_(False)
     assert "exp_avg" in optimizer.state[frozen]
 
-    _, state = get_state_dict(model, optimizer)
-    if "0.weight" not in state["state"]:
+    weights, state = get_state_dict(model, optimizer)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    if "exp_avg" not in optimizer.state[frozen]:
         print(f"repro: REPRODUCED: {SIGNATURE} 0.weight\n", end="", flush=True)
         return 1
     if rank == 0:
