@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -142,3 +142,9 @@ def all_gather_objects(value: T, comm: Comm) -> list[T]:
     values: list[Any] = [None] * comm.world_size
     dist.all_gather_object(values, value, group=comm.group)
     return values
+
+
+def join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return ``torch.cat`` of tensors of one dtype; in the caller's torch.autocast, torch.cat refuses some dtypes."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return torch.cat(list(tensors), dim)

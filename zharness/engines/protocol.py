@@ -226,8 +226,8 @@ class SupportsGathered(Protocol):
     def gathered(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Return a context that yields full weights by name, and at its end gives every rank the weights of rank 0.
 
-        The block begins and ends with a collective, and changes master weights too. Raises an error for an unknown
-        name.
+        The tensors are the module's own parameters, or copies that overwrite these at the end of the block. The block
+        begins and ends with a collective, and changes master weights too. Raises an error for an unknown name.
         """
 
 

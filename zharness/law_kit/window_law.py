@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.law import Law, Variant
-from zharness.law_kit.setting import OWNER_FEATURES
+from zharness.law_kit.setting import OWNER_FEATURES, REQUIRED_FEATURES, BackwardCall
 from zharness.law_kit.window_judge import make_window_judge
 from zharness.law_kit.window_scenarios import WindowScenario, make_window_observer
 from zharness.parity import Tier
@@ -39,4 +39,5 @@ def window_law(
 def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
     """Return the features that an engine has to claim for the settings of ``scenario``."""
     accumulation = (OWNER_FEATURES[scenario.owner],) if scenario.micro_batches > 1 else ()
-    return (*accumulation, *((Feature.CLIP,) if scenario.clip is not None else ()))
+    call = () if scenario.backward_call is BackwardCall.ENGINE else (REQUIRED_FEATURES[scenario.backward_call],)
+    return (*accumulation, *call, *((Feature.CLIP,) if scenario.clip is not None else ()))

@@ -19,6 +19,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.scenarios import NamedTensors, Participant, make_engine_participant
+from zharness.law_kit.setting import BackwardCall
 from zharness.parity.certificate import is_power_of_two
 
 WindowScript = Callable[[Participant, int, int], NamedTensors | None]
@@ -32,8 +33,8 @@ class WindowScenario:
     may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
     the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
     ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
-    None. If the engine owns the accumulation, the script never calls ``zero_grad``, because the engine begins the next
-    window itself.
+    None. ``backward_call`` is the call by which ``backward`` of the engine's participant runs. If the engine owns the
+    accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
     """
 
     train: WindowScript
@@ -44,6 +45,7 @@ class WindowScenario:
     clip: float | None = None
     before_step: Callable[[Participant, int], None] | None = None
     after_step: Callable[[Participant, int], None] | None = None
+    backward_call: BackwardCall = BackwardCall.ENGINE
 
     @property
     def divisor(self) -> int:
@@ -83,7 +85,12 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
 
     The labels of the records end in ``suffix``.
     """
-    participant = scale_losses(make_engine_participant(ctx, engine, None), scenario, ctx.world_size)
+    participant = make_engine_participant(ctx, engine, None)
+    if scenario.backward_call is BackwardCall.SCALE:
+        participant = replace(
+            participant, backward=lambda loss, **options: torch.autograd.backward(engine.scale(loss), **options)
+        )
+    participant = scale_losses(participant, scenario, ctx.world_size)
     engine_owns = scenario.owner is AccumulationOwner.ENGINE
     for window in range(scenario.windows):
         ctx.record(f"params{suffix}", engine.full_params(), window)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zharness.errors import EngineContractError
 from zharness.law_kit.law import Variant
 from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario
@@ -47,14 +48,35 @@ OUTPUT_CONTAINERS: Mapping[str, tuple[Pack, Callable[[Any], Tensor]]] = {
 BOTH = "both"
 
 
+def run_forward(participant: Participant, pack: Pack) -> Any:
+    """Run the forward of a model that returns its output through ``pack``, and return the container.
+
+    Raises EngineContractError if the engine returns a container of another type than the model.
+    """
+    made: list[type] = []
+
+    def pack_and_note(output: Tensor, extra: Tensor) -> Any:
+        """Return the container, and note its type."""
+        packed = pack(output, extra)
+        made.append(type(packed))
+        return packed
+
+    packed = participant.call(participant.inputs(), pack=pack_and_note)
+    if made and type(packed) is not made[-1]:
+        raise EngineContractError(
+            f"the model returned a {made[-1].__name__}, and the engine's forward a {type(packed).__name__}"
+        )
+    return packed
+
+
 def outputs(participant: Participant) -> None:
     """Train with a loss of one output in a container, or with a loss of both outputs in a named tuple."""
     if participant.variant == BOTH:
-        packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
+        packed = run_forward(participant, NamedTupleOutput)
         participant.tensor_backward(participant.loss(packed.output) + packed.extra.sum())
         return
     pack, unpack = OUTPUT_CONTAINERS[participant.variant]
-    participant.tensor_backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
+    participant.tensor_backward(participant.loss(unpack(run_forward(participant, pack))))
 
 
 # How a model may return several tensors that one autograd node made. Each has half of the output's columns.

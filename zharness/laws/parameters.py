@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import backward
 
 from zharness.engines.protocol import Engine, Feature, Reduction
@@ -63,14 +63,28 @@ def outside_its_module(participant: Participant) -> None:
     participant.tensor_backward(participant.module.by_attribute.weight.sum())
 
 
+FIRST_WEIGHT = "first.weight"
+
+
 def edited(participant: Participant) -> None:
-    """Edit full weights between two micro-batches, by name and by attribute. The engine keeps only rank 0's edits."""
+    """Edit full weights, trained, tied and frozen ones, between two micro-batches. Only rank 0's edits are kept.
+
+    If the engine yields the module's own weights, and not copies of them, one of them is edited by attribute.
+    """
     participant.tensor_backward(participant.training_loss())
-    with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
+    names = [FIRST_WEIGHT, "by_attribute.weight", "twice.bias", "frozen.bias"]
+    with participant.gather_weights(names) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
         weights["twice.bias"].fill_(2 if participant.keeps_edits else 7)
-        participant.module.first.weight[0].zero_()
+        weights["frozen.bias"].fill_(3 if participant.keeps_edits else 7)
+        own = participant.module.first.weight
+        (own if shares_memory(own, weights[FIRST_WEIGHT]) else weights[FIRST_WEIGHT])[0].zero_()
     participant.tensor_backward(participant.training_loss(2))
+
+
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two ordinary tensors of one shape begin at the same address."""
+    return tensor.shape == other.shape and tensor.data_ptr() == other.data_ptr()
 
 
 def late_submodule(participant: Participant) -> None:

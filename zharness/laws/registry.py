@@ -13,6 +13,7 @@ from zharness.laws import (
     model,
     parameters,
     parameters_any_order,
+    parameters_edited,
     precision,
     resources,
     state,
@@ -25,6 +26,7 @@ from zharness.names import matches_pattern, require_law, require_laws
 LAW_MODULES = (
     training,
     parameters_any_order,
+    parameters_edited,
     backward,
     backward_outputs,
     double_backward,

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from zharness.engines import EngineFactory
 from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     accumulation,
+    after_change,
     autocast,
     backwards,
     buffers,
@@ -41,6 +42,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     random_state,
     reduce_dtype,
     reduction,
+    several_engines,
     sharding,
     side_effects,
     stale_graphs,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
+from zharness.comm import Comm, join
 from zharness.reference.layout import ModelParam, ParamDtypes, ShardLayout, pad_flat
 
 # The default number of elements of a bucket, 4 MiB in fp32: large compared with a collective's fixed cost, and small
@@ -40,7 +40,7 @@ class Bucket:
     def reduce_scatter(self, full_tensors: Sequence[Tensor], comm: Comm) -> Tensor:
         """Reduce-scatter one full tensor per member, and return this rank's row of the sum. This is a collective."""
         packed = [_pack_rows(full, param.layout) for full, param in zip(full_tensors, self.members, strict=True)]
-        rows = torch.cat(packed, dim=1)
+        rows = join(packed, dim=1)
         own_row = rows.new_empty(rows.shape[1])
         if own_row.numel():
             comm.reduce_scatter(own_row, rows.view(-1))
@@ -52,7 +52,7 @@ class Bucket:
         No rank keeps a shard of the sums, so rank r sums the r-th part of the flat tensor, whichever members it has.
         """
         padding = full_tensors[0].new_zeros(-self.numel % comm.world_size)
-        flat = torch.cat([*(full.reshape(-1) for full in full_tensors), padding])
+        flat = join([*(full.reshape(-1) for full in full_tensors), padding])
         if self.numel:
             own_part = flat.view(comm.world_size, -1)[comm.rank]
             comm.all_gather(flat, comm.reduce_scatter(own_part, flat))
@@ -70,7 +70,7 @@ class Bucket:
 
     def pack_shards(self, shards: Iterable[Tensor]) -> Tensor:
         """Return a rank's row: the rank's shards of all members, padded and joined."""
-        return torch.cat([pad_flat(s, length) for s, length in zip(shards, self.shard_lengths, strict=True)])
+        return join([pad_flat(s, length) for s, length in zip(shards, self.shard_lengths, strict=True)])
 
     def unpack_rows(self, rows: Tensor, full_tensors: Sequence[Tensor]) -> None:
         """Fill the full tensor of each member from ``rows``, which has the rows of all ranks."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from zharness.comm import Comm
+from zharness.comm import Comm, join
 
 
 class ShardPlacement(Enum):
@@ -139,7 +139,7 @@ def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:
 def pad_flat(values: Tensor, length: int) -> Tensor:
     """Return ``values`` flattened and padded with zeros to ``length`` elements, without a copy if possible."""
     flat = values.reshape(-1)
-    return flat if flat.numel() == length else torch.cat([flat, flat.new_zeros(length - flat.numel())])
+    return flat if flat.numel() == length else join([flat, flat.new_zeros(length - flat.numel())])
 
 
 def all_gather_rows(row: Tensor, comm: Comm) -> Tensor:

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from zharness.laws.circumstances import batches, engines, idle_weights, not_finite, values, windows
+from zharness.laws.circumstances import (
+    batches,
+    engines,
+    idle_weights,
+    interleaved,
+    not_finite,
+    skipped_steps,
+    values,
+    windows,
+)
 
-LAWS = (*windows.LAWS, *idle_weights.LAWS, *batches.LAWS, *values.LAWS, *not_finite.LAWS, *engines.LAWS)
+LAWS = (
+    *windows.LAWS,
+    *idle_weights.LAWS,
+    *batches.LAWS,
+    *values.LAWS,
+    *not_finite.LAWS,
+    *skipped_steps.LAWS,
+    *engines.LAWS,
+    *interleaved.LAWS,
+)

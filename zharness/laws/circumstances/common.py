@@ -16,6 +16,7 @@ ALL_EXPERTS = tuple(range(EXPERTS))
 
 # The accumulation of a window by its name in a law variant: the number of micro-batches, and who divides their sum.
 ACCUMULATIONS = {
+    "1": (1, AccumulationOwner.CALLER),
     "2_by_engine": (2, AccumulationOwner.ENGINE),
     "2_by_caller": (2, AccumulationOwner.CALLER),
     "4_by_engine": (4, AccumulationOwner.ENGINE),

@@ -24,7 +24,14 @@ from zharness.laws.circumstances.values import CLIP, NOT_FINITE
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 from zharness.parity.certificate import is_power_of_two
 
+ONE_INF = "one_inf"
 CLIPPED = "_clipped"  # the end of the names of law variants that clip
+
+
+VALUE_FEATURES: Mapping[str, tuple[Feature, ...]] = {
+    **dict.fromkeys(NOT_FINITE, ()),
+    ONE_INF: (Feature.OUTSIDE_FORWARD,),
+}
 
 
 class Outcome(IntEnum):
@@ -37,7 +44,10 @@ class Outcome(IntEnum):
 
 def make_bad_scenario(variant: str) -> WindowScenario:
     """Return the scenario of one micro-batch whose loss, on rank 0, is infinite or NaN."""
-    value = NOT_FINITE[variant.removesuffix(CLIPPED)]
+    name = variant.removesuffix(CLIPPED)
+    if name == ONE_INF:
+        return WindowScenario(train_with_one_infinite_gradient, windows=1)
+    value = NOT_FINITE[name]
 
     def train(participant: Participant, window: int, micro: int) -> None:
         """Train one micro-batch whose loss is multiplied by the value on rank 0."""
@@ -46,6 +56,16 @@ def make_bad_scenario(variant: str) -> WindowScenario:
         participant.backward(factor * sum_loss(participant.call(batch.inputs), batch.target))
 
     return WindowScenario(train, windows=1)
+
+
+def train_with_one_infinite_gradient(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch whose gradient is infinite on rank 0 in one parameter of one element, and finite elsewhere.
+
+    Every gradient is finite or infinite, so the norm is infinite and not NaN.
+    """
+    batch = participant.get_batch(window)
+    loss = sum_loss(participant.call(batch.inputs), batch.target)
+    participant.backward(loss + (torch.inf if participant.rank == 0 else 1.0) * participant.module.offset.sum())
 
 
 def make_ordinary_scenario(variant: str) -> WindowScenario:
@@ -125,8 +145,8 @@ LAWS = (
         judge=judge_not_finite,
         features=(Feature.PARAMETERS, Feature.CHECKPOINT),
         variants=tuple(
-            Variant(f"{name}{suffix}", (Feature.CLIP,) if suffix else ())
-            for name in NOT_FINITE
+            Variant(f"{name}{suffix}", (*features, *((Feature.CLIP,) if suffix else ())))
+            for name, features in VALUE_FEATURES.items()
             for suffix in ("", CLIPPED)
         ),
         dtypes=("fp32",),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.scenarios import Participant
+from zharness.law_kit.setting import BackwardCall
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, train_route
@@ -14,27 +15,36 @@ from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, train
 ROUTED_EXPERT = 1  # the expert that only some micro-batches use; the others are used by all
 ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
 
-RouteChoice = Callable[[Participant, int, int], bool]  # (participant, micro-batch, their number) -> is the expert used
+# (participant, window, micro-batch, their number) -> is the expert used
+RouteChoice = Callable[[Participant, int, int, int], bool]
 
 
-def is_first(_participant: Participant, micro: int, _count: int) -> bool:
+def is_first(_participant: Participant, _window: int, micro: int, _count: int) -> bool:
     """Return whether a micro-batch is the first of its accumulation window."""
     return micro == 0
 
 
-def is_last(_participant: Participant, micro: int, count: int) -> bool:
+def is_last(_participant: Participant, _window: int, micro: int, count: int) -> bool:
     """Return whether a micro-batch is the last of its accumulation window."""
     return micro == count - 1
 
 
-def is_first_of_rank_0(participant: Participant, micro: int, _count: int) -> bool:
+def is_first_of_rank_0(participant: Participant, _window: int, micro: int, _count: int) -> bool:
     """Return whether a micro-batch is the first of its accumulation window, and this rank is rank 0."""
     return micro == 0 and participant.rank == 0
 
 
-def is_turn_of_rank(participant: Participant, micro: int, count: int) -> bool:
+def is_turn_of_rank(participant: Participant, _window: int, micro: int, count: int) -> bool:
     """Return whether a micro-batch is the only one of its accumulation window in which this rank uses the expert."""
     return micro == participant.rank % count
+
+
+def is_window_of_rank(participant: Participant, window: int, micro: int, _count: int) -> bool:
+    """Return whether a micro-batch is the first of a window in which this rank uses the expert.
+
+    In the first window these are all ranks but rank 0, and in the windows after it rank 0 alone.
+    """
+    return micro == 0 and (participant.rank == 0) == (window > 0)
 
 
 # Which micro-batches of a window use the expert, and the accumulations with which the law tries it.
@@ -46,8 +56,9 @@ CHOICES_FOR_ALL_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
 CHOICES_FOR_SOME_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
     "first_of_rank_0": (
         is_first_of_rank_0,
-        ("2_by_engine", "4_by_caller"),
+        ("2_by_engine", "4_by_caller", "1"),
     ),
+    "changing_ranks": (is_window_of_rank, ("1", "2_by_engine")),
     "in_turns": (is_turn_of_rank, ("2_by_caller", "4_by_engine")),
 }
 
@@ -71,7 +82,7 @@ class TrainChosenRoute:
     micro_batches: int
 
     def __call__(self, participant: Participant, window: int, micro: int) -> None:
-        used = window != 1 and self.choice(participant, micro, self.micro_batches)
+        used = window != 1 and self.choice(participant, window, micro, self.micro_batches)
         train_route(participant, window * self.micro_batches + micro, ALL_EXPERTS if used else ALWAYS_USED)
 
 
@@ -86,10 +97,16 @@ def make_route_scenario(
     return WindowScenario(train, micro_batches=micro_batches, owner=owner, is_uneven=is_uneven)
 
 
+FOR_ALL_RANKS = make_route_scenarios(CHOICES_FOR_ALL_RANKS, is_uneven=False)
+SCALED = {
+    f"{name}_scaled": replace(FOR_ALL_RANKS[name], backward_call=BackwardCall.SCALE)
+    for name in ("first_2_by_engine", "first_4_by_engine")
+}
+
 LAWS = (
     window_law(
         "window.partly_used",
-        make_route_scenarios(CHOICES_FOR_ALL_RANKS, is_uneven=False),
+        FOR_ALL_RANKS | SCALED,
         "a weight that only some micro-batches of a window use is stepped with the sum of their gradients",
         kept_because="the only windows whose micro-batches use different weights, after which the weights are compared",
     ),

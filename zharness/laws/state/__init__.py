@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from zharness.laws.state import buffer_kinds, consolidate, refuse_pickle, reshard, resume, universal
+from zharness.laws.state import buffer_kinds, consolidate, refuse_pickle, reshard, resume, several_saves, universal
 
-LAWS = (*resume.LAWS, *reshard.LAWS, *consolidate.LAWS, *buffer_kinds.LAWS, *universal.LAWS, *refuse_pickle.LAWS)
+LAWS = (
+    *resume.LAWS,
+    *several_saves.LAWS,
+    *reshard.LAWS,
+    *consolidate.LAWS,
+    *buffer_kinds.LAWS,
+    *universal.LAWS,
+    *refuse_pickle.LAWS,
+)

@@ -84,7 +84,6 @@ LAWS = (
         observe=observe_buffer_kinds,
         judge=judge_buffer_kinds,
         features=(Feature.CHECKPOINT,),
-        dtypes=("fp32",),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BUFFERS),
         kept_because="the only buffers of float64, of integers beyond float32's, of bool and without elements",
     ),

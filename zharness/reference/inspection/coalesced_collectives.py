@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zharness.comm import Comm
+from zharness.comm import Comm, join
 from zharness.reference.buckets import DEFAULT_BUCKET_SIZE
 from zharness.reference.layout import ShardLayout, all_gather_rows, pad_flat
 
@@ -32,7 +32,7 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
     for keys in _coalesce_keys(
         {key: shard for key, (shard, _) in shards.items()}, lengths, DEFAULT_BUCKET_SIZE // comm.world_size
     ):
-        rows = all_gather_rows(torch.cat([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
+        rows = all_gather_rows(join([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
         for key, part in zip(keys, torch.split(rows, [lengths[key] for key in keys], dim=1), strict=True):
             layout = shards[key][1]
             full_tensor = part.reshape(-1)[: layout.numel].view(layout.shape)
@@ -49,7 +49,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
     for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
         # Copy even a single tensor: gloo releases the tensor that it sent a moment later, and the caller's tensor would
         # be counted as unsharded memory until then.
-        flat = torch.cat([by_index[key].detach().reshape(-1) for key in keys])
+        flat = join([by_index[key].detach().reshape(-1) for key in keys])
         if flat.numel():
             comm.broadcast(flat, source)
         for key, part in zip(keys, torch.split(flat, [lengths[key] for key in keys]), strict=True):

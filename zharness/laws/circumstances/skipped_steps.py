@@ -1,0 +1,116 @@
+"""Define the law values.skipped_step: a step that is skipped for an overflow changes nothing that a later step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import ADAMW
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+
+CLIP = 2.0**-6  # far below the norm of the gradients
+BAD_STEP, STEPS = 1, 4
+
+
+@dataclass(frozen=True)
+class OverflowRun:
+    """A training in which one micro-batch of one step overflows on rank 0: its clipping and its window."""
+
+    clip: float | None = None
+    window: int = 1
+    bad_micro: int = 0
+
+
+RUNS: Mapping[str, OverflowRun] = {
+    "": OverflowRun(),
+    "clipped": OverflowRun(clip=CLIP),
+    "first_of_2_by_engine": OverflowRun(window=2),
+    "last_of_2_by_engine": OverflowRun(clip=CLIP, window=2, bad_micro=1),
+}
+
+
+def observe_skipped_step(ctx: RankContext) -> None:
+    """Train steps, one of which overflows on rank 0. Stop after that step if the engine applies it."""
+    run = RUNS[ctx.variant]
+    owner = AccumulationOwner.ENGINE if run.window > 1 else AccumulationOwner.CALLER
+    engine = ctx.build_engine(optimizer=ADAMW, clip=run.clip, accumulation_steps=run.window, accumulation_owner=owner)
+    for step in range(STEPS):
+        ctx.record_training_state(engine, step)
+        for micro in range(run.window):
+            bad = step == BAD_STEP and micro == run.bad_micro and ctx.rank == 0
+            loss = ctx.loss(engine, step * run.window + micro)
+            engine.backward(loss * torch.inf if bad else loss)
+            if micro + 1 < run.window:
+                engine.step()
+        if step != BAD_STEP:
+            ctx.record("grads", engine.full_grads(), step)
+        outcome = step_and_classify(engine)
+        ctx.record("outcome", {"outcome": scalar(outcome)}, step)
+        if run.clip is not None and step != BAD_STEP:
+            norm = engine.grad_norm()
+            ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, step)
+        engine.zero_grad()
+        if step == BAD_STEP and outcome is Outcome.APPLIED:
+            break
+    else:
+        ctx.record_training_state(engine, STEPS)
+    engine.close()
+
+
+def judge_skipped_step(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the bad step changed neither weights nor state, and judge every other step with its norm."""
+    outcomes = [record["outcome"] for record in ctx.rank_records("outcome", BAD_STEP)]
+    yield from compare_ranks(ctx.location("outcome", Part.OPTIMIZER, BAD_STEP), outcomes)
+    is_applied = outcomes[0] == Outcome.APPLIED
+    for step in range(BAD_STEP if is_applied else STEPS):
+        if step == BAD_STEP:
+            for label in ("params", "masters", "state"):
+                before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
+                for name, tensor in before.items():
+                    yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), tensor, after[name])
+            continue
+        for rank, record in enumerate(ctx.rank_records("outcome", step)):
+            place = ctx.location("outcome", Part.OPTIMIZER, step, rank)
+            yield compare_bitwise(place, scalar(Outcome.APPLIED), record["outcome"])
+        grads = ctx.rank_records("grads", step)[0]
+        clip = RUNS[ctx.variant].clip
+        factor = yield from judge_clip_factor(ctx, "norm", step, grads, 0.0 if clip is None else clip)
+        skipped = int(step > BAD_STEP)
+        yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters", skipped_steps=skipped), factor)
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+
+
+LAWS = (
+    Law(
+        name="values.skipped_step",
+        statement="a step that is skipped for an overflow changes no weight, state, norm, schedule or later step",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_skipped_step,
+        judge=judge_skipped_step,
+        features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        weights_stay_integers=False,
+        variants=tuple(
+            Variant(
+                name,
+                (
+                    *((Feature.CLIP,) if run.clip is not None else ()),
+                    *((Feature.ENGINE_ACCUMULATION,) if run.window > 1 else ()),
+                ),
+                compares_engine_with_itself=True,
+            )
+            for name, run in RUNS.items()
+        ),
+        dtypes=("bf16", "fp16"),
+        kept_because="the only law that judges the steps before and after an overflow under a static loss scale",
+    ),
+)

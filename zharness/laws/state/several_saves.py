@@ -1,0 +1,156 @@
+"""Define the law state.several_saves: each checkpoint of one engine brings back the state in which it was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Engine, Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.optimizers import ADAMW
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.circumstances.common import ALL_EXPERTS
+from zharness.laws.state.common import record_snapshot
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+
+STEPS = 3
+BEFORE_ANY_STEP, FROZEN, IDLE = "before_any_step", "frozen", "idle"
+SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
+EXPERT = 1
+ALWAYS_FROZEN = "last"
+# The number of steps of each checkpoint, in the order in which the checkpoints are loaded. That of STEPS overwrites the
+# checkpoint that was saved before the step SPECIAL_STEP.
+LOADS = {BEFORE_ANY_STEP: (2, 0, STEPS), "": (2, STEPS), FROZEN: (2, STEPS), IDLE: (2, STEPS)}
+OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
+PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "facts": Part.OPTIMIZER, "buffers": Part.GATHER}
+# Values that no narrower dtype holds; every step changes them.
+BUFFERS: Mapping[str, Tensor] = {
+    "count": torch.tensor([2**53 - 64]),
+    "mean": torch.tensor([1.0 / 3]),
+    "wide": torch.tensor([1e300, 1 / 3], dtype=torch.float64),
+}
+
+
+def build_engine(ctx: RankContext, seed: int) -> Engine:
+    """Build an engine around a model of the seed ``seed`` with the buffers BUFFERS and a frozen layer."""
+    model = ctx.spec.model(seed)
+    model.get_submodule(ALWAYS_FROZEN).requires_grad_(False)
+    for name, value in BUFFERS.items():
+        model.register_buffer(name, value.clone())
+    return ctx.build_engine_around(model, optimizer=ADAMW)
+
+
+@contextmanager
+def freeze(engine: Engine) -> Iterator[None]:
+    """Freeze an expert of the model while the ``with`` block runs."""
+    layer = engine.module.get_submodule(f"experts.{EXPERT}")
+    layer.requires_grad_(False)
+    yield
+    layer.requires_grad_(True)
+
+
+def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextManager[None]:
+    """Return a context in which an expert is frozen, if it is frozen in the step before ``steps`` steps are made."""
+    return freeze(engine) if ctx.variant == FROZEN and steps in (SPECIAL_STEP, SPECIAL_STEP + 1) else nullcontext()
+
+
+def train(ctx: RankContext, engine: Engine, step: int) -> None:
+    """Make step number ``step``, and change every buffer."""
+    is_idle = ctx.variant == IDLE and step == SPECIAL_STEP
+    route = [expert for expert in ALL_EXPERTS if expert != EXPERT or not is_idle]
+    batch = ctx.batch(step)
+    with freeze(engine) if ctx.variant == FROZEN and step == SPECIAL_STEP else nullcontext():
+        engine.backward(ctx.spec.loss(engine(batch.inputs, route=route), batch.target))
+        engine.step()
+        engine.zero_grad()
+    with torch.no_grad():
+        for name, value in BUFFERS.items():
+            engine.module.get_buffer(name).copy_(value + step + 1 if name == "count" else value / (step + 2))
+
+
+def record_state(ctx: RankContext, engine: Engine, steps: int, label: str) -> None:
+    """Record everything that a checkpoint contains, and the buffers, as of ``steps`` steps."""
+    record_snapshot(ctx, engine, steps, label)
+    ctx.record(f"buffers-{label}", {name: engine.module.get_buffer(name) for name in BUFFERS}, steps)
+
+
+def observe_several_saves(ctx: RankContext) -> None:
+    """Save a checkpoint before every step and after the last one, and load some of them into two engines.
+
+    After each load except the last, train the step that followed the checkpoint when it was saved.
+    """
+    own, other = build_engine(ctx, ctx.seed), build_engine(ctx, ctx.seed + 1)
+    with shared_folder() as root:
+        for steps in range(STEPS + 1):
+            record_state(ctx, own, steps, "saved")
+            with freeze_if(ctx, own, steps):
+                own.save(find_folder(root, steps))
+            if steps < STEPS:
+                train(ctx, own, steps)
+        train(ctx, other, STEPS + 1)
+        for label, engine in ((OWN, own), (OTHER, other)):
+            for steps in LOADS[ctx.variant]:
+                with freeze_if(ctx, engine, steps):
+                    engine.load(find_folder(root, steps))
+                record_state(ctx, engine, steps, f"{label}-{steps}")
+                if steps < STEPS:
+                    train(ctx, engine, steps)
+                    record_state(ctx, engine, steps + 1, f"{label}-{steps}")
+            engine.close()
+
+
+def find_folder(root: Path, steps: int) -> Path:
+    """Return the folder of the checkpoint of ``steps`` steps; the last one shares that of SPECIAL_STEP."""
+    folder = root / str(SPECIAL_STEP if steps == STEPS else steps)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare weights, optimizer state and buffers after each load, and after the step that follows, bitwise."""
+    for label in (OWN, OTHER):
+        for steps in LOADS[ctx.variant]:
+            for made in (steps, steps + 1) if steps < STEPS else (steps,):
+                for what, part in PARTS.items():
+                    yield from compare_records(ctx, f"{what}-saved", f"{what}-{label}-{steps}", made, made, part)
+                yield from compare_states(ctx, f"state-{label}-{steps}", made)
+
+
+def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:
+    """Compare optimizer state bitwise with that of the checkpoint; an entry that is missing counts as zeros."""
+    for rank, (saved, loaded) in enumerate(
+        zip(ctx.rank_records("state-saved", steps), ctx.rank_records(label, steps), strict=True)
+    ):
+        for path in {**saved, **loaded}:
+            zeros = torch.zeros_like(saved.get(path, loaded.get(path, torch.empty(()))))
+            place = ctx.location(path, Part.OPTIMIZER, steps, rank)
+            yield compare_bitwise(place, saved.get(path, zeros), loaded.get(path, zeros))
+
+
+LAWS = (
+    Law(
+        name="state.several_saves",
+        statement="each of several checkpoints brings back the state in which it was saved, into any engine",
+        tier=Tier.EXACT,
+        models=("experts",),
+        observe=observe_several_saves,
+        judge=judge_several_saves,
+        features=(Feature.CHECKPOINT, Feature.PARAMETERS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        weights_stay_integers=False,
+        dtypes=("fp32",),  # a frozen layer may keep fp32 whatever the dtype of the others is
+        variants=(
+            Variant(compares_engine_with_itself=True),
+            Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),
+            Variant(FROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
+            Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+        ),
+        kept_because="the only law that saves one engine several times, and loads into one with other frozen weights",
+    ),
+)

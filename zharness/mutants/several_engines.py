@@ -1,0 +1,111 @@
+"""Mutants that share state with the other engines of the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from zharness.engines import AccumulationOwner, EngineConfig, Reduction
+from zharness.mutants import seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def in_turns(variant: str, part: Part | None = Part.OPTIMIZER, dtype: str = "fp32") -> Target:
+    """Return the target in a variant of engines.interleaved."""
+    return Target("engines.interleaved", part, variant=variant, dtype=dtype)
+
+
+@mutant(FaultKind.CONTRIBUTION, in_turns("windows", Part.REDUCTION), origin=Origin.BLIND_7)
+class CountsWindowsTogether(Around):
+    """Drops gradients before the first micro-batch of a window, counting the micro-batches of all engines."""
+
+    counted: ClassVar[dict[str, int]] = {"micro-batches": 0}
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        counts_micro_batches = self.config.accumulation_owner is AccumulationOwner.ENGINE
+        if counts_micro_batches and self.counted["micro-batches"] % self.config.accumulation_steps == 0:
+            for parameter in self.trained():
+                parameter.grad = None
+            self.right.zero_grad()
+        self.counted["micro-batches"] += 1
+        self.right.backward(loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.CLIPPING, in_turns("clipped"), origin=Origin.BLIND_7)
+class ReportsTheNormOfAnother(Around):
+    """Reports the norm of the engine that made the last step."""
+
+    norms: ClassVar[list[float | None]] = []
+
+    def step(self) -> None:
+        self.right.step()
+        self.norms[:] = [self.right.grad_norm()]
+
+    def grad_norm(self) -> float | None:
+        return self.norms[0] if self.norms and self.right.grad_norm() is not None else self.right.grad_norm()
+
+
+@mutant(FaultKind.OPTIMIZER, in_turns("optimizers"), origin=Origin.BLIND_7)
+class ClearsTheStateOfOthers(Around):
+    """Clears the optimizer state of every other engine of the process in ``close``."""
+
+    alive: ClassVar[list[Around]] = []
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.alive.append(self)
+
+    def close(self) -> None:
+        self.alive[:] = [engine for engine in self.alive if engine is not self]
+        for engine in self.alive:
+            seams_engines.optimizer(engine.right).state.clear()
+        self.right.close()
+
+
+@mutant(FaultKind.SCALE, in_turns("reductions", Part.REDUCTION), origin=Origin.CIRCUMSTANCES)
+class ReducesLikeTheNewest(Around):
+    """Sums gradients over ranks if the engine that was built last does so."""
+
+    newest: ClassVar[list[Reduction]] = []
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.newest[:] = [config.reduction]
+        self.averages = config.reduction is Reduction.MEAN
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        sums = self.averages and self.newest == [Reduction.SUM]
+        self.right.backward(2 * loss if sums else loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.STATE, in_turns("checkpoints", Part.REDUCTION), origin=Origin.CIRCUMSTANCES)
+class LoadsTheLastCheckpoint(Around):
+    """Loads the checkpoint that any engine of the process saved last."""
+
+    saved: ClassVar[list[Path]] = []
+
+    def save(self, path: Path) -> None:
+        self.right.save(path)
+        self.saved[:] = [path]
+
+    def load(self, path: Path) -> None:
+        latest = self.saved[0] if self.saved and self.saved[0].exists() else path
+        self.right.load(latest)
+
+
+@mutant(FaultKind.LOSS_SCALE, in_turns("clipped", Part.REDUCTION, "fp16"), origin=Origin.CIRCUMSTANCES)
+class ScalesLikeTheNewest(Around):
+    """Multiplies losses by the loss scale of the engine that was built last."""
+
+    newest: ClassVar[list[float]] = []
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.newest[:] = [config.loss_scale]
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss * (self.newest[0] / self.config.loss_scale), retain_graph=retain_graph)
