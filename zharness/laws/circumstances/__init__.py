@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zharness.laws.circumstances import batches, engines, idle_weights, not_finite, values, windows
+from zharness.laws.circumstances import batches, engines, idle_weights, momentum, not_finite, values, windows
 
-LAWS = (*windows.LAWS, *idle_weights.LAWS, *batches.LAWS, *values.LAWS, *not_finite.LAWS, *engines.LAWS)
+LAWS = (*windows.LAWS, *idle_weights.LAWS, *momentum.LAWS, *batches.LAWS, *values.LAWS, *not_finite.LAWS, *engines.LAWS)
