@@ -2,6 +2,26 @@
 
 from __future__ import annotations
 
-from zharness.laws.circumstances import batches, engines, idle_weights, momentum, not_finite, values, windows
+from zharness.laws.circumstances import (
+    batches,
+    engines,
+    evaluations,
+    idle_weights,
+    momentum,
+    not_finite,
+    schedules,
+    values,
+    windows,
+)
 
-LAWS = (*windows.LAWS, *idle_weights.LAWS, *momentum.LAWS, *batches.LAWS, *values.LAWS, *not_finite.LAWS, *engines.LAWS)
+LAWS = (
+    *windows.LAWS,
+    *evaluations.LAWS,
+    *idle_weights.LAWS,
+    *momentum.LAWS,
+    *batches.LAWS,
+    *values.LAWS,
+    *not_finite.LAWS,
+    *schedules.LAWS,
+    *engines.LAWS,
+)
