@@ -314,6 +314,11 @@ def test_a_documented_difference_is_a_contract_only_when_its_remedy_passes() -> 
     without_effect = apply_remedy(failed, documented, record(Verdict.FAIL, cause="still wrong"))
     assert (without_effect.verdict, without_effect.is_expected) == (Verdict.FAIL, False)
     assert "the documented remedy" in without_effect.cause
+    assert without_effect.notes[-1].startswith("without the remedy: fail: ")
+    crashed = apply_remedy(
+        failed, documented, record(Verdict.CRASH, cause="another bug"), replace(documented, upstream="x")
+    )
+    assert (crashed.verdict, crashed.is_expected, crashed.expected_failure) == (Verdict.CRASH, True, "x")
 
 
 def test_a_cell_with_most_elements_undetermined_does_not_pass() -> None:

@@ -20,6 +20,7 @@ from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
     find_expected_failure,
+    find_failure_with_remedy,
     find_setting_failure,
     load_shipped_failures,
     read_expected_failures,
@@ -256,6 +257,16 @@ def test_an_entry_for_joined_options_covers_the_cells_that_set_all_of_them() -> 
     settings = ("overlap_comm", "2_by_caller", "overlap_comm+tiny_buckets+2_by_caller", "overlap_comm+2_by_caller", "")
     covered = [entry.covers_cell(replace(default, engine_variant=setting), "1.0") for setting in settings]
     assert covered == [False, False, True, True, False]
+
+
+def test_an_entry_for_options_describes_a_failure_with_the_remedy_of_another() -> None:
+    documented = replace(ENTRY_OF_ANY_SETTING, documented="there", remedy={"a": 1}, signatures=("x",))
+    other = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",), verdict="crash", signatures=("y",))
+    cell = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", "overlap_comm+2_by_engine")
+    entries = (documented, other)
+    assert find_failure_with_remedy(cell, "1.0", "crash", "y", "", entries) is other
+    assert find_failure_with_remedy(cell, "1.0", "fail", "y", "", entries) is None
+    assert find_failure_with_remedy(replace(cell, engine_variant=""), "1.0", "crash", "y", "", entries) is None
 
 
 def ended_under(setting: str, verdict: Verdict = Verdict.PASS, **cell: object) -> Record:

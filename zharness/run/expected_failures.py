@@ -356,6 +356,24 @@ def find_setting_failure(
     return next(matching, covering[0] if covering else None)
 
 
+def find_failure_with_remedy(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the expected failure for options of ``cell`` that describes its failure with a documented remedy.
+
+    Returns None if there is none. An entry that has a remedy of its own describes the failure without it.
+    """
+    return next(
+        (
+            entry
+            for entry in list_covering_entries(cell, version, user_failures)
+            if entry.engine_variants and not entry.remedy
+            if entry.verdict == verdict and entry.matches_failure(cause, details)
+        ),
+        None,
+    )
+
+
 def find_pool_failure(
     cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> ExpectedFailure | None:

@@ -24,6 +24,7 @@ from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import (
     ExpectedFailure,
     find_expected_failure,
+    find_failure_with_remedy,
     find_pool_failure,
     find_setting_failure,
 )
@@ -163,7 +164,10 @@ class Runner:
                 if lacking:
                     return apply_lacking_remedy(record, expected, lacking)
                 remedied = self._run_once(cell, blank_record, expected.remedy, isolation)
-                record = apply_remedy(record, expected, remedied)
+                second = find_failure_with_remedy(
+                    cell, version, remedied.verdict.value, remedied.cause, remedied.details, user_failures
+                )
+                record = apply_remedy(record, expected, remedied, second)
         return record
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:

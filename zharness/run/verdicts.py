@@ -125,28 +125,34 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
     return replace(record, expected_failure=expected_failure.upstream)
 
 
-def apply_remedy(record: Record, expected_failure: ExpectedFailure, remedy_record: Record) -> Record:
+def apply_remedy(
+    record: Record,
+    expected_failure: ExpectedFailure,
+    remedy_record: Record,
+    second_failure: ExpectedFailure | None = None,
+) -> Record:
     """Return the record of a documented failure after the same cell ran again with the documented remedy.
 
     ``record`` is the failure and ``remedy_record`` the second run. If the second run passed, the returned record has
-    the verdict ``contract``, and a note with the cause of the failure. If it did not pass, the returned record is the
-    failure, which no longer counts as expected.
+    the verdict ``contract``. If it did not pass, the returned record has the failure of the second run, which counts as
+    expected only if ``second_failure``, an entry for the options of the cell, describes it. A note has the cause of
+    the first failure in both cases.
     """
+    first = f"without the remedy: {record.verdict.value}: {' '.join(record.cause.split())}"
     if remedy_record.verdict is Verdict.PASS:
         return replace(
             remedy_record,
             verdict=Verdict.CONTRACT,
             documentation_url=expected_failure.documented,
             cause=expected_failure.reason,
-            notes=(
-                *remedy_record.notes,
-                f"without the remedy: {record.verdict.value}: {' '.join(record.cause.split())}",
-            ),
+            notes=(*remedy_record.notes, first),
         )
     return replace(
         record,
-        expected_failure="",
+        verdict=remedy_record.verdict,
+        expected_failure=second_failure.upstream if second_failure else "",
         cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
+        notes=(*record.notes, first),
     )
 
 
