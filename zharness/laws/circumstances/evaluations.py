@@ -26,6 +26,6 @@ LAWS = (
         "window.evaluated",
         {"": EVALUATED, **{name: make_accumulated(EVALUATED, name) for name in ACCUMULATIONS}},
         "forwards under no_grad after each micro-batch of a window have the weights of the window, and do not count",
-        kept_because="the only evaluations between the micro-batches of a window of four, where their count can be short",
+        kept_because="the only evaluations between the micro-batches of a window that the engine counts",
     ),
 )

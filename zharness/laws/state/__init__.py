@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from zharness.laws.state import buffer_kinds, consolidate, refuse_pickle, reshard, resume, universal
+from zharness.laws.state import buffer_kinds, consolidate, refuse_missing, refuse_pickle, reshard, resume, universal
 
-LAWS = (*resume.LAWS, *reshard.LAWS, *consolidate.LAWS, *buffer_kinds.LAWS, *universal.LAWS, *refuse_pickle.LAWS)
+LAWS = (
+    *resume.LAWS,
+    *reshard.LAWS,
+    *consolidate.LAWS,
+    *buffer_kinds.LAWS,
+    *universal.LAWS,
+    *refuse_pickle.LAWS,
+    *refuse_missing.LAWS,
+)
