@@ -3,7 +3,7 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, cell, comm, step_summary, torch_private
+    0  errors, cell, names, comm, step_summary, torch_private
     1  world, workload, reference
     2  engines
     3  pytest_ranks, parity
@@ -19,7 +19,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
 ``suites/meta/test_map.py`` compares them with a traced run.
 
-1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it; ``world/launch.py`` detects
+1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it;
+   ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
+   ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
    (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models

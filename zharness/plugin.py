@@ -5,7 +5,6 @@ The plugin also defines the command-line options and the fixtures of both.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from zharness.errors import UsageError
+from zharness.pytest_ranks.options import add_free_short_names, add_prefixed_options, get_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,69 +29,14 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the command-line options that select cells, and the options for tests that run on several ranks."""
-    group = parser.getgroup("zharness", "cells: laws on engines, judged against plain PyTorch")
-    group.addoption(
-        "--engine",
-        action="append",
-        default=[],
-        help="run the cells of this engine: NAME, NAME==RELEASE, NAME@CHECKOUT or module:factory",
-    )
-    group.addoption("--stage", default="", help="run only the cells of these ZeRO stages, for example 0,1,2,3")
-    group.addoption(
-        "--variant", default="", help="run the cells with this engine variant, a named set of engine options"
-    )
-    group.addoption(
-        "--expected-failures",
-        "--excuses",
-        action="append",
-        default=[],
-        dest="excuses",
-        metavar="FILE",
-        help="a TOML file of failures that you expect; may be repeated",
-    )
-    group.addoption(
-        "--cell-timeout",
-        type=float,
-        default=120.0,
-        help="time limit for the ranks of one cell, in seconds (default: %(default)s)",
-    )
-    group.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order that SEED determines")
-    ranks = parser.getgroup("ranks", "tests on several ranks (marker world_size)")
-    ranks.addoption(
-        "--isolation",
-        choices=["fresh", "pooled"],
-        default="fresh",
-        help="fresh: fork new ranks for every test; pooled: reuse ranks for several tests (default: %(default)s)",
-    )
-    ranks.addoption(
-        "--rank-timeout",
-        type=seconds,
-        help="time limit for one test on several ranks, in seconds (default: that of pytest-timeout, or else 60)",
-    )
-    ranks.addoption(
-        "--collectives",
-        choices=["checked", "trusted"],
-        default="checked",
-        help="checked: before each collective, check that all ranks call the same one (up to 16 ranks); "
-        "trusted: do not check (default: %(default)s)",
-    )
-    ranks.addoption(
-        "--pdb-rank",
-        type=int,
-        default=0,
-        help="the rank on which --pdb and breakpoint() open the debugger (default: %(default)s)",
-    )
+    add_prefixed_options(parser)
 
 
-def seconds(text: str) -> float:
-    """Parse a time-out in seconds. Raises ArgumentTypeError unless the number is above 0.
-
-    argparse prints the name of this function when the text is not a number.
-    """
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
-    return value
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, None, None]:
+    """Add the options without prefix whose names no plugin and no conftest.py has taken."""
+    yield
+    add_free_short_names(parser)
 
 
 CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose import initialized CUDA
@@ -142,6 +87,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", cells, ids=[cell.cell.id for cell in cells])
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Add the markers that a test class derives from its attributes, unless the test has a marker of that name."""
+    list_markers = getattr(getattr(item, "cls", None), "_list_rank_markers", None)
+    if list_markers is None:
+        return
+    from zharness.pytest_ranks.rank_requirements import get_closest_mark
+
+    for marker in list_markers(item.name):
+        if get_closest_mark(item, marker.name) is None or marker.name == "skip":
+            item.add_marker(marker)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
@@ -157,7 +114,7 @@ def pytest_make_collect_report(
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Shuffle the tests with the seed of ``--shuffle``. Every xdist worker gets the same order, as xdist requires."""
-    seed = config.getoption("--shuffle")
+    seed = get_option(config, "shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)  # noqa: S311 - not used for security
 

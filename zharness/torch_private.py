@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -41,6 +42,14 @@ def are_storages_expired(addresses: Iterable[int]) -> list[bool]:
     The result is that of ``not is_alive()``, without one Python call per storage (_expired, torch 2.0).
     """
     return list(map(torch.UntypedStorage._expired, addresses))  # type: ignore[arg-type]  # the stub has another signature
+
+
+def build_without_memory() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors have a shape, dtype and device but no memory (FakeTensorMode, torch 2.0).
+
+    Tensors that existed before, such as loaded weights, may take part.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_transforming() -> bool:

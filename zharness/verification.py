@@ -32,11 +32,12 @@ from zharness.world import Isolation, is_rank
 class Verification:
     """The records of all laws, in the order of the matrix.
 
-    ``bool(verification)`` is true if every law holds and gradients were compared at every stage.
+    ``bool(verification)`` is true if every law holds, and gradients were compared at every stage or laws were chosen.
     """
 
     records: tuple[Record, ...]
     seconds: float
+    chosen_laws: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return not self.first_divergence
@@ -51,7 +52,7 @@ class Verification:
         failures = (record for record in self.records if not record.is_expected or record.verdict is Verdict.ERROR)
         first = next(failures, None)
         return (
-            explain_uncompared_gradients(self.records)
+            explain_uncompared_gradients(self.records, self.chosen_laws)
             if first is None
             else f"{first.cell.id}: {first.stale_reason or first.cause}"
         )
@@ -59,7 +60,7 @@ class Verification:
     def table(self) -> str:
         """Return the matrix of laws x stages, the failures and the number of cells as text."""
         parts = [render_matrix(self.records), render_failures(self.records), render_summary(self.records, self.seconds)]
-        parts.append(explain_uncompared_gradients(self.records))
+        parts.append(explain_uncompared_gradients(self.records, self.chosen_laws))
         return "\n\n".join(part for part in parts if part)
 
     def save(self, path: str | Path) -> None:
@@ -80,6 +81,7 @@ def verify(
     world_size: int = 2,
     dtype: str = "",
     steps: int = 3,
+    only: tuple[str, ...] = (),
     timeout: float = 300.0,
     jobs: int = 0,
 ) -> Verification:
@@ -94,7 +96,8 @@ def verify(
     ``output.loss``.
 
     ``config`` is DeepSpeed's JSON, as a dictionary or a path. ``engine`` may name a release (``deepspeed==0.18.8``) or
-    a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``timeout`` is the time
+    a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``only`` are names or patterns
+    of laws, if not all of them are to run. ``timeout`` is the time
     limit for the ranks of one law, in seconds. ``jobs`` is the number of laws that run at the same time; 0 selects as
     many as fit into memory.
 
@@ -110,12 +113,12 @@ def verify(
     config_name = ""
     try:
         config_name = resolve_config_name(config)
-        check_request = ModelCheckRequest(name, config_name, engine, stages, world_size, dtype, steps)
+        check_request = ModelCheckRequest(name, config_name, engine, stages, world_size, dtype, steps, only)
         records = check_model(check_request, options, lambda: None, prepare_rank_environment)
     finally:
         user_model.unregister_factory(name)
         configuration.unregister_config(config_name)
-    return Verification(tuple(records), time.monotonic() - began)
+    return Verification(tuple(records), time.monotonic() - began, only)
 
 
 def register_model(model: Any, batch: Any, loss: Any) -> str:

@@ -52,11 +52,13 @@ class SessionRun:
         return self.tests[name].text
 
 
-def run(folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, **variables: str) -> SessionRun:
-    """Write the test file and run it with these environment ``variables``."""
+def run(
+    folder: Path, source: str, *options: str, conftest: str = WITHOUT_DEEPSPEED, head: str = HEAD, **variables: str
+) -> SessionRun:
+    """Write the test file, which begins with ``head``, and run it with these environment ``variables``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "conftest.py").write_text(conftest)
-    (folder / "test_session.py").write_text(HEAD + textwrap.dedent(source))
+    (folder / "test_session.py").write_text(head + textwrap.dedent(source))
     (folder / "pytest.ini").write_text(inner.settings(source, addopts="-p no:cacheprovider --strict-markers"))
     xml = folder / "session.xml"
     with start_pytest(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,9 @@ from suites.warm import programs
 from suites.warm.program_request import find_descendants, is_alive
 from suites.warm.programs import Program
 from zharness.cli import main
+from zharness.cli.name_index import INDEX_FILE, build_index, load_index
+from zharness.errors import UsageError
+from zharness.run.record import open_record_file
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = ("-c", "from zharness.cli import main; main()")
@@ -38,30 +42,6 @@ def started(*arguments: str) -> subprocess.CompletedProcess[str]:
 def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a fork of a Python that has imported torch."""
     return programs.run(*ARGUMENTS, *arguments)
-
-
-SEVERAL = """
-import contextlib, io, json, sys
-from zharness.cli import main
-done = []
-for arguments in json.load(sys.stdin):
-    sys.argv, out, errors = ["zharness", *arguments], io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        try:
-            main()
-        except SystemExit as ended:
-            done.append([ended.code, out.getvalue(), errors.getvalue()])
-print(json.dumps(done))
-"""
-
-
-@cache
-def all_wrong() -> dict[str, tuple[int, str, str]]:
-    """Run every command of WRONG in one process, and return exit code, output and errors of each."""
-    commands = json.dumps([["check", *arguments] for arguments, _ in WRONG.values()])
-    done = programs.run("-c", SEVERAL, stdin_text=commands)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -125,61 +105,6 @@ def test_modules_for_reproductions_do_not_import_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300).returncode == 0
 
 
-WRONG = {
-    "an unknown engine": (
-        ["--engine", "zero9"],
-        ["unknown engine 'zero9'", "allowed: plain, reference", "zharness list"],
-    ),
-    "a pattern that matches nothing": (["trajectory", "training.trajectory"], ["unknown law 'trajectory'"]),
-    "an unknown check": (["nonsense"], ["unknown law 'nonsense'", "allowed: training.grads"]),
-    "an unknown stage": (["--stage", "7"], ["unknown stage '7'", "allowed: 0, 1, 2, 3"]),
-    "a stage that the engine lacks": (["--engine", "ddp", "--stage", "3"], ["stage of engine 'ddp'", "allowed: 0"]),
-    "a stage that is no number": (["--stage", "two"], ["got 'two'", "expected integers separated by commas"]),
-    "an unknown dtype": (["--dtype", "fp8"], ["unknown dtype 'fp8'", "allowed: fp32, bf16, fp16"]),
-    "an unknown model": (["--model", "gpt9"], ["unknown model 'gpt9'", "allowed: aligned, blocks, changing, conv"]),
-    "a world size of nothing": (["--world-size", "0"], ["world size 0 cannot be started here", "allowed: 1 to"]),
-    "a world size too large": (["--world-size", "99999"], ["world size 99999 cannot be started", "allowed: 1 to"]),
-    "a factory that does not import": (
-        ["--engine", "no.such:factory"],
-        ["cannot import 'no.such'", "package.module:factory"],
-    ),
-    "a factory that is not there": (["--engine", "json:factory"], ["module 'json' has no callable 'factory'"]),
-    "a factory that returns no engine": (
-        ["--engine", "suites.meta.broken:returns_no_engine"],
-        ["returned a NotAnEngine, which is not an Engine", "missing", "full_grads"],
-    ),
-    "a factory that raises": (["--engine", "suites.meta.broken:raises_at_once"], ["raised OSError: no licence file"]),
-    "a release that is not installed": (
-        ["--engine", "fsdp2==1.0"],
-        ["fsdp2==1.0 is not the installed release", "pip install torch==1.0"],
-    ),
-    "an unknown case": (["training.grads[zero9-zero3-w2-fp32-mlp]"], ["unknown engine 'zero9'"]),
-    "a directory that is not there": (["--jsonl", "/no/such/place"], ["cannot write '/no/such/place'"]),
-    "no world size at all": (["--world-size", ""], ["got ''", "expected integers separated by commas"]),
-    "nothing left to run": (["torch_func", "--model", "transformer"], ["nothing to run", "zharness list"]),
-    "less than one job": (["--jobs", "-1"], ["-1 is not in the range"]),
-    "no time at all": (["--timeout", "0"], ["0.0 is not in the range"]),
-    "a page that cannot be written": (["--html", "/no/such/place"], ["cannot write '/no/such/place'"]),
-    "an unknown option": (["--colour"], ["No such option"]),
-    "an unknown variant": (["--variant", "fast"], ["unknown variant of engine 'reference': 'fast'", "tiny_buckets"]),
-    "a file of expected failures that is not there": (
-        ["--expected-failures", "/no/such/file"],
-        ["cannot read expected failures from '/no/such/file'"],
-    ),
-    "the older name of that option": (["--excuses", "/no/such/file"], ["cannot read expected failures from"]),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_gets_one_clear_error_and_exit_2(name: str) -> None:
-    code, out, errors = all_wrong()[name]
-    assert code == 2, out + errors
-    for sentence in WRONG[name][1]:
-        assert sentence in errors
-    assert "Traceback" not in errors + out
-    assert len(errors.strip().splitlines()) <= 4, "an error is one sentence"
-
-
 def test_an_engine_whose_package_is_missing_says_what_to_install() -> None:
     hide = (
         "import importlib.metadata as m; real = m.version\n"
@@ -209,9 +134,11 @@ def test_ctrl_c_ends_every_rank_exits_130_and_keeps_what_was_finished(tmp_path: 
         os.sched_yield()
     ranks = find_descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert b"interrupted" in errors
+    assert re.search(rb"INTERRUPTED after \d+ of \d+ cells", output), "the table so far is printed"
+    assert b"reference 0.1.0\nlaw " in output
     assert b"Traceback" not in errors
     assert ranks
     assert not [pid for pid in ranks if is_alive(pid)]
@@ -243,6 +170,44 @@ def test_nothing_outlives_the_command_however_it_is_ended(tmp_path: Path, number
     assert not list(tmp_path.glob("zharness-*")), "temporary files are removed"
     for pidfd in pidfds:
         os.close(pidfd)
+
+
+FAST = [
+    ["list", "laws"],
+    ["list", "models"],
+    ["list", "mutants", "--json"],
+    ["list", "engines"],
+    ["check", "traning.grads"],
+    ["check", "--engine", "deepsped"],
+    ["check", "--modle", "mlp"],
+]
+
+
+@pytest.mark.parametrize("arguments", FAST, ids=" ".join)
+def test_lists_and_mistakes_are_answered_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys; from zharness.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: sys.exit(1 if 'torch' in sys.modules else 0)"
+    )
+    load_index()  # writes the cache if the sources have changed since the index was generated
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0, "torch was imported"
+
+
+def test_the_index_of_names_is_that_of_the_laws() -> None:
+    recorded = json.loads(INDEX_FILE.read_text())
+    built = asdict(build_index(recorded["fingerprint"]))
+    assert recorded == built, "run `python -m zharness.cli.name_index`"
+
+
+def test_two_runs_cannot_write_one_file_of_records(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with open_record_file(path), pytest.raises(UsageError, match="another run is writing it"), open_record_file(path):
+        pass
+    with open_record_file(path):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["records.jsonl"]
 
 
 def test_help_names_the_options() -> None:

@@ -7,7 +7,7 @@ import pytest
 from zharness.cell import Cell
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
-from zharness.report import render_failures
+from zharness.report.failures import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
 from zharness.run.runner import WithheldPolicy
 

@@ -18,6 +18,7 @@ SOURCES = sorted(path for part in ("zharness", "suites", "repro", "scripts") for
 FLOORS = {
     "errors": 0,
     "cell": 0,
+    "names": 0,
     "torch_private": 0,
     "comm": 0,
     "step_summary": 0,
@@ -191,3 +192,11 @@ def test_no_tracked_file_is_one_that_git_ignores() -> None:
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert listed.returncode != 0 or not listed.stdout.split()  # an unpacked archive has no repository
+
+
+def test_no_stray_is_tracked() -> None:
+    """A tracked file named like an environment or a cache breaks ``python -m venv .venv`` in a clone."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+    strays = {".venv", "venv", "env", ".tox", ".nox", "build", "dist", "__pycache__", ".pytest_cache", ".hypothesis"}
+    tracked = listed.stdout.splitlines()
+    assert not [path for path in tracked if strays & set(path.split("/")) or path.endswith((".pyc", ".partial"))]

@@ -11,6 +11,7 @@ from pathlib import Path
 import zharness
 from suites.meta.documents import ROOT
 from suites.meta.test_house import FLOORS, PACKAGE
+from zharness.cli.name_index import load_index
 
 CELL = "training.grads[reference-zero3-w2-fp32-mlp]"
 FILE = re.compile(r"[\w/]+\.py")
@@ -45,6 +46,7 @@ def trace(folder: Path) -> set[str]:
 
 
 def test_the_map_names_the_files_that_a_cell_passes_and_no_others(tmp_path: Path) -> None:
+    load_index()  # from now on the traced run finds the names of laws in a file
     passed, named = trace(tmp_path), files_of_path()
     assert not passed - named, (
         f"zharness/__init__.py, [Note: a cell from command to verdict] lacks {sorted(passed - named)}"

@@ -12,19 +12,21 @@ from zharness import engines
 from zharness.engines import Feature
 from zharness.errors import EngineContractError, UsageError
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.laws import get_law
 from zharness.parity.baseline import Baseline
 from zharness.parity.calibration import SampleRuns, calibrate
 from zharness.parity.sample_draws import SharedDrawError, record_draws, replay_draws
 from zharness.run import Record, Verdict
 from zharness.run.missing_claims import describe_missing_claims
-from zharness.run.model_check import announce_unused_parameters
+from zharness.run.model_check import ModelCheckRequest, announce_unused_parameters, plan_model_cells
 from zharness.run.model_facts import measure_model
 from zharness.run.plan import Request, plan
 from zharness.run.pytest_cells import describe_problem
 from zharness.workload import model_spec
 from zharness.world.raising_frame import describe_raising_frame
 
-ZOO = "suites.model.zoo"
+ZOO, PARTS = "suites.model.zoo", "suites.model.zoo_parts"
 BUFFERS = ("training.ranks_agree", "state.resume")
 
 
@@ -36,6 +38,10 @@ BUFFERS = ("training.ranks_agree", "state.resume")
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:unused",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ZOO}:dropping",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("model.accumulation",), models=(f"{ZOO}:dropping",))
+@pytest.mark.cells("ddp", stages=(0,), checks=("training.clip_and_norm",), models=(f"{PARTS}:float64_part",))
+@pytest.mark.cells("reference", stages=(3,), checks=("training.accumulation",), models=(f"{PARTS}:float64_part",))
+@pytest.mark.cells("fsdp2", stages=(3,), checks=("training.grads",), models=(f"{PARTS}:nested_output",))
+@pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{PARTS}:experts",))
 def test_an_ordinary_model_is_not_red(record: Record) -> None:
     assert not describe_problem(record), describe_problem(record)
 
@@ -79,12 +85,45 @@ def test_no_frame_has_no_description() -> None:
     [
         ("not_a_number", "the parameter 'weight' .* contains NaN or infinity"),
         ("in_bf16", "are bf16, but they would be trained in fp32; give --dtype bf16"),
+        ("zoo_parts:lazy", "'0.weight' .* has no shape before the first forward; run a forward on a batch of zeros"),
+        (
+            "zoo_parts:complex_weight",
+            "'weight' .* is torch.complex64, which ZeRO and FSDP do not shard; keep torch.view",
+        ),
         ("sync_norm", "SyncBatchNorm .* on GPUs only; return the model with BatchNorm"),
     ],
 )
 def test_a_model_that_cannot_be_judged_gets_one_sentence(model: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        measure_model(f"{ZOO}:{model}", "fp32", "")
+        measure_model(f"suites.model.{model}" if ":" in model else f"{ZOO}:{model}", "fp32", "")
+
+
+def test_later_forwards_of_a_model_that_reads_its_written_buffers_are_not_compared() -> None:
+    facts = measure_model(f"{PARTS}:quantized", "fp32", "")
+    assert {"0.scale", "0.activation_post_process.min_val"} <= set(facts.read_buffers)
+    assert not measure_model(f"{ZOO}:batch_norm", "fp32", "").read_buffers
+    check_request = ModelCheckRequest(f"{PARTS}:quantized", stages=(3,))
+    claims = engines.capabilities("reference", 3)
+    assert claims is not None
+    cells = plan_model_cells(check_request.build_request(), check_request, facts, lambda _engine, _stage: claims)
+    reasons = {cell.cell.law: cell.unsupported_reason for cell in cells}
+    assert "forward reads buffers that earlier forwards wrote (0." in reasons["model.configured"]
+    assert reasons["training.grads"] == reasons["training.sgd_step"] == ""
+    assert get_law("training.accumulation").compares_later_forwards
+
+
+def test_the_norm_of_float32_gradients_beside_float64_ones_rounds_in_float32() -> None:
+    grads = {"a": torch.ones(3), "b": torch.ones(3, dtype=torch.float64)}
+    _, mixed = total_norm_and_bound(grads)
+    _, wide = total_norm_and_bound({name: grad.double() for name, grad in grads.items()})
+    assert float(mixed) > 1e6 * float(wide) > 0
+
+
+def test_a_float64_parameter_stays_one_in_fp32_cells() -> None:
+    weights = Baseline(model_spec(f"{PARTS}:float64_part"), 0, 1).build_module().state_dict()
+    assert weights["last.weight"].dtype is torch.float64
+    low = Baseline(model_spec(f"{PARTS}:float64_part"), 0, 1, torch.bfloat16).build_module().state_dict()
+    assert low["last.weight"].dtype is torch.bfloat16
 
 
 def test_ddp_gets_the_option_that_it_asks_for_if_a_parameter_is_unused() -> None:

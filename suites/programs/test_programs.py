@@ -41,7 +41,7 @@ def test_a_program_is_parsed_back_from_its_text(drawn: tuple[Program, ...]) -> N
         ("linear(2) | f", "expected x or tokens as the first layer"),
         ("x(3) x(3) | f", "expected x or tokens as the first layer"),
         ("x(3) relu | f", "no layer is trained"),
-        ("x(3) linear(2) lenear(2) | f", "unknown layer 'lenear'; allowed: x, tokens, linear"),
+        ("x(3) linear(2) lenear(2) | f", "unknown layer 'lenear'; did you mean 'linear'?"),
         ("x(3) linear(2,2) | f", "expected 1 sizes above 0 for linear"),
         ("x(3) residual[linear(2) | f", "expected a ']' for every"),
         ("x(3) residual[linear(2)] | f", "ends with width 2; expected 3"),

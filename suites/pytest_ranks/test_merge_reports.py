@@ -88,6 +88,17 @@ def test_the_earliest_failure_is_the_cause_and_others_are_sections(run_test: Run
     assert 'raise RuntimeError("connection closed")' in ranks.section("ranks 0, 2: also failed in call")
 
 
+def test_a_lost_connection_is_not_the_cause_if_another_rank_failed(run_test: RunTest) -> None:
+    source = """
+        def test_it(rank):
+            if rank == 1: raise ValueError("planted")
+            raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer [127.0.0.1]:5")
+    """
+    ranks = run_test(source, 3, clock={(0, "call"): 5, (1, "call"): 9})
+    assert ranks.message() == "rank 1: ValueError: planted"
+    assert ranks.section("Ranks").splitlines()[0] == "rank 1 failed first, in call: ValueError: planted"
+
+
 def test_failures_that_differ_only_in_addresses_are_reported_once(run_test: RunTest) -> None:
     ranks = run_test("def test_it(rank): raise ValueError(f'of {hex(id(rank) + rank)}')", 4)
     assert ranks.message().startswith("ranks 0-3: ValueError: of 0x")

@@ -329,7 +329,7 @@ def test_parameters_of_a_module_that_is_not_safe_keep_their_reduce_dtype_even_if
     model.tokens, model.head, model.other = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(4, 4)
     model.head.weight = model.tokens.weight
     engine = start(0, model, torch_autocast={"enabled": True})
-    formats = {name: original.dtypes for name, original in engine._model_params.items()}
+    formats = {name: original.dtypes for name, original in engine.model_params.items()}
     assert formats["tokens.weight"].reduce_dtype == torch.float32
     assert formats["other.weight"].reduce_dtype == formats["other.bias"].unshard_dtype == torch.bfloat16
 

@@ -141,6 +141,6 @@ def test_so_do_the_functions_of_the_package_and_pytest(
         zharness.run_laws(RELEASE)
     with pytest.raises(UsageError, match="cannot be had"):
         zharness.verify(nn.Linear(2, 2), torch.zeros(4, 2), lambda output, _: output.sum(), engine=RELEASE)
-    monkeypatch.setattr(pytestconfig.option, "engine", [RELEASE])
+    monkeypatch.setattr(pytestconfig.option, "zharness_engine", [RELEASE])
     with pytest.raises(UsageError, match="cannot be had"):
         plan_marked_cells([], pytestconfig, prepare_rank_environment)

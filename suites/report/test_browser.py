@@ -19,6 +19,7 @@ from suites.report.made_up import CAUSE, failed, records
 from zharness.cell import Cell
 from zharness.report.comparison import compare_runs
 from zharness.report.page import write_page
+from zharness.report.page.columns import OUTCOME_MEANINGS
 from zharness.run import Record, Verdict
 
 if TYPE_CHECKING:
@@ -262,6 +263,33 @@ def test_in_print_the_controls_are_hidden_and_the_cell_starts_a_page(opened: Ope
     assert page.locator("#cell .command").is_visible()
     assert page.locator("#cell").evaluate("each => getComputedStyle(each).breakBefore") == "page"
     assert page.pdf().startswith(b"%PDF")
+
+
+def test_the_head_has_date_command_and_versions_and_the_legend_every_sign(opened: Opened) -> None:
+    page = opened()
+    head = page.locator("#run").inner_text()
+    assert re.search(r"torch 2\.13\.0, reference 0\.1\.0.*page written \d{4}-\d\d-\d\d \d\d:\d\d UTC", head), head
+    assert page.locator("#run code").inner_text()
+    page.locator("#legend summary").click()
+    meanings = page.locator("#legend dd").all_inner_texts()
+    for word, meaning in OUTCOME_MEANINGS.items():
+        assert f"{word}: {meaning}" in meanings
+    assert len(page.locator("#legend dt").all()) == len(meanings) == len(OUTCOME_MEANINGS) + 3
+
+
+def test_a_lone_failure_opens_by_itself(opened: Opened) -> None:
+    page = opened("one.html")
+    page.locator("#cell").get_by_text(CAUSE).wait_for()
+
+
+def test_the_cause_is_visible_on_a_narrow_screen(opened: Opened) -> None:
+    page = opened("two.html")
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.keyboard.press("Escape")  # closes the lone failure
+    box = page.locator("#cells .cause").filter(has_text=CAUSE[:20]).first.bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 390
 
 
 def test_the_page_has_light_and_dark_colours(opened: Opened) -> None:

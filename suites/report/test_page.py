@@ -47,7 +47,7 @@ def test_the_page_contains_every_cell_and_escapes_the_text_of_records(tmp_path: 
     failed = Record(CELL, 0, Verdict.FAIL, hostile, "2.13.0", cause=hostile, ratio=float("inf"), tier="S")
     write_page([failed, replace(failed, verdict=Verdict.PASS)], 1.0, tmp_path / "page.html", skipped=[hostile])
     text = (tmp_path / "page.html").read_text()
-    assert "alert" not in text
+    assert "<script>alert" not in text
     found = read_payload(text)
     assert found["records"]["size"] == 2
     assert found["records"]["texts"]["id"]["values"] == [CELL.id]

@@ -21,7 +21,8 @@ from zharness.law_kit.scenarios import choose_exact_reduction
 from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
 from zharness.plugin import pytest_collection_modifyitems
-from zharness.report import render_failures, render_matrix, render_summary
+from zharness.report.failures import render_failures, render_summary
+from zharness.report.matrix import render_matrix
 from zharness.report.sensitivity import render_sensitivity
 from zharness.run import PlannedCell, Record, Request, Verdict, plan
 from zharness.run.expected_failures import ExpectedFailure
@@ -345,10 +346,14 @@ def test_the_least_sensitive_cell_decides_which_errors_all_cells_would_find() ->
         notes=("why",),
     )
     message = render_sensitivity([sharp, blunt, record(Verdict.UNSUPPORTED)])
-    assert "1 cells by tier X, 1 cells by tier S; the largest error is 0.4 of its bound" in message
+    assert "1 cell by tier X, 1 cell by tier S; the largest error is 0.4 of its bound" in message
     assert "a scale error of 1.0e-03" in message
     assert "6 lost elements" in message
-    assert "5 of 100 elements are undetermined\nNOTE 1 cells: why" in message
+    assert "5 of 100 elements are undetermined\n" in message
+    assert "NOTE 1 cell: why" in message
+    assert "tier C" not in message
+    for words in ("tier X: all sums are exact", "tier S: each part", "a scale error is"):
+        assert words in message
 
 
 def test_an_exception_is_the_engine_s_or_the_harness_s_by_the_file_that_raised_it() -> None:

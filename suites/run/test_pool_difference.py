@@ -15,7 +15,7 @@ from zharness import engines
 from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part, Tier
-from zharness.report import render_failures
+from zharness.report.failures import render_failures
 from zharness.run import PlannedCell, Record, Verdict
 from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, parse_expected_failures
 from zharness.run.observe_and_judge import Judgement

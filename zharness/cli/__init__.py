@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +18,10 @@ from zharness.cli.check import check
 from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
 from zharness.cli.model import model
-from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
 from zharness.errors import UsageError, ZHarnessError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,7 +73,7 @@ def report(
 @cli.command(name="list")
 @click.argument(
     "what",
-    type=click.Choice(["engines", "laws", "checks", "models", "mutants", "repros"]),
+    type=NameChoice(["engines", "laws", "checks", "models", "mutants", "repros"]),
     metavar="[engines|laws|models|mutants|repros]",
 )
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
@@ -80,12 +84,22 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
 
     A PATTERN is a name, a glob, or a group of laws. `checks` is an older name of `laws`.
     """
+    from zharness.cli.name_index import load_index
     from zharness.releases.repro_table import list_repro_rows
-    from zharness.report.listing import ROW_BUILDERS, add_killed_mutants, filter_rows, render_rows
+    from zharness.report.listing import engine_rows, filter_rows, render_rows
 
-    rows = filter_rows({**ROW_BUILDERS, "repros": list_repro_rows}[what](), what, patterns)
+    builders: dict[str, Callable[[], list[dict[str, str]]]] = {
+        "engines": engine_rows,
+        "repros": list_repro_rows,
+        "models": lambda: load_index().models,
+        "mutants": lambda: load_index().mutants,
+        "laws": lambda: load_index().laws,
+        "checks": lambda: load_index().laws,  # the older name of laws
+    }
+    rows = filter_rows(builders[what](), what, patterns)
     if long and what in ("laws", "checks"):
-        rows = add_killed_mutants(rows)
+        killed = load_index().killed
+        rows = [{**row, "kills": ", ".join(killed[row["check"]])} for row in rows]
     click.echo(render_rows(rows, as_json))
     return 0
 
@@ -116,7 +130,7 @@ for command in (
 )
 @click.option(
     "--scope",
-    type=click.Choice(["every", "targets"]),
+    type=NameChoice(["every", "targets"]),
     default="every",
     show_default=True,
     help="every: run all laws on each mutant (hours). targets: run only the laws that have to kill it (minutes).",
@@ -156,6 +170,9 @@ def mutants(
     of its cells kills the mutant. The exit code is 1 if a mutant survives or a law kills no mutant. `zharness list
     mutants` describes the mutants.
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(mutants=patterns, laws=checks, models=models)
     from zharness.kill_matrix.command import KillOptions, LawScope, run_mutants
     from zharness.run.check_loop import run_cells
 
@@ -174,7 +191,7 @@ def mutants(
     "--world-size", "world_sizes", callback=parse_integer_option, default="2", show_default=True, metavar="1,2,4"
 )
 @click.option("--dtype", "dtypes", callback=parse_name_option, default="fp32", show_default=True, metavar="fp32,bf16")
-@click.option("--optimizer", type=click.Choice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
+@click.option("--optimizer", type=NameChoice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option(
     "--clip",
     type=click.FloatRange(0, min_open=True),
@@ -189,7 +206,7 @@ def mutants(
 )
 @click.option(
     "--window-owner",
-    type=click.Choice(["engine", "caller"]),
+    type=NameChoice(["engine", "caller"]),
     default="engine",
     show_default=True,
     help="Who counts the micro-batches of a window and divides by their number.",
@@ -203,7 +220,7 @@ def mutants(
 )
 @click.option(
     "--reduction",
-    type=click.Choice(["mean", "sum"]),
+    type=NameChoice(["mean", "sum"]),
     default="mean",
     show_default=True,
     help="How gradients are combined over ranks.",
@@ -263,6 +280,9 @@ def program(
             g and t gradients of inputs by autograd.grad and torch.func.grad, l read all parameters and gradients,
             xf and xb a forward and a backward that raise, idle a step without gradient, edit, save, load (:old)
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=[engine], stages=stages, dtypes=dtypes)
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.program_commands import run_given_programs, run_program_search
     from zharness.run.program_search import SearchOptions
@@ -290,11 +310,14 @@ def main() -> None:
     """Run the command line; print expected errors as one sentence and exit with the documented codes."""
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     try:
-        sys.exit(cli.main(standalone_mode=False) or 0)
+        sys.exit(cli.main(prog_name="zharness", standalone_mode=False) or 0)
     except click.exceptions.Exit as exit_:
         sys.exit(exit_.exit_code)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(render_click_error(error), err=True)
         sys.exit(2)
     except UsageError as error:
         click.echo(f"zharness: {error}", err=True)
@@ -305,10 +328,22 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         click.echo("zharness: interrupted; all ranks were stopped", err=True)
         sys.exit(130)
-    except Exception:  # noqa: BLE001 - a bug of this package must not end with exit code 1, "a law is broken"
-        traceback.print_exc()
-        click.echo("zharness: the harness itself failed, see the traceback above; please report it", err=True)
+    except Exception as error:  # noqa: BLE001 - a bug of this package must not end with exit code 1, "a law is broken"
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            click.echo(f"zharness: cannot write: {error.strerror}; free some space and run it again", err=True)
+        else:
+            traceback.print_exc()
+            name = type(error).__name__
+            click.echo(f"zharness: the harness itself failed: {name}, see the traceback above", err=True)
         sys.exit(3)
+
+
+def render_click_error(error: click.ClickException) -> str:
+    """Render an error of the command line as one sentence that names the page of help."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "zharness"
+    message = error.format_message().rstrip(".")
+    return f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)"
 
 
 def exit_on_sigterm(_signal: int, _frame: object) -> None:

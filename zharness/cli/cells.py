@@ -36,6 +36,9 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
     verdict.
     """
     from zharness.cell import Cell
+
+    if cell_id is not None:
+        require_known_cell(cell_id)
     from zharness.export import command
     from zharness.releases.rank_environment import prepare_rank_environment
 
@@ -81,6 +84,7 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
     that Hypothesis draws and shrinks. A failure is like that of the cell if it has the same verdict, and the same wrong
     part of the training step or the same exception.
     """
+    require_known_cell(cell_id)
     from zharness.export import command
     from zharness.releases.rank_environment import prepare_rank_environment
 
@@ -88,6 +92,15 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
     return command.shrink(
         cell_id, options, seconds, prepare_rank_environment, None if no_verify else make_script_runner
     )
+
+
+def require_known_cell(cell_id: str) -> None:
+    """Raise UsageError if ``cell_id`` is no cell id, or its law, engine or stage does not exist."""
+    from zharness.cell import Cell
+    from zharness.cli.name_index import require_known_names
+
+    Cell.parse(cell_id)
+    require_known_names(laws=[cell_id])
 
 
 def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
 
 
 @click.command()
@@ -59,7 +59,7 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_na
 )
 @click.option(
     "--isolation",
-    type=click.Choice(["fresh", "pooled"]),
+    type=NameChoice(["fresh", "pooled"]),
     default="pooled",
     show_default=True,
     help="pooled: reuse the same ranks for all cells of one engine and stage, and run a cell that fails there again on "
@@ -102,6 +102,9 @@ def check(
     A PATTERN is a law (training.grads), a group (training), a glob ('*.grads') or the id of one cell, as the report of
     a failure prints it. Without a PATTERN, every law runs.
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.laws import DTYPES
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs

@@ -105,6 +105,9 @@ def hunt(
 
     Exit codes: 0 no alarm or known ones only, 1 a new alarm, 2 wrong usage, 3 the harness itself failed.
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=[engine], stages=stages, dtypes=dtypes)
     from zharness.hunt.command import HuntOptions, run_hunt
     from zharness.hunt.hunter import HuntLimits
     from zharness.releases.rank_environment import prepare_rank_environment

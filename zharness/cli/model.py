@@ -10,18 +10,21 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
 
 
 @click.command()
-@click.argument("factory", metavar="PACKAGE.MODULE:FACTORY")
+@click.argument("factories", metavar="PACKAGE.MODULE:FACTORY...", nargs=-1, required=True)
 @click.option(
     "--config",
-    default="",
+    "configs",
+    multiple=True,
     metavar="FILE",
-    help="DeepSpeed JSON file that sets the optimizer, gradient clipping, stage and so on.",
+    help="DeepSpeed JSON file that sets the optimizer, gradient clipping, stage and so on; may be repeated.",
 )
 @click.option(
     "--engine",
-    default="reference",
+    "engines",
+    multiple=True,
+    default=("reference",),
     show_default=True,
-    help="Engine to check: NAME, NAME==RELEASE or package.module:factory.",
+    help="Engine to check: NAME, NAME==RELEASE or package.module:factory; may be repeated.",
 )
 @click.option(
     "--stage",
@@ -48,6 +51,9 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     help="Number of steps that the law model.configured trains.",
 )
 @click.option(
+    "--only", multiple=True, metavar="LAW", help="Run only this law, or laws that match a pattern; may be repeated."
+)
+@click.option(
     "--seed", default=0, show_default=True, help="Seed from which the weights and data of every cell are drawn."
 )
 @click.option(
@@ -62,35 +68,49 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     type=click.IntRange(1),
     help="Number of cells to run at the same time; by default one per core, if memory allows.",
 )
+@click.option(
+    "--against",
+    type=OUTPUT,
+    metavar="RECORD",
+    help="File that --jsonl wrote in an earlier run: exit with 1 only if a law got worse since then.",
+)
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
 def model(
-    factory: str,
-    config: str,
-    engine: str,
+    factories: tuple[str, ...],
+    configs: tuple[str, ...],
+    engines: tuple[str, ...],
     stages: tuple[int, ...],
     world_size: int,
     dtype: str,
     steps: int,
+    only: tuple[str, ...],
     seed: int,
     timeout: float,
     jobs: int | None,
+    against: Path | None,
     jsonl: Path | None,
     html: Path | None,
     junitxml: Path | None,
 ) -> int:
-    """Train your model with an engine beside plain PyTorch and report which laws hold.
+    """Train your models with engines beside plain PyTorch and report which laws hold.
+
+    Each model is checked on each engine with each configuration. A pattern such as my_models:gpt* names all functions
+    of a module that need no argument.
 
     FACTORY() returns a model, or (model, batch), or (model, batch, loss). batch(generator) draws the arguments of the
     model: a tensor, or a tuple or dict of tensors, with one row for each sample. loss(output, batch) returns a scalar.
     A model of the transformers package needs neither batch nor loss.
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
     from zharness.releases.rank_environment import prepare_rank_environment
-    from zharness.report.outputs import Outputs
+    from zharness.report.model_outputs import ModelOutputs
     from zharness.run.check_loop import RunOptions
-    from zharness.run.model_check import ModelCheckRequest, run_model_command
+    from zharness.run.model_matrix import ModelMatrix, run_model_matrix
     from zharness.workload.user_model import is_user_model
     from zharness.world import Isolation
     from zharness.world.launch import detect_launch
@@ -100,11 +120,13 @@ def model(
             "zharness model starts its own ranks, so torchrun must not start it; run it without torchrun, or run "
             "`zharness check` under torchrun"
         )
-    if not is_user_model(factory):
-        raise UsageError(
-            f"got {factory!r} as the factory of a model; expected package.module:factory, where package.module can be "
-            "imported from the current directory"
-        )
-    check_request = ModelCheckRequest(factory, config, engine, stages, world_size, dtype, steps)
+    matrix = ModelMatrix(factories, engines, configs or ("",), stages, world_size, dtype, steps, only)
+    for request in matrix.expand():
+        if not is_user_model(request.model):
+            raise UsageError(
+                f"got {request.model!r} as the factory of a model; expected package.module:factory, where "
+                "package.module can be imported from the current directory"
+            )
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
-    return run_model_command(check_request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+    outputs = ModelOutputs(jsonl, html, junitxml, against)
+    return run_model_matrix(matrix, options, outputs, prepare_rank_environment)

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from zharness.cell import parse_integers
-from zharness.errors import UsageError
+from zharness.errors import UsageError, find_close_names
+
+
+class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
+    """A choice between names whose error says which name is close to the given one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return ``value`` if it is one of the names. Raises click.BadParameter for another value."""
+        if value not in self.choices:
+            names = self.get_shown_names(param)
+            close = find_close_names(str(value), names)
+            hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"allowed: {', '.join(names)}"
+            self.fail(f"got {value!r}; {hint}", param, ctx)
+        return value
+
+    def get_shown_names(self, param: click.Parameter | None) -> list[str]:
+        """Return the names that the metavar of ``param`` shows, without older names that are still accepted."""
+        metavar = (param.metavar if param is not None else None) or ""
+        return [str(name) for name in self.choices if not metavar or str(name) in metavar]
+
 
 SECONDS = click.FloatRange(min=1.0, max=86_400.0)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)

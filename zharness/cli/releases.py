@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
         ),
         click.option(
             "--isolation",
-            type=click.Choice(["fresh", "pooled"]),
+            type=NameChoice(["fresh", "pooled"]),
             default="pooled",
             show_default=True,
             help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
@@ -184,6 +184,9 @@ class CellOptions:
 
         Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
         """
+        from zharness.cli.name_index import require_known_names
+
+        require_known_names(laws=patterns, models=self.models, stages=self.stages, dtypes=self.dtypes)
         from zharness.run import Request
         from zharness.run.plan import validate_request
 
@@ -327,6 +330,9 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
     zharness bisect deepspeed 7913 --good 0.19.8 --bad 0.18.8
     zharness bisect deepspeed torch_func.grad --stage 1 --good 0.19.8 --bad 0.18.8
     """
+    from zharness.cli.name_index import require_known_names
+
+    require_known_names(engine_names=[engine])
     from zharness.releases import compare_releases, repros
 
     cell_options = CellOptions(**options)

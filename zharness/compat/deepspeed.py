@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NoReturn
 
 import pytest
 
+from zharness.compat import deepspeed_engine
 from zharness.compat.deepspeed_helpers import (
     EnableDeterminism,
     allclose_on_all_ranks,
@@ -182,7 +183,7 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
         marks["isolation"] = pytest.mark.isolation("pooled", group="kept" if cls.init_distributed else "none")
     elif not cls.init_distributed:
         marks["isolation"] = pytest.mark.isolation("fresh", group="none")
-    if DEEPSPEED_INSTALLED:
+    if DEEPSPEED_INSTALLED and not deepspeed_engine.is_installed():
         marks["warm"] = pytest.mark.warm("deepspeed")
     return marks
 

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 
 from zharness.engines import preload_imports
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
-from zharness.engines.deepspeed_build import COALESCE, initialize, json_overrides, require_buildable, save_universal
+from zharness.engines.deepspeed_build import (
+    COALESCE,
+    initialize,
+    json_overrides,
+    require_buildable,
+    require_sharding_optimizer,
+    save_universal,
+)
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT
+from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -87,6 +94,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._caller_owns_accumulation = (
             config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
         )
+        self._engine_finds_boundaries = bool(config.options.get("managed_gradient_accumulation", True))
         self._coalesce_block = ExitStack()
         self._backward_count = 0
         params = dict(model.named_parameters())
@@ -102,6 +110,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             raise EngineRefusal(
                 f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
             ) from error
+        require_sharding_optimizer(self._engine.optimizer, config.stage)
         self.module: nn.Module = self._engine.module
         links = RoundRobinLinks.build(self._engine.optimizer)
         self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
@@ -113,7 +122,11 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self._prepare_accumulation()
-        self._engine.backward(loss, retain_graph=retain_graph)
+        if self._config.options.get(UNSCALED_BACKWARD):
+            micro_batches = self._engine.gradient_accumulation_steps()
+            self._engine.backward(loss / micro_batches, retain_graph=retain_graph, scale_wrt_gas=False)
+        else:
+            self._engine.backward(loss, retain_graph=retain_graph)
         self._backward_count += 1
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -136,7 +149,9 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._coalesce_block.close()
         self._backward_count = 0
         # Both are needed: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
-        self._engine.optimizer.zero_grad()
+        # The BF16_Optimizer of releases before 0.16.5 has no zero_grad.
+        if hasattr(self._engine.optimizer, "zero_grad"):
+            self._engine.optimizer.zero_grad()
         self._engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -215,7 +230,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         if self._config.options.get(COALESCE):
             if not self._engine.inside_no_sync_ctxt:
                 self._coalesce_block.enter_context(self._engine.coalesce_grad_reduction())
-        elif self._caller_owns_accumulation:
+        elif self._caller_owns_accumulation and self._engine_finds_boundaries:
             self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._config.accumulation_steps)
 
 

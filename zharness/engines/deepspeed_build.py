@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from zharness.engines.deepspeed_options import (
     CPU_ADAM,
     DEEPSPEED_OPTIONS,
     JSON_OPTIMIZER,
+    JSON_SCHEDULER,
     LEAF_MODULES,
     UNIVERSAL_CHECKPOINT,
+    UNSCALED_BACKWARD,
+    ZERO_INIT,
 )
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
@@ -28,7 +32,16 @@ from zharness.errors import ConfigError, EngineContractError
 # (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. Inside the block it does
 # not matter: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
 COALESCE = "coalesce_grad_reduction"
-ADAPTER_OPTIONS = (COALESCE, CPU_ADAM, JSON_OPTIMIZER, LEAF_MODULES, UNIVERSAL_CHECKPOINT)
+ADAPTER_OPTIONS = (
+    COALESCE,
+    CPU_ADAM,
+    JSON_OPTIMIZER,
+    JSON_SCHEDULER,
+    LEAF_MODULES,
+    UNIVERSAL_CHECKPOINT,
+    UNSCALED_BACKWARD,
+    ZERO_INIT,
+)
 
 _UNIVERSAL_TAG = "universal"
 _LATEST_UNIVERSAL = "latest_universal"  # the file in which load_checkpoint looks for the tag of a universal checkpoint
@@ -77,16 +90,38 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if config.options.get(LEAF_MODULES):
         deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
+    if config.options.get(ZERO_INIT):
+        deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
+    scheduler = json_scheduler(config.optimizer) if config.options.get(JSON_SCHEDULER) else {}
+    schedule = {} if scheduler else {"lr_scheduler": partial(optimizers.schedule, spec=config.optimizer)}
+    ds_config = merge_options(ds_config, scheduler)
     if config.options.get(JSON_OPTIMIZER):
-        return deepspeed.initialize(
-            model=model,
-            model_parameters=optimizers.param_groups(trained, config.optimizer),
-            lr_scheduler=lambda optimizer: optimizers.schedule(optimizer, config.optimizer),
-            config=ds_config,
-        )[0]
+        groups = optimizers.param_groups(trained, config.optimizer)
+        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **schedule)[0]
     optimizer = build_optimizer(trained, config)
-    lr_scheduler = optimizers.schedule(optimizer, config.optimizer)
-    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=ds_config)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **schedule)[0]
+
+
+# DeepSpeed's schedules with two warm-up steps. Their first two factors are those of the steps -1 and 0.
+_WARM_UP = {"warmup_num_steps": 2, "warmup_type": "linear"}
+_SCHEDULERS: Mapping[tuple[float, ...], tuple[str, Mapping[str, Any]]] = {
+    (0.0, 0.0, 0.5, 1.0): ("WarmupLR", {**_WARM_UP, "warmup_min_lr": 0.0}),
+    (0.0, 0.0, 0.5, 0.5, 0.0): ("WarmupCosineLR", {**_WARM_UP, "total_num_steps": 4, "cos_min_ratio": 0.0}),
+}
+
+
+def json_scheduler(spec: OptimizerSpec) -> dict[str, Any]:
+    """Return the section ``scheduler`` that has the schedule of ``spec``, or nothing if DeepSpeed has no such one."""
+    if spec.schedule not in _SCHEDULERS:
+        return {}
+    name, params = _SCHEDULERS[spec.schedule]
+    return {"scheduler": {"type": name, "params": dict(params)}}
+
+
+def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
+    """Raise EngineContractError if DeepSpeed chose an optimizer that shards nothing, although ``stage`` shards."""
+    if stage and not isinstance(optimizer, importlib.import_module("deepspeed.runtime.base_optimizer").ZeROOptimizer):
+        raise EngineContractError(f"DeepSpeed built {type(optimizer).__name__} at stage {stage}, which shards nothing")
 
 
 def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:

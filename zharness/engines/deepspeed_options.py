@@ -6,6 +6,7 @@ Every statement about an option follows DeepSpeed 0.19.8's own checks and docume
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from zharness.engines.json_variants import JSON_VARIANTS, zero_optimization
 CPU_ADAM = "cpu_adam"  # build DeepSpeedCPUAdam in place of torch's Adam and AdamW
 JSON_OPTIMIZER = "json_optimizer"  # let DeepSpeed build the optimizer from the section "optimizer"
 LEAF_MODULES = "leaf_modules"  # make leaf modules with deepspeed.utils.set_z3_leaf_modules
+JSON_SCHEDULER = "json_scheduler"  # let DeepSpeed build a warm-up schedule from the section "scheduler"
+UNSCALED_BACKWARD = "unscaled_backward"  # divide the loss by the caller, and pass scale_wrt_gas=False
 UNIVERSAL_CHECKPOINT = "universal_checkpoint"  # convert what is saved with ds_to_universal, and load the result
+ZERO_INIT = "zero_init"  # partition the model with deepspeed.zero.Init before initialize
 
 _SWAP_FOLDER = str(Path(tempfile.gettempdir()) / "zharness-nvme")
 
@@ -207,6 +211,36 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
 OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "json_optimizer": staged(frozenset({0, 1, 2, 3}), {JSON_OPTIMIZER: True}),
     "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}),
+    "unscaled_backward": staged(frozenset({0, 1, 2, 3}), {UNSCALED_BACKWARD: True}),
+    # Given a whole model, zero.Init partitions it and leaves its dtype.
+    "zero_init": staged(STAGE_3, {ZERO_INIT: True}, dtypes=frozenset({"fp32"})),
+    "json_scheduler": staged(
+        frozenset({0, 1, 2, 3}),
+        {JSON_SCHEDULER: True},
+        laws=frozenset({"training.optimizer_options-*_warm_up*"}),
+        laws_reason="the schedules of the other laws are not those of DeepSpeed's own schedulers",
+    ),
+    "step_is_boundary": staged(
+        frozenset({0, 1, 2, 3}),
+        {"managed_gradient_accumulation": False},
+        refuses={
+            Feature.ENGINE_ACCUMULATION: "each step() 'is the caller-owned boundary' (engine.py)",
+            Feature.NO_SYNC: "every backward accumulates locally until step()",
+        },
+        excludes={"overlap_comm": "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"},
+        laws=frozenset({"window.*", "idle.*", "batches.*", "values.*", "engines.*"}),
+        laws_reason="gradients are reduced in step(), before which the other laws read them",
+    ),
+}
+
+# Reports about a run, which must not change it. The flops profiler replaces functions of torch during its step.
+REPORT_OPTIONS: Mapping[str, StagedOption] = {
+    "timers": staged(frozenset({0, 1, 2, 3}), {"wall_clock_breakdown": True, "memory_breakdown": True}),
+    "comms_logger": staged(frozenset({0, 1, 2, 3}), {"comms_logger": {"enabled": True, "prof_all": True}}),
+    "flops_profiler": staged(
+        frozenset({0, 1, 2, 3}),
+        {"flops_profiler": {"enabled": True, "profile_step": 1, "detailed": False, "output_file": os.devnull}},
+    ),
 }
 
 _STAGES_OF_JSON_VARIANTS: Mapping[str, frozenset[int]] = {
@@ -222,6 +256,7 @@ DEEPSPEED_OPTIONS: Mapping[str, StagedOption] = {
     **STAGE_1_AND_2_OPTIONS,
     **STAGE_3_OPTIONS,
     **OTHER_OPTIONS,
+    **REPORT_OPTIONS,
 }
 
 

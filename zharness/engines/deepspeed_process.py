@@ -45,7 +45,9 @@ class DeepSpeedGlobalState:
         self._uses_autocast = autocast
         self._autocast_module = import_autocast_module()
         if DeepSpeedGlobalState._originals is None:
-            flags = {name: getattr(self._autocast_module, name) for name in _AUTOCAST_FLAGS if self._autocast_module}
+            # A release before 0.17.2 has no such module, and one before 0.18.0 has only the first flag.
+            module = self._autocast_module
+            flags = {name: getattr(module, name) for name in _AUTOCAST_FLAGS if hasattr(module, name)}
             DeepSpeedGlobalState._originals = (torch.nn.functional.linear, flags)
         DeepSpeedGlobalState._open_engines.add(self)
 

@@ -96,6 +96,12 @@ ADDITIONS: tuple[Addition, ...] = (
         stages=(0, 1, 2),
     ),
     Addition(
+        summary="managed_gradient_accumulation",
+        first_release="0.19.4",
+        pull_request=8184,
+        option_keys=("managed_gradient_accumulation",),
+    ),
+    Addition(
         summary="zero_optimization.parameter_alignment and compute_grad_norm",
         first_release="0.19.7",
         option_keys=("zero_optimization.parameter_alignment", "zero_optimization.compute_grad_norm"),

@@ -110,7 +110,7 @@ class DeepSpeedTensorReader:
         from deepspeed.utils import safe_get_full_grad
 
         if self._is_bf16_optimizer:
-            return cast(Tensor, param.get_full_hp_grad()) if self._is_used_on_any_rank(param) else None
+            return self._bf16_optimizer_grad(param) if self._is_used_on_any_rank(param) else None
         if not self._has_reduced_gradients():
             return cast("Tensor | None", param.grad)
         # Both branches run the same collective, so it does not matter if only some ranks have a param.grad. A parameter
@@ -134,6 +134,22 @@ class DeepSpeedTensorReader:
         group, index = self._position(param)
         used = torch.tensor(bool(self.engine.optimizer.fp32_groups_has_gradients[group][index]), device=param.device)
         return bool(_maximum_over_ranks(used.int()))
+
+    def _bf16_optimizer_grad(self, param: Any) -> Tensor:
+        """Return the gradient that BF16_Optimizer steps with, from the elements that each rank owns.
+
+        Not get_full_hp_grad, which in releases before 0.19.8 raises for a parameter that two ranks share; the laws of
+        the group ``access`` call it.
+        """
+        group, index = self._position(param)
+        accumulated = self.engine.optimizer.fp32_groups_gradients[group][index].flatten()
+        full = torch.zeros_like(accumulated)
+        mapping = param._hp_mapping
+        if mapping is not None:
+            owned = mapping.lp_fragment_address
+            full[owned.start : owned.start + owned.numel] = accumulated.narrow(0, owned.start, owned.numel)
+        dist.all_reduce(full)
+        return full.reshape(param.shape)
 
     def _position(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the index of the parameter group of ``param``, and its index in this group, at stages 1 and 2."""

@@ -21,7 +21,7 @@ from zharness.laws import DTYPES, get_law
 from zharness.laws.torch_func import align_weights, measure_weight_alignment
 from zharness.parity.certificate import is_power_of_two
 from zharness.parity.junctions import insert_junction
-from zharness.run.configuration import cell_setting, configuration_for
+from zharness.run.configuration import cell_setting, configuration_for, configuration_on
 from zharness.run.observe_and_judge import engine_options
 from zharness.run.record import Record, Verdict
 from zharness.workload import ModelSpec, model_spec, models
@@ -64,7 +64,7 @@ def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
     A short script runs plain PyTorch in fp32 or bf16 without autocast, and bounds a reduction in the cell's dtype.
     Under other settings it would reject an engine that is right.
     """
-    options, facts = engine_options(cell, claims), configuration_for(cell.engine_variant)
+    options, facts = engine_options(cell, claims), configuration_on(cell.engine, cell.engine_variant)
     if replace(cell_setting(cell.engine_variant), options=()) != DEFAULT_SETTING:
         return True
     if explain_long_script(get_law(cell.law), cell.dtype, cell.engine):

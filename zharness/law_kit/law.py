@@ -67,6 +67,7 @@ class Law:
     without torch.autocast, so the user's configuration must not enable torch.autocast. ``applies_to_module`` returns
     whether the law tests anything for a user's module; if it is None, the law applies to every module.
     ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
+    ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
     """
 
@@ -86,6 +87,7 @@ class Law:
     is_gradient_law: bool = False
     sets_autocast: bool = False
     only_own_kernels: bool = False
+    compares_later_forwards: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
 

@@ -59,6 +59,7 @@ def make_plain_participant(
         spec=baseline.spec,
         get_batch=get_batch,
         backward=backward,
+        tensor_backward=backward,
         zero_grad=module.zero_grad,
         step=step,
         allow_uneven_use=nullcontext,

@@ -9,7 +9,7 @@ from zharness.law_kit.scenario_judge import make_scenario_judge
 from zharness.law_kit.scenarios import Scenario, make_scenario_observer
 from zharness.parity import Tier
 
-BACKWARD_FEATURES = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD, Feature.TENSOR_BACKWARD)
+BACKWARD_FEATURES = (Feature.AUTOGRAD, Feature.ENGINE_BACKWARD)
 
 
 def scenario_law(

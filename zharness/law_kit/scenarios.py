@@ -44,6 +44,7 @@ NamedTensors = Mapping[str, Tensor]
 class Participant:
     """The engine or the plain model of one rank, with methods through which one script can run on both.
 
+    ``tensor_backward(loss)`` is ``loss.backward()``, or ``backward(loss)`` on an engine that claims no other backward.
     ``allow_uneven_use()`` returns a context manager in which ranks may use different parameters.
     ``gather_weights(names)`` returns a context manager in which full weights can be edited by name. ``keeps_edits``
     says whether such edits are kept: always on the plain model, and only on rank 0 on the engine. ``recompute`` is
@@ -59,6 +60,7 @@ class Participant:
     spec: ModelSpec
     get_batch: Callable[[int], Batch]
     backward: Callable[..., None]
+    tensor_backward: Callable[..., None]
     zero_grad: Callable[[], None]
     step: Callable[[], None]
     allow_uneven_use: Callable[[], AbstractContextManager[Any]]
@@ -208,6 +210,9 @@ def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participa
         spec=ctx.spec,
         get_batch=ctx.batch,
         backward=engine.backward,
+        tensor_backward=(
+            torch.autograd.backward if engine.capabilities.refusal(Feature.TENSOR_BACKWARD) is None else engine.backward
+        ),
         zero_grad=engine.zero_grad,
         step=engine.step,
         allow_uneven_use=engine.uneven if supports_uneven(engine) else nullcontext,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.judge_context import JudgeContext, get_grad_or_zeros
-from zharness.parity.bounds import gamma_or_probabilistic
+from zharness.parity.bounds import gamma_or_probabilistic, unit_roundoff
 from zharness.parity.mismatch_report import TrainingCurve, round_for_json
 
 SIGNIFICANT_DIGITS = 6  # digits of a loss or a norm
@@ -114,12 +113,13 @@ def total_norm_and_bound(
 ) -> tuple[Tensor, Tensor]:
     """Return the 2-norm of all elements of ``grads`` in float64, and a bound on the error of an engine's norm.
 
-    An engine is assumed to sum the squares in float32 or in the widest of ``dtypes``, which are by default the dtypes
-    of the gradients. A sum of so many squares in bf16 would have no rounding bound.
+    An engine is assumed to sum the squares of each gradient in float32 or a wider dtype of its own, so that a float32
+    gradient beside float64 ones rounds in float32. ``dtypes`` are by default the dtypes of the gradients. A sum of so
+    many squares in bf16 would have no rounding bound.
     """
     norm = total_norm(grads)
     grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
-    wide = reduce(torch.promote_types, grad_dtypes, torch.float32)
+    wide = max((torch.promote_types(dtype, torch.float32) for dtype in grad_dtypes), key=unit_roundoff)
     return norm, norm * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
 
 

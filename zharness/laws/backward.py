@@ -78,7 +78,7 @@ def without_grad(participant: Participant) -> NamedTensors:
     loss = participant.training_loss()
     with torch.inference_mode():
         values["inference"] = participant.call(participant.inputs()).clone()
-    backward(loss)
+    participant.tensor_backward(loss)
     return values
 
 
@@ -115,7 +115,7 @@ def recurrent(participant: Participant) -> None:
     """Pass an output to the model as its input, and run one backward through several forwards."""
     first = participant.call(participant.inputs())
     again = participant.call(first)
-    backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
+    participant.tensor_backward(participant.loss(again) + participant.loss(participant.call(participant.inputs(2)), 2))
 
 
 def two_outputs_two_backwards(participant: Participant) -> None:
@@ -154,7 +154,7 @@ class TiledLoss(torch.autograd.Function):
 def backward_in_forward(participant: Participant) -> None:
     """Train with a loss that computes the gradient of the head before the caller runs backward."""
     hidden = participant.call(participant.inputs())
-    backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
+    participant.tensor_backward(TiledLoss.apply(hidden, participant.module.head))  # type: ignore[no-untyped-call]
 
 
 def abort_and_retry(participant: Participant) -> NamedTensors:
@@ -176,11 +176,17 @@ def backward_law(
     kept_because: str,
     engines: int = 1,
     accumulation: int = 1,
+    models: tuple[str, ...] = ("blocks",),
 ) -> Law:
     """Build the law of one scenario. The law requires ``features`` in addition to the features of the group."""
     scenario = Scenario(script, engines, accumulation)
     return scenario_law(
-        "backward", scenario, statement, kept_because=kept_because, features=(*BACKWARD_FEATURES, *features)
+        "backward",
+        scenario,
+        statement,
+        kept_because=kept_because,
+        features=(*BACKWARD_FEATURES, *features),
+        models=models,
     )
 
 
@@ -188,27 +194,32 @@ LAWS = (
     backward_law(
         engine_backward,
         "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
+        models=("blocks", "delegating"),
         kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(
         tensor_backward,
         "loss.backward() gives plain PyTorch's gradients",
+        Feature.TENSOR_BACKWARD,
         kept_because="torch's own call, which an engine notices only by its hooks",
     ),
     backward_law(
         non_scalar,
         "out.backward(g) gives plain PyTorch's gradients",
+        Feature.TENSOR_BACKWARD,
         kept_because="the only backward that starts from a gradient that the caller passes",
     ),
     backward_law(
         joint_loss,
         "a loss over two engines gives each its gradients",
+        Feature.TENSOR_BACKWARD,
         engines=2,
         kept_because="the only backward that runs through two engines",
     ),
     backward_law(
         bypass,
         "a loss over two engines, with a branch that bypasses both, gives each its gradients",
+        Feature.TENSOR_BACKWARD,
         Feature.SUBMODULES,
         engines=2,
         kept_because="the only loss with a term that does not depend on any output of an engine",
@@ -216,6 +227,7 @@ LAWS = (
     backward_law(
         auxiliary_loss,
         "an auxiliary loss that the forward computes gives plain PyTorch's gradients too",
+        Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         kept_because="the only loss that does not depend on the output: engines that hook outputs miss it",
     ),
@@ -227,6 +239,7 @@ LAWS = (
     backward_law(
         autograd_grad,
         "torch.autograd.grad of an output is plain PyTorch's, not divided for accumulation, and training stays right",
+        Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         accumulation=4,
         kept_because="gradients that train nothing: an engine that counts backwards may count them",
@@ -234,6 +247,7 @@ LAWS = (
     backward_law(
         backward_inputs,
         "loss.backward(inputs=[x]) gives plain PyTorch's gradient of x and changes no parameter's gradient",
+        Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         kept_because="a backward that reaches no parameter, after which hooks on parameters still wait",
     ),
@@ -245,6 +259,7 @@ LAWS = (
     backward_law(
         two_outputs_two_backwards,
         "one backward for each of two outputs gives the sum of both gradients",
+        Feature.TENSOR_BACKWARD,
         kept_because="two backwards of one forward: a hook that fires only once fires too early",
     ),
     backward_law(
@@ -255,6 +270,7 @@ LAWS = (
     backward_law(
         abort_and_retry,
         "after an exception within backward and zero_grad the gradients are plain PyTorch's",
+        Feature.TENSOR_BACKWARD,
         kept_because="the only backward that raises halfway through the hooks",
     ),
 )

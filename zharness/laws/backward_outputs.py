@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import backward
 
 from zharness.law_kit.law import Variant
 from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
@@ -52,10 +51,10 @@ def outputs(participant: Participant) -> None:
     """Train with a loss of one output in a container, or with a loss of both outputs in a named tuple."""
     if participant.variant == BOTH:
         packed = participant.call(participant.inputs(), pack=NamedTupleOutput)
-        backward(participant.loss(packed.output) + packed.extra.sum())
+        participant.tensor_backward(participant.loss(packed.output) + packed.extra.sum())
         return
     pack, unpack = OUTPUT_CONTAINERS[participant.variant]
-    backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
+    participant.tensor_backward(participant.loss(unpack(participant.call(participant.inputs(), pack=pack))))
 
 
 # How a model may return several tensors that one autograd node made. Each has half of the output's columns.
@@ -77,7 +76,7 @@ def shared_grad_fn(participant: Participant) -> None:
     used = parts[1:] if participant.variant.startswith(ONE_OF) else parts
     loss = sum((number + 1) * (part * target).sum() for number, part in enumerate(used))
     assert isinstance(loss, Tensor)
-    backward(loss)
+    participant.tensor_backward(loss)
 
 
 LAWS = (

@@ -34,7 +34,7 @@ def make_checkpoint_runner(participant: Participant) -> BlockRunner:
 
 def block(participant: Participant) -> None:
     """Checkpoint a block that is in the middle of the model and uses one layer twice."""
-    backward(
+    participant.tensor_backward(
         participant.loss(participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant)))
     )
 
@@ -47,13 +47,13 @@ def nested(participant: Participant) -> None:
         """Run the block within two nested checkpoints."""
         return run_checkpointed(lambda h: run_checkpointed(block, h), hidden)
 
-    backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_nested)))
+    participant.tensor_backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_nested)))
 
 
 def whole_model(participant: Participant) -> NamedTensors:
     """Checkpoint the whole model, and return the gradient with respect to its input."""
     leaf = participant.leaf_inputs()
-    backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
+    participant.tensor_backward(participant.loss(make_checkpoint_runner(participant)(participant.call, leaf)))
     assert leaf.grad is not None
     return {"input": leaf.grad}
 
@@ -61,7 +61,7 @@ def whole_model(participant: Participant) -> NamedTensors:
 def two_regions(participant: Participant) -> None:
     """Use one layer in two checkpointed regions of one loss."""
     run_checkpointed = make_checkpoint_runner(participant)
-    backward(
+    participant.tensor_backward(
         participant.loss(
             participant.call(
                 participant.leaf_inputs(),
@@ -81,7 +81,7 @@ def frozen(participant: Participant) -> None:
             lambda h: block(participant.module.frozen(h)), run_checkpointed(participant.module.frozen, hidden)
         )
 
-    backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_regions)))
+    participant.tensor_backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_regions)))
 
 
 def plain_inputs(participant: Participant) -> None:
@@ -91,13 +91,15 @@ def plain_inputs(participant: Participant) -> None:
     """
     recompute = checkpoint if participant.variant == REENTRANT else participant.recompute
     hidden = recompute(participant.module.first, participant.inputs(), use_reentrant=participant.variant == REENTRANT)
-    backward(participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum())
+    participant.tensor_backward(
+        participant.module.head(participant.inputs()).sum() + participant.module.shared(hidden).sum()
+    )
 
 
 def accumulation(participant: Participant) -> None:
     """Accumulate gradients over two micro-batches whose forwards checkpoint a block."""
     for micro in (0, 2):
-        backward(
+        participant.tensor_backward(
             participant.loss(
                 participant.call(participant.leaf_inputs(micro), run_block=make_checkpoint_runner(participant)), micro
             )
@@ -136,7 +138,9 @@ def exception(participant: Participant) -> NamedTensors:
         return result  # type: ignore[no-any-return]
 
     try:
-        backward(participant.loss(participant.call(participant.leaf_inputs(), run_block=run_raising_region)))
+        participant.tensor_backward(
+            participant.loss(participant.call(participant.leaf_inputs(), run_block=run_raising_region))
+        )
         raised = torch.zeros(1)
     except DeliberateError:
         raised = torch.ones(1)
@@ -152,7 +156,7 @@ def dropout(participant: Participant) -> None:
         participant.call(participant.leaf_inputs(), run_block=make_checkpoint_runner(participant), with_dropout=True)
     )
     torch.manual_seed(100)
-    backward(loss)
+    participant.tensor_backward(loss)
 
 
 def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature, kept_because: str) -> Law:
@@ -162,7 +166,7 @@ def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature
         Scenario(script),
         statement,
         kept_because=kept_because,
-        features=(Feature.RECOMPUTATION, Feature.TENSOR_BACKWARD, *features),
+        features=(Feature.RECOMPUTATION, *features),
         variants=(Variant(REENTRANT), Variant(NON_REENTRANT)),
     )
 
@@ -202,11 +206,13 @@ LAWS = (
     checkpointing_law(
         accumulation,
         "checkpointed micro-batches accumulate to the sum of their gradients",
+        Feature.TENSOR_BACKWARD,
         kept_because="checkpointed regions over several micro-batches",
     ),
     checkpointing_law(
         non_scalar,
         "out.backward(g) through a checkpointed region gives plain PyTorch's gradients",
+        Feature.TENSOR_BACKWARD,
         kept_because="a region at the end of a graph, whose backward starts from a gradient that the caller passes",
     ),
     checkpointing_law(

@@ -194,6 +194,7 @@ LAWS = (
         variants=(
             Variant(DEFAULT_STEPS, compares_engine_with_itself=True, applies_to_user_models=True, is_step_count=True),
         ),
+        compares_later_forwards=True,
         steps=LawSteps(observe_configured),
     ),
     Law(
@@ -207,6 +208,7 @@ LAWS = (
             Variant(owner.value, (feature,), compares_engine_with_itself=True, applies_to_user_models=True)
             for owner, feature in OWNER_FEATURES.items()
         ),
+        compares_later_forwards=True,
         only_own_kernels=True,  # elsewhere training.accumulation compares with plain PyTorch
     ),
     Law(

@@ -30,24 +30,24 @@ from zharness.workload.exact_blocks import ODD_PARAMETERS
 
 def every_kind(participant: Participant) -> None:
     """Train a model with tied, frozen, unused, empty, tiny, transposed and shared parameters of three dtypes."""
-    backward(participant.training_loss())
+    participant.tensor_backward(participant.training_loss())
 
 
 def branch(participant: Participant) -> None:
     """Use a branch of the model in the first forward, zero the gradients, and run a second forward without it."""
-    backward(participant.loss(participant.call(participant.inputs(), branch=True)))
+    participant.tensor_backward(participant.loss(participant.call(participant.inputs(), branch=True)))
     participant.zero_grad()
-    backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
+    participant.tensor_backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
 
 
 def frozen_and_unfrozen(participant: Participant) -> None:
     """Freeze and unfreeze parameters after the engine was built, and do so again between two backwards."""
     participant.module.frozen.requires_grad_(True)
     participant.module.twice.requires_grad_(False)
-    backward(participant.training_loss())
+    participant.tensor_backward(participant.training_loss())
     participant.module.twice.requires_grad_(True)
     participant.module.tied.requires_grad_(False)
-    backward(participant.training_loss(2))
+    participant.tensor_backward(participant.training_loss(2))
     participant.module.tied.requires_grad_(True)
 
 
@@ -57,18 +57,20 @@ def outside_its_module(participant: Participant) -> None:
     The first loss also contains the ordinary training loss.
     """
     weight = participant.module.first.weight
-    backward(nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss())
-    backward(participant.module.by_attribute.weight.sum())
+    participant.tensor_backward(
+        nn.functional.linear(participant.inputs(), weight).sum() + weight.sum() + participant.training_loss()
+    )
+    participant.tensor_backward(participant.module.by_attribute.weight.sum())
 
 
 def edited(participant: Participant) -> None:
     """Edit full weights between two micro-batches, by name and by attribute. The engine keeps only rank 0's edits."""
-    backward(participant.training_loss())
+    participant.tensor_backward(participant.training_loss())
     with participant.gather_weights(["first.weight", "by_attribute.weight", "twice.bias"]) as weights, torch.no_grad():
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
         weights["twice.bias"].fill_(2 if participant.keeps_edits else 7)
         participant.module.first.weight[0].zero_()
-    backward(participant.training_loss(2))
+    participant.tensor_backward(participant.training_loss(2))
 
 
 def late_submodule(participant: Participant) -> None:
@@ -76,7 +78,14 @@ def late_submodule(participant: Participant) -> None:
     late = nn.Linear(participant.module.first.in_features, participant.module.first.out_features, bias=False)
     late.weight = dict(participant.module.named_parameters())["first.weight"]
     participant.module.late = nn.Sequential(late, nn.ReLU())
-    backward(participant.module.late(participant.inputs()).sum() + participant.training_loss())
+    participant.tensor_backward(participant.module.late(participant.inputs()).sum() + participant.training_loss())
+    del participant.module.late
+
+
+def late_module(participant: Participant) -> None:
+    """Add a submodule without parameters after the engine was built, and remove it after backward."""
+    participant.module.late = nn.Sequential(nn.ReLU())
+    participant.tensor_backward(participant.training_loss())
     del participant.module.late
 
 
@@ -86,20 +95,20 @@ OTHER_RANKS = "others"
 def used_on_some_ranks(participant: Participant) -> None:
     """Use a branch of the model only on rank 0, or only on all other ranks; then use it on no rank."""
     with participant.allow_uneven_use():
-        backward(
+        participant.tensor_backward(
             participant.loss(
                 participant.call(
                     participant.inputs(), branch=(participant.rank == 0) != (participant.variant == OTHER_RANKS)
                 )
             )
         )
-        backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
+        participant.tensor_backward(participant.loss(participant.call(participant.inputs(2), branch=False), 2))
 
 
 def sparse(participant: Participant) -> None:
     """Train an embedding in two micro-batches that use some rows several times, and other rows not at all."""
-    backward(participant.training_loss())
-    backward(participant.training_loss(2))
+    participant.tensor_backward(participant.training_loss())
+    participant.tensor_backward(participant.training_loss(2))
 
 
 IDLE_VARIANT = "idle"
@@ -220,7 +229,7 @@ def parameter_law(
         Scenario(script, unused_grads=unused_grads, reduction=Reduction.MEAN),
         statement,
         kept_because=kept_because,
-        features=(Feature.PARAMETERS, Feature.TENSOR_BACKWARD, *features),
+        features=(Feature.PARAMETERS, *features),
         models=models,
         variants=tuple(map(Variant, variants)),
     )
@@ -269,6 +278,11 @@ LAWS = (
         "a submodule that is attached late may use the model's parameters",
         Feature.OUTSIDE_FORWARD,
         kept_because="the only law whose modules change after construction",
+    ),
+    parameter_law(
+        late_module,
+        "a submodule without parameters that is attached late changes no gradient",
+        kept_because="a module that the engine has not seen in its construction, and that reads no weight",
     ),
     parameter_law(
         edited,

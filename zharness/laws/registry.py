@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-from functools import cache
-
-from zharness.errors import UsageError
 from zharness.law_kit.law import Law
 from zharness.laws import (
     access,
@@ -23,6 +19,7 @@ from zharness.laws import (
     torch_func,
     training,
 )
+from zharness.names import matches_pattern, require_law, require_laws
 
 # The order in which laws are listed and run.
 LAW_MODULES = (
@@ -46,8 +43,7 @@ LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in modul
 
 def get_law(name: str) -> Law:
     """Return the law with this name. Raise UsageError if there is no such law."""
-    if name not in LAWS:
-        raise UsageError.unknown_name("law", name, LAWS, "`zharness list laws` prints every law")
+    require_law(name, LAWS)
     return LAWS[name]
 
 
@@ -56,13 +52,5 @@ def find_laws(patterns: tuple[str, ...]) -> list[Law]:
 
     Raise UsageError if a pattern matches no law.
     """
-    for pattern in patterns:
-        if not any(matches_pattern(name, pattern) for name in LAWS):
-            raise UsageError.unknown_name("law", pattern, LAWS, "a pattern may use * and may name a group")
+    require_laws(patterns, LAWS)
     return [law for name, law in LAWS.items() if not patterns or any(matches_pattern(name, p) for p in patterns)]
-
-
-@cache
-def matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether the law's name matches the glob ``pattern``, or the law belongs to the group ``pattern``."""
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from zharness.engines import EngineFactory
-from zharness.errors import UsageError
 from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     accumulation,
     autocast,
@@ -52,6 +51,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     unused_parameters,
 )
 from zharness.mutants.mutant import PATH, REGISTERED, FaultKind, Mutant, Origin, Target
+from zharness.names import require_mutants
 
 MUTANTS: Mapping[str, Mutant] = MappingProxyType({mutant.name: mutant for mutant in REGISTERED})
 
@@ -63,11 +63,7 @@ def find_mutants(patterns: tuple[str, ...]) -> list[Mutant]:
 
     Raises UsageError if a pattern matches no mutant.
     """
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in MUTANTS):
-            raise UsageError.unknown_name(
-                "mutant", pattern, MUTANTS, "`zharness list mutants` says what each does wrong"
-            )
+    require_mutants(patterns, MUTANTS)
     return [mutant for name, mutant in MUTANTS.items() if not patterns or any(fnmatchcase(name, p) for p in patterns)]
 
 

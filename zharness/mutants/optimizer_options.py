@@ -69,6 +69,30 @@ class CouplesTheDecayOfOneWeight(OverDDP):
         self.right.step()
 
 
+@mutant(FaultKind.OPTIMIZER, option("sgd_warm_up"), origin=Origin.CIRCUMSTANCES)
+class WarmsUpToOneRate(OverDDP):
+    """Steps every parameter group with the first group's learning rate while the schedule rises."""
+
+    def step(self) -> None:
+        first, *others = self.optimizer.param_groups
+        for group in others:
+            group["lr"] = first["lr"]
+        self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_cosine"), origin=Origin.CIRCUMSTANCES)
+class StartsLaterGroupsAtTheirRate(OverDDP):
+    """Makes the first step of all groups but the first with their own rate, although the schedule starts at zero."""
+
+    is_first = True
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups[1:] if self.is_first else ():
+            group["lr"] = group["initial_lr"]
+        self.is_first = False
+        self.right.step()
+
+
 class SeesZeroGradients(OverDDP):
     """The base class of mutants that depend on which gradients are zero everywhere."""
 

@@ -15,7 +15,7 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, HookedParameters
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -251,3 +251,19 @@ class LaysOutInTheSecondForward(Around):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         self.right.backward(loss, retain_graph=retain_graph)
         self.backwards += 1
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("parameters.late_module", model="changing"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class ScalesByTheNumberOfModules(HookedParameters):
+    """Doubles each gradient while the model has other modules than when the engine was built."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module_count = len(list(self.module.modules()))
+
+    def changed(self, grad: Tensor) -> Tensor:
+        return grad if len(list(self.module.modules())) == self.module_count else 2 * grad

@@ -53,7 +53,7 @@ def replace_attribute(owner: object, name: str, value: object) -> None:
 
 def model_params(engine: ReferenceEngine) -> Mapping[str, ModelParam]:
     """Return the parameters of the engine's model, by name."""
-    return engine.engine._model_params
+    return engine.engine.model_params
 
 
 def comm(engine: ReferenceEngine) -> Comm:
@@ -121,7 +121,7 @@ def skips_on_overflow(engine: ReferenceEngine) -> bool:
 
 def loss_scaler(engine: ReferenceEngine) -> LossScale:
     """Return the object that stores and updates the loss scale."""
-    return engine.engine._loss_scale
+    return engine.engine.loss_scaler
 
 
 def count_unsharded(engine: ReferenceEngine, tensor: Tensor) -> None:

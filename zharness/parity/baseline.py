@@ -30,12 +30,18 @@ class LocalResult:
     grads: Mapping[str, Tensor]
 
 
+def trained_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which cells of ``dtype`` train a parameter whose dtype is ``own``: fp32 keeps float64."""
+    return own if own is torch.float64 and dtype is torch.float32 else dtype
+
+
 @dataclass(frozen=True)
 class Baseline:
     """The plain model of ``spec``, with weights initialized from ``seed``, and the batches of ``world_size`` ranks.
 
-    Batches, and parameters that require a gradient, are converted to ``dtype``. Backward runs on the loss times
-    ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is 1).
+    Batches, and parameters that require a gradient, are converted to ``dtype`` (``trained_dtype``). Backward runs on
+    the loss times ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is
+    1).
     ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed outside
     of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None means that
     autocast is off.
@@ -67,7 +73,7 @@ class Baseline:
         model = self.spec.model(self.seed)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.detach().to(self.dtype)
+                parameter.data = parameter.detach().to(trained_dtype(parameter.dtype, self.dtype))
         if params is not None:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():

@@ -21,6 +21,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def replay_roundoff(dtype: torch.dtype) -> float:
+    """Return the relative distance that one rounding may put between a result in ``dtype`` and its float64 replay.
+
+    In float64 the replay rounds as well, which is twice the unit roundoff; for narrower dtypes that is neglected.
+    """
+    return 2 * unit_roundoff(dtype) if dtype is torch.float64 else unit_roundoff(dtype)
+
+
 def subnormal(dtype: torch.dtype) -> float:
     """Return the distance between neighbouring subnormal numbers of ``dtype``: the largest error of an underflow."""
     info = torch.finfo(dtype)
@@ -30,10 +38,10 @@ def subnormal(dtype: torch.dtype) -> float:
 def gamma(terms: int, dtype: torch.dtype) -> float:
     """Return (n+1)u / (1 - (n+1)u), the relative error bound of a scaled sum of n = ``terms`` terms in any order.
 
-    The bound follows from Higham, lemma 3.1 and section 4.2. Raises ValueError if (n+1)u >= 1, because then no such
-    bound exists.
+    The bound follows from Higham, lemma 3.1 and section 4.2; u is ``replay_roundoff``. Raises ValueError if
+    (n+1)u >= 1, because then no such bound exists.
     """
-    nu = (terms + 1) * unit_roundoff(dtype)
+    nu = (terms + 1) * replay_roundoff(dtype)
     if nu >= 1:
         raise ValueError(f"a sum of {terms} terms in {dtype} has no rounding bound: (n+1)u = {nu:g} is not below 1")
     return nu / (1 - nu)
@@ -116,8 +124,8 @@ class BoundedTensor:
     """A float64 value together with an upper bound on the error of the same value computed in ``dtype``.
 
     ``error`` has the shape of ``value``. Every operation propagates the errors of its operands and adds its own
-    rounding (running error analysis, Higham 3.3). The rounding of float64 is neglected, because it is 2**-29 of the
-    rounding of float32.
+    rounding (running error analysis, Higham 3.3). The rounding of the float64 value itself counts for a ``dtype`` of
+    float64 alone (``replay_roundoff``), because it is 2**-29 of the rounding of float32.
     """
 
     value: Tensor
@@ -190,5 +198,5 @@ class BoundedTensor:
 
     def _with_rounding(self, value: Tensor, carried_error: Tensor) -> BoundedTensor:
         """Return ``value`` with the error ``carried_error`` of the operands, plus one rounding to ``dtype``."""
-        error = carried_error + unit_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
+        error = carried_error + replay_roundoff(self.dtype) * (value.abs() + carried_error) + subnormal(self.dtype)
         return BoundedTensor(value, error, self.dtype)

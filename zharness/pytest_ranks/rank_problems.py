@@ -14,6 +14,7 @@ from zharness.pytest_ranks.phase_report import PHASES, PhaseReport
 from zharness.pytest_ranks.rank_text import first_line, mask_addresses
 from zharness.world.messages import RankNote
 from zharness.world.outcome import MISMATCH_EXCEPTION, GroupOutcome, RankEnd, RankOutcome
+from zharness.world.process_group import PEER_LOST_MESSAGES
 from zharness.world.stacks import strip_harness_frames
 
 FATAL_ERROR_PREFIX = "Fatal Python error"  # the start of faulthandler's output
@@ -48,10 +49,11 @@ class BlameLevel(Enum):
     DEATH = 0
     HARNESS_ERROR = 1
     REPORTED = 2
-    HUNG_ALONE = 3
-    HUNG_IN_COLLECTIVE = 4
-    LEFTOVER = 5
-    STOPPED = 6
+    PEER_LOST = 3  # a collective failed because another rank closed its connection
+    HUNG_ALONE = 4
+    HUNG_IN_COLLECTIVE = 5
+    LEFTOVER = 6
+    STOPPED = 7
 
 
 @dataclass(frozen=True)
@@ -180,13 +182,15 @@ def make_reported_problem(rank: int, phase: str, timed_report: TimedReport) -> R
         kind = ProblemKind.SKIPPED
     elif isinstance(report.longrepr, str) and report.longrepr.startswith(STRICT_XPASS_PREFIX):
         kind = ProblemKind.PASSED_UNEXPECTEDLY
+    message = get_report_message(report)
+    is_peer_lost = kind is ProblemKind.FAILED and any(lost in message for lost in PEER_LOST_MESSAGES)
     return RankProblem(
         rank,
         phase,
         timed_report.at_ns,
         kind,
-        BlameLevel.REPORTED,
-        get_report_message(report),
+        BlameLevel.PEER_LOST if is_peer_lost else BlameLevel.REPORTED,
+        message,
         xfail_reason=reason,
         report=report,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from zharness.errors import UsageError
+from zharness.pytest_ranks.options import get_option
 from zharness.pytest_ranks.plugin_support import get_plugin_timeout
 from zharness.world.limits import check_world_size
 from zharness.world.task import CollectiveMode, Group, Isolation
@@ -130,7 +131,7 @@ def parse_isolation(item: pytest.Item) -> tuple[Isolation, Group]:
     An example of the marker is ``isolation("pooled", group="new")``. Raises UsageError if the marker is invalid.
     """
     marker = get_closest_mark(item, "isolation")
-    names = list(marker.args) if marker is not None else [item.config.getoption("--isolation")]
+    names = list(marker.args) if marker is not None else [get_option(item.config, "isolation")]
     options = dict(marker.kwargs) if marker is not None else {}
     group = options.pop("group", "kept")
     allowed = [Isolation.FRESH.value, Isolation.POOLED.value]
@@ -151,7 +152,7 @@ def parse_rank_timeout(item: pytest.Item) -> float:
     marker = get_closest_mark(item, "rank_timeout")
     if marker is None:
         by_marker, by_option = get_plugin_timeout(item)
-        candidates = (by_marker, item.config.getoption("--rank-timeout"), by_option, DEFAULT_TIMEOUT)
+        candidates = (by_marker, get_option(item.config, "rank-timeout"), by_option, DEFAULT_TIMEOUT)
         return float(next(candidate for candidate in candidates if candidate is not None))
     seconds = marker.args[0] if len(marker.args) == 1 and not marker.kwargs else None
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -166,7 +167,7 @@ def parse_collectives(item: pytest.Item) -> CollectiveMode:
     """
     marker = get_closest_mark(item, "collectives")
     if marker is None:
-        return CollectiveMode(item.config.getoption("--collectives"))
+        return CollectiveMode(get_option(item.config, "collectives"))
     allowed = [mode.value for mode in CollectiveMode]
     if len(marker.args) != 1 or marker.args[0] not in allowed or marker.kwargs:
         raise UsageError(

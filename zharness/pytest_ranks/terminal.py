@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from zharness.errors import UsageError
+from zharness.pytest_ranks.options import get_option
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def open_terminal(config: pytest.Config) -> Terminal:
 
     Raises UsageError for a negative rank, and with ``--pdb`` or ``--trace`` if standard input cannot be read.
     """
-    rank = int(config.getoption("--pdb-rank"))
+    rank = int(get_option(config, "pdb-rank"))
     if rank < 0:
         raise UsageError(f"--pdb-rank {rank}: expected the number of a rank, from 0 up")
     if hasattr(config, "workerinput"):

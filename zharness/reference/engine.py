@@ -65,13 +65,13 @@ class Engine:
         self.steps = 0
         self.skipped_steps = 0
         self._placements = placements
-        self._model_params = model_params
+        self.model_params = model_params
         self._parameters = parameters
         self._gradients = gradients
-        self._loss_scale = loss_scale
+        self.loss_scaler = loss_scale
         self._memory_tracker = memory_tracker
         self._phase = EnginePhase.TRAINING
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._micro_batches = 0
         self._clipper = GradientClipper(settings, loss_scale, gradients)
         self._step_guard = refuse_direct_steps(optimizer, parameters.leaves)
@@ -83,7 +83,7 @@ class Engine:
         """Run the module's forward, inside torch.autocast if configured; the loss is computed outside of autocast."""
         self._require_phase(EnginePhase.TRAINING, EnginePhase.NO_SYNC)
         precision = self.settings.precision
-        with precision.autocast_context(self._device.type):
+        with precision.autocast_context(self.device.type):
             return self.module(*precision.cast_inputs(args), **precision.cast_inputs(kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -100,20 +100,20 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(f"a loss is a tensor of one element, got {got}; for out.backward(g) pass (out * g).sum()")
-        return self._loss_scale.scale(loss)
+        return self.loss_scaler.scale(loss)
 
     def needs_scaler(self) -> bool:
         """Return whether a loss must be passed to ``scale``; if so, any other backward raises UsageError."""
-        return self._loss_scale.is_needed()
+        return self.loss_scaler.is_needed()
 
     def override_loss_scale(self, scale: float | None) -> None:
         """Use ``scale`` as the loss scale, which only the caller changes; None restores the configured scale."""
-        self._loss_scale.override(scale)
+        self.loss_scaler.override(scale)
 
     @property
     def loss_scale(self) -> float:
         """The current loss scale, or 1.0 if none is needed."""
-        return self._loss_scale.value
+        return self.loss_scaler.value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,16 +135,16 @@ class Engine:
             if self._phase is EnginePhase.NO_SYNC:  # it was not closed inside the block
                 self._phase = EnginePhase.TRAINING
 
-    def step(self) -> None:
+    def step(self, is_boundary: bool | None = None) -> None:
         """Count the micro-batch, and at the accumulation boundary update the parameters and drop the gradients.
 
-        This is a collective at the boundary. If a gradient is not finite on some rank, no rank changes a weight: under
-        fp16 and bf16 (unless bf16.check_grad_overflow is false) the step is skipped and counted, otherwise
-        NonFiniteError is raised.
+        ``is_boundary`` overrides the count. This is a collective at the boundary. If a gradient is not finite on some
+        rank, no rank changes a weight: under fp16 and bf16 (unless bf16.check_grad_overflow is false) the step is
+        skipped and counted, otherwise NonFiniteError is raised.
         """
         self._require_phase(EnginePhase.TRAINING)
         self._micro_batches += 1
-        if self._micro_batches < self.settings.accumulation_steps:
+        if not (self._micro_batches >= self.settings.accumulation_steps if is_boundary is None else is_boundary):
             return
         self._parameters.check_ready_to_step()
         check_only_leaves(self.optimizer, self._parameters.leaves)
@@ -154,7 +154,7 @@ class Engine:
             self._update(reduced_grads)
         self.zero_grad()
         self.skipped_steps += not is_finite
-        self._loss_scale.update(not is_finite)
+        self.loss_scaler.update(not is_finite)
         if not is_finite and not self.settings.precision.skips_on_overflow:
             raise NonFiniteError(
                 f"after step {self.steps} a gradient is not finite on some rank (norm {self.grad_norm()}): no weight "
@@ -188,7 +188,7 @@ class Engine:
         Use this method instead of the module's or the optimizer's ``zero_grad``, which do not see reduced gradients.
         """
         self._gradients.clear()
-        self._loss_scale.forget_scaled_backward()
+        self.loss_scaler.forget_scaled_backward()
         self._micro_batches = 0
 
     def grad_norm(self) -> float | None:
@@ -197,7 +197,7 @@ class Engine:
 
     def full_grads(self) -> dict[str, Tensor]:
         """Return the accumulated full gradients, reduced and unscaled, by name on the CPU. This is a collective."""
-        return {name: grad / self._loss_scale.value for name, grad in self._gradients.full_grads().items()}
+        return {name: grad / self.loss_scaler.value for name, grad in self._gradients.full_grads().items()}
 
     def full_params(self) -> dict[str, Tensor]:
         """Return the full current weights by name on the CPU. This is a collective."""
@@ -238,7 +238,7 @@ class Engine:
         leaves = self._parameters.leaves
         states = {name: state for name, leaf in leaves.items() if (state := self.optimizer.state.get(leaf))}
         shards = {
-            (name, key): (value, self._model_params[name].layout)
+            (name, key): (value, self.model_params[name].layout)
             for name, state in states.items()
             for key, value in state.items()
             if self._is_shard(value, leaves[name])
@@ -265,7 +265,7 @@ class Engine:
         modules' extra state (``get_extra_state``) are copies of this rank's.
         """
         full = self.full_params()
-        by_id = {id(param.parameter): full[name] for name, param in self._model_params.items()}
+        by_id = {id(param.parameter): full[name] for name, param in self.model_params.items()}
         return {
             name: by_id[id(value)] if id(value) in by_id else _copy_to_cpu(value)
             for name, value in self.module.state_dict(keep_vars=True).items()
@@ -283,7 +283,7 @@ class Engine:
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
-            if self._micro_batches or self._pending_gradients():
+            if self._micro_batches or self.pending_gradients():
                 raise CheckpointError(
                     "the engine has gradients that no optimizer step has used, and a checkpoint does not save them; "
                     "call step() until the accumulation boundary, or call zero_grad()"
@@ -340,9 +340,9 @@ class Engine:
         if not module_only:
             self.steps, self.skipped_steps = contents.steps, contents.skipped_steps
 
-    def _pending_gradients(self) -> list[Tensor]:
+    def pending_gradients(self) -> list[Tensor]:
         """Return all gradients on this rank, reduced or not."""
-        local = (param.parameter.grad for param in self._model_params.values())
+        local = (param.parameter.grad for param in self.model_params.values())
         return [*self._gradients.reduced_tensors(), *(grad for grad in local if grad is not None)]
 
     def shards(self) -> dict[str, tuple[tuple[int, int], ...]]:
@@ -350,7 +350,7 @@ class Engine:
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
         ranks = range(self.comm.world_size)
-        return {name: tuple(map(param.layout.shard_bounds, ranks)) for name, param in self._model_params.items()}
+        return {name: tuple(map(param.layout.shard_bounds, ranks)) for name, param in self.model_params.items()}
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""
@@ -362,7 +362,7 @@ class Engine:
 
     def _tensors_by_kind(self) -> dict[str, list[Any]]:
         """Return this rank's parameters, gradients and optimizer state; some values are not tensors, such as None."""
-        parameters = [param.parameter for param in self._model_params.values()]
+        parameters = [param.parameter for param in self.model_params.values()]
         state_values = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
             "parameters": parameters,
@@ -387,7 +387,7 @@ class Engine:
         if self._phase is not EnginePhase.CLOSED:
             self._phase = EnginePhase.CLOSED
             self._step_guard.remove()
-            self._loss_scale.close()
+            self.loss_scaler.close()
             self._gradients.close()
             self._parameters.close()
 

@@ -14,6 +14,7 @@ import pytest
 
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
+from zharness.pytest_ranks.options import get_option
 from zharness.releases import repro_runs
 from zharness.releases.prepared_release import prepare_release
 from zharness.releases.repro_table import describe_expected, describe_run
@@ -27,7 +28,7 @@ class ReproFile(pytest.File):
         """Yield one item for each release on which the script is to be run."""
         try:
             repro = parse_repro(self.path)
-            for engine in repro_runs.select_releases(repro, self.config.getoption("--engine")):
+            for engine in repro_runs.select_releases(repro, get_option(self.config, "engine")):
                 yield ReproItem.from_parent(self, name=render_title(engine), repro=repro, engine=engine)
         except UsageError as error:
             raise self.CollectError(str(error)) from None

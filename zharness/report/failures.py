@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from zharness.report.failure_groups import describe_extent, group_failures
 from zharness.report.heat_map import render_heat_map
-from zharness.run.outcomes import count_outcomes, group_records, outcome_name
+from zharness.run.outcomes import count_cells, count_outcomes, group_records, outcome_name
 from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
@@ -71,7 +71,7 @@ def render_expected_failures(records: Sequence[Record]) -> list[str]:
         expected, lambda record: (outcome_name(record), record.documentation_url or record.expected_failure)
     )
     return [
-        f"{outcome.upper()} {len(group)} cells by {source}\n  for example {group[0].cell.id}\n"
+        f"{outcome.upper()} {count_cells(len(group))} by {source}\n  for example {group[0].cell.id}\n"
         f"  {shorten_cause(group[0].cause)}\n  again: {group[0].command}"
         for (outcome, source), group in groups.items()
     ]
@@ -82,7 +82,7 @@ def render_withheld(records: Sequence[Record]) -> list[str]:
     withheld = (record for record in records if record.withheld_feature)
     groups = group_records(withheld, lambda record: (record.cell.engine, record.withheld_feature))
     return [
-        f"WITHHELD {engine} does not claim {feature}, although the law holds in {len(group)} cells:\n"
+        f"WITHHELD {engine} does not claim {feature}, although the law holds in {count_cells(len(group))}:\n"
         + "\n".join(f"  {record.cell.id}" for record in group)
         for (engine, feature), group in groups.items()
     ]
@@ -91,7 +91,7 @@ def render_withheld(records: Sequence[Record]) -> list[str]:
 def render_unsupported(records: Sequence[Record]) -> list[str]:
     """Render a line for each reason why cells were not run."""
     counts = Counter(record.cause for record in records if record.verdict is Verdict.UNSUPPORTED)
-    return [f"UNSUPPORTED {count} cells: {reason}" for reason, count in counts.items()]
+    return [f"UNSUPPORTED {count_cells(count)}: {reason}" for reason, count in counts.items()]
 
 
 def shorten_cause(cause: str) -> str:
@@ -103,4 +103,4 @@ def shorten_cause(cause: str) -> str:
 def render_summary(records: Sequence[Record], seconds: float) -> str:
     """Render the last line of a run: cells, seconds, and outcomes."""
     parts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
-    return f"{len(records)} cells in {seconds:.1f} s: {parts}"
+    return f"{count_cells(len(records))} in {seconds:.1f} s: {parts}"

@@ -1,18 +1,14 @@
-"""Render the lists of ``zharness list`` as tables or JSON."""
+"""Render the lists of ``zharness list`` as tables or JSON. The module does not import torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 from tabulate import tabulate
 
 from zharness.engines import registered_engines
 from zharness.errors import UsageError
-from zharness.laws import LAWS
-from zharness.laws.registry import matches_pattern
-from zharness.mutants import MUTANTS
-from zharness.workload import MODELS
+from zharness.names import matches_pattern
 
 Rows = list[dict[str, str]]
 MAX_COLUMN_WIDTH = 60  # characters; longer entries are wrapped, so that the last columns stay in sight
@@ -31,67 +27,19 @@ def engine_rows() -> Rows:
     ]
 
 
-def law_rows() -> Rows:
-    """List every law, its group, and its tier on random weights."""
-    return [
-        {
-            "check": law.name,
-            "group": law.name.partition(".")[0],
-            "law": law.statement,
-            "tier": law.tier.value,
-            "variants": ", ".join(variant.name for variant in law.variants if variant.name),
-        }
-        for law in LAWS.values()
-    ]
-
-
-def add_killed_mutants(rows: Rows) -> Rows:
-    """Add to each law the mutants that name it as a target."""
-    return [
-        {**row, "kills": ", ".join(name for name, mutant in MUTANTS.items() if row["check"] in mutant.named_laws)}
-        for row in rows
-    ]
-
-
 def filter_rows(rows: Rows, kind: str, patterns: tuple[str, ...]) -> Rows:
     """Return the rows whose first entry matches any pattern. Raises UsageError for a pattern without a match."""
     names = [next(iter(row.values())) for row in rows]
     for pattern in patterns:
         if not any(matches_pattern(name, pattern) for name in names):
-            raise UsageError.unknown_name("law" if kind == "checks" else kind.removesuffix("s"), pattern, names)
+            singular = "law" if kind == "checks" else kind.removesuffix("s")
+            remedy = f"`zharness list {kind}` prints every {singular}"
+            raise UsageError.unknown_name(singular, pattern, names, remedy)
     return [
         row
         for row, name in zip(rows, names, strict=True)
         if not patterns or any(matches_pattern(name, p) for p in patterns)
     ]
-
-
-def model_rows() -> Rows:
-    """List every model of the workload."""
-    return [{"model": spec.name, "what": spec.summary} for spec in MODELS.values()]
-
-
-def mutant_rows() -> Rows:
-    """List every mutant."""
-    return [
-        {
-            "mutant": mutant.name,
-            "over": f"{mutant.over} {','.join(map(str, mutant.stages))}",
-            "kind": mutant.kind.value,
-            "what": mutant.description,
-            "imitates": mutant.imitates,
-        }
-        for mutant in MUTANTS.values()
-    ]
-
-
-ROW_BUILDERS: dict[str, Callable[[], Rows]] = {
-    "engines": engine_rows,
-    "laws": law_rows,
-    "checks": law_rows,  # the older name of laws
-    "models": model_rows,
-    "mutants": mutant_rows,
-}
 
 
 def render_rows(rows: Rows, as_json: bool) -> str:

@@ -35,6 +35,10 @@ class Outputs:
         if self.junitxml is not None:
             require_writable(self.junitxml)
 
+    def render_table(self, records: Sequence[Record], tablefmt: str = "simple") -> str:
+        """Render the table of verdicts, in a table format of the package tabulate."""
+        return render_matrix(records, tablefmt)
+
     def report_run(
         self,
         records: Sequence[Record],
@@ -48,7 +52,7 @@ class Outputs:
         failures that matched no cell; if there is such an expected failure, the exit code is not 0.
         """
         parts = [
-            render_matrix(records),
+            self.render_table(records),
             render_sensitivity(records),
             "\n".join(coverage),
             render_failures(records),
@@ -78,7 +82,7 @@ class Outputs:
             render_summary(records, seconds),
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
-            render_matrix(records, "github"),
+            self.render_table(records, "github"),
             step_summary.render_details("Cells that did not pass", render_failures(records)),
         )
         if self.html is not None:

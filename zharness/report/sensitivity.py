@@ -6,9 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from zharness.run.outcomes import group_records
+from zharness.run.outcomes import count_cells, group_records
 from zharness.run.record import Record, Verdict
 
+# What the words of the paragraphs mean, by the tier that uses them; the empty name is for all tiers.
+TERMS = {
+    "X": "tier X: all sums are exact in this dtype, so engine and plain PyTorch have to be equal bit for bit",
+    "S": "tier S: each part of the step is compared within its bound, the largest error that rounding can cause",
+    "C": "tier C: the engine has kernels of its own; the bound follows from errors of plain PyTorch's kernels",
+    "": "a scale error is a tensor that is wrong by a constant factor: 1e-2 means 1 %",
+}
 COMPARED_VERDICTS = (Verdict.PASS, Verdict.CONTRACT, Verdict.UNDETERMINED)
 
 
@@ -18,13 +25,16 @@ def render_sensitivity(records: Iterable[Record]) -> str:
     engines = group_records(compared, lambda record: (record.cell.engine, record.engine_version))
     notes = Counter(note for record in compared for note in record.notes)
     lines = [f"{name} {version}: {describe_sensitivity(rows)}" for (name, version), rows in engines.items()]
-    return "\n".join([*lines, *(f"NOTE {count} cells: {note}" for note, count in notes.items())])
+    tiers = {record.tier for record in compared}
+    lines.extend(f"  {text}" for name, text in TERMS.items() if tiers and (not name or name in tiers))
+    return "\n".join([*lines, *(f"NOTE {count_cells(count)}: {note}" for note, count in notes.items())])
 
 
 def describe_sensitivity(records: Sequence[Record]) -> str:
     """Describe the tiers of these records, and the cells that are the least sensitive to errors."""
     tiers = [record.tier for record in records]
-    tier_counts = ", ".join(f"{tiers.count(tier)} cells by tier {tier}" for tier in ("X", "S", "C") if tier in tiers)
+    used = [tier for tier in ("X", "S", "C") if tier in tiers]
+    tier_counts = ", ".join(f"{count_cells(tiers.count(tier))} by tier {tier}" for tier in used)
     bluntest = max(records, key=smallest_scale_error)
     most_lost = max(records, key=lambda record: record.wrong_elements or 0)
     undetermined = sum(record.undetermined or 0 for record in records)

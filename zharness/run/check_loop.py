@@ -110,6 +110,15 @@ class RunResult:
     coverage: list[str]
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """Raised if Ctrl-C ended a run; ``records`` are those of the finished cells, ``cell_count`` counts all cells."""
+
+    def __init__(self, records: Sequence[Record], cell_count: int) -> None:
+        super().__init__()
+        self.records = records
+        self.cell_count = cell_count
+
+
 def describe_coverage(planned: Plan) -> list[str]:
     """Return a sentence for each engine with the pairs that the cells of ``planned`` cover."""
     return [f"{engine}: {covering.describe()}" for engine, covering in planned.coverings.items()]
@@ -118,8 +127,8 @@ def describe_coverage(planned: Plan) -> list[str]:
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:
     """Run every cell of ``request``, report the records, and return the command's exit code.
 
-    ``get_environment(engine)`` returns the environment of an engine's rank server. Raises UsageError if the request
-    cannot be run or an output file cannot be written.
+    ``get_environment(engine)`` returns the environment of an engine's rank server. Ctrl-C reports the cells that have
+    finished. Raises UsageError if the request cannot be run or an output file cannot be written.
     """
     launch = detect_launch()
     if launch is not None:
@@ -130,7 +139,13 @@ def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_
     began = time.monotonic()
     with ExitStack() as stack:
         open_sink = partial(open_optional_record_file, stack, reporter.jsonl)
-        result = run_request(request, options, open_sink, get_environment)
+        try:
+            result = run_request(request, options, open_sink, get_environment)
+        except RunInterrupted as interrupted:
+            if interrupted.records:
+                sentence = f"INTERRUPTED after {len(interrupted.records)} of {interrupted.cell_count} cells"
+                reporter.report_run(interrupted.records, time.monotonic() - began, coverage=[sentence])
+            raise
     return reporter.report_run(result.records, time.monotonic() - began, result.unmatched_failures, result.coverage)
 
 
@@ -159,7 +174,12 @@ def run_request(
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
         finished = run_cells(options.order_cells(cells), runners)
-        records = list(write_with_progress(finished, open_sink(), len(cells)))
+        records: list[Record] = []
+        try:
+            for record in write_with_progress(finished, open_sink(), len(cells)):
+                records.append(record)
+        except KeyboardInterrupt:
+            raise RunInterrupted(sort_as_planned(records, cells), len(cells)) from None
         missing_claims = describe_missing_claims(cells, runners[0].claims)
     records = sort_as_planned(records, cells)
     unmatched_failures += find_stale_failures(request, options, records)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zharness.engines.json_options import translate_options
 from zharness.engines.optimizers import ELEMENTWISE
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
 from zharness.law_kit.default_training import DEFAULT_OPTIMIZER, DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
+from zharness.run.auto_values import fill_auto_values
+from zharness.run.schedules import SCHEDULED_STEPS, SCHEDULES, schedule_factors
 
 SUFFIX = ".json"
 # The batch function decides how many samples there are, and the laws feed each rank its own micro-batches.
@@ -35,7 +38,11 @@ LOSS_SCALE_KEYS = (
 )
 DEEPSPEED_ADAM_KEYS = {"torch_adam", "adam_w_mode", "bias_correction"}  # torch's Adam has no such arguments
 TORCH_ADAM_KEY = "optimizer.params.torch_adam"
+SCHEDULE_NOTICE = (
+    f"scheduler: every engine gets the rates that DeepSpeed's formulas give for the first {SCHEDULED_STEPS} steps"
+)
 SECTION_EXAMPLES = {
+    "scheduler": '{"type": "WarmupLR"}',
     "optimizer": '{"type": "AdamW", "params": {"lr": 0.001}}',
     "zero_optimization": '{"stage": 2}',
     "bf16": '{"enabled": true}',
@@ -52,7 +59,8 @@ class Configuration:
 
     ``training`` determines how the laws train, and ``options`` are passed to the engine. ``stage`` and ``dtype`` are
     None if the file does not set them. ``autocast_dtype`` is the dtype of ``torch_autocast``, and ``reduce_dtype`` is
-    the value of ``communication_data_type``. ``ignored_keys`` are keys of the file that no law uses.
+    the value of ``communication_data_type``. ``ignored_keys`` are keys of the file that no law uses, and
+    ``notices`` say what was filled in, computed or translated.
     """
 
     training: TrainingConfig = DEFAULT_TRAINING
@@ -62,6 +70,7 @@ class Configuration:
     autocast_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     ignored_keys: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def is_config_file(engine_variant: str) -> bool:
@@ -115,8 +124,11 @@ def load_json_object(name: str) -> Mapping[str, Any]:
 
 def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
     """Parse a configuration. Raises ConfigError, with the name of the key, for a key that cannot be used."""
-    reject_auto_values(name, config)
+    filled = fill_auto_values(name, config)
+    config = filled.config
     require_valid_sections(name, config)
+    optimizer = parse_optimizer(name, config["optimizer"]) if "optimizer" in config else DEFAULT_OPTIMIZER
+    scheduled = add_schedule(name, optimizer, config.get("scheduler"))
     remaining = {key: value for key, value in config.items() if key not in (*BATCH_SIZE_KEYS, "scheduler", "optimizer")}
     zero = dict(remaining.pop("zero_optimization", {}))
     stage = zero.pop("stage", None)
@@ -124,7 +136,7 @@ def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
     autocast, reduce_dtype = remaining.get("torch_autocast", {}), remaining.get("communication_data_type")
     return Configuration(
         training=TrainingConfig(
-            optimizer=parse_optimizer(name, config["optimizer"]) if "optimizer" in config else DEFAULT_OPTIMIZER,
+            optimizer=scheduled or optimizer,
             clip=remaining.pop("gradient_clipping", None) or None,
             accumulation=remaining.pop("gradient_accumulation_steps", 1),
         ),
@@ -136,11 +148,19 @@ def parse_configuration(name: str, config: Mapping[str, Any]) -> Configuration:
         else None,
         reduce_dtype=None if reduce_dtype is None else parse_dtype(name, "communication_data_type", reduce_dtype),
         ignored_keys=(
-            *(key for key in (*BATCH_SIZE_KEYS, "scheduler") if key in config),
+            *(key for key in BATCH_SIZE_KEYS if key in config),
+            *(("scheduler",) if "scheduler" in config and scheduled is None else ()),
             *ignored_loss_scale_keys(config),
             *ignored_kernel_keys(config),
         ),
+        notices=(*filled.notices, *((SCHEDULE_NOTICE,) if scheduled is not None else ())),
     )
+
+
+def add_schedule(name: str, optimizer: OptimizerSpec, section: Mapping[str, Any] | None) -> OptimizerSpec | None:
+    """Return the optimizer with the learning rates of the section ``scheduler``, or None if they are not computed."""
+    factors = None if section is None else schedule_factors(name, section, float(optimizer.args["lr"]))
+    return None if factors is None else replace(optimizer, schedule=factors)
 
 
 def require_valid_sections(name: str, config: Mapping[str, Any]) -> None:
@@ -153,18 +173,6 @@ def require_valid_sections(name: str, config: Mapping[str, Any]) -> None:
             )
     if all(config.get(dtype, {}).get("enabled", False) for dtype in ("bf16", "fp16")):
         raise ConfigError(f"config {name!r}: bf16.enabled and fp16.enabled are both true; enable one of them")
-
-
-def reject_auto_values(name: str, config: Mapping[str, Any], path: str = "") -> None:
-    """Raise ConfigError if a value is "auto", which only the Trainer of transformers replaces."""
-    for key, value in config.items():
-        if value == "auto":
-            raise ConfigError(
-                f"config {name!r}: {path}{key} is 'auto', which only the Trainer of transformers replaces; write the "
-                "value itself"
-            )
-        if isinstance(value, Mapping):
-            reject_auto_values(name, value, f"{path}{key}.")
 
 
 def parse_optimizer(name: str, section: Mapping[str, Any]) -> OptimizerSpec:
@@ -207,7 +215,9 @@ def explain_ignored_key(key: str) -> str:
     """Explain why no law uses an ignored key."""
     if key == TORCH_ADAM_KEY:
         return "every engine gets an optimizer of torch.optim"
-    return "the batch function sets the batch size; the learning rate and the loss scale stay constant"
+    if key == "scheduler":
+        return f"the learning rate stays constant; the rates of {', '.join(SCHEDULES)} are computed"
+    return "the batch function sets the batch size; the loss scale stays constant"
 
 
 def ignored_loss_scale_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -248,3 +258,22 @@ def parse_dtype(name: str, key: str, value: object) -> torch.dtype:
 def configuration_for(engine_variant: str) -> Configuration:
     """Load the configuration of an engine variant; return an empty configuration if the variant is not a file."""
     return load_configuration(engine_variant) if is_config_file(engine_variant) else Configuration()
+
+
+def configuration_on(engine: str, engine_variant: str) -> Configuration:
+    """Load the configuration of an engine variant with the options that it stands for on ``engine``.
+
+    Keys without a meaning on this engine are among ``ignored_keys``. Raises ConfigError for a key that DeepSpeed does
+    not have.
+    """
+    config = configuration_for(engine_variant)
+    if not is_config_file(engine_variant):
+        return config
+    translated = translate_options(engine, engine_variant, config.options)
+    meaningless = f"{engine} has nothing like {', '.join(translated.meaningless_keys)}; these keys are ignored"
+    return replace(
+        config,
+        options=translated.options,
+        reduce_dtype=config.reduce_dtype if translated.sets_reduce_dtype else None,
+        notices=(*config.notices, *translated.notices, *((meaningless,) if translated.meaningless_keys else ())),
+    )

@@ -19,7 +19,8 @@ from zharness.cell import Cell
 from zharness.engines.registry import capabilities, split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
-from zharness.laws.registry import find_laws, matches_pattern
+from zharness.laws.registry import find_laws
+from zharness.names import matches_pattern
 from zharness.run.configuration import is_config_file
 from zharness.workload.user_model import is_user_model
 

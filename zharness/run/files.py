@@ -19,7 +19,7 @@ def require_writable(path: Path) -> None:
 
 def unwritable_error(path: Path, error: OSError) -> UsageError:
     """Build the UsageError for a file that cannot be written."""
-    return UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a writable path")
+    return UsageError(f"cannot write {str(path)!r}: {error.strerror}; name a path that can be written")
 
 
 def partial_path(path: Path) -> Path:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-
-import click
 
 from zharness.cell import Cell
 from zharness.engines.warm_up import GetEnvironment
@@ -19,30 +15,32 @@ from zharness.laws import get_law
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import (
     RunOptions,
-    RunReporter,
-    open_optional_record_file,
     run_cells,
     sort_as_planned,
     write_with_progress,
 )
-from zharness.run.configuration import configuration_for, explain_ignored_key, is_config_file
+from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
 from zharness.run.model_facts import (
     ModelFacts,
     build_and_close_engine,
     describe_model_run,
-    explain_too_large,
     measure_model,
 )
+from zharness.run.model_memory import SizeEstimate, estimate_size, require_fitting
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
-from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.world.limits import available_memory
 
 DROPOUT_REASON = (
     "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
     "that it has in the whole micro-batch; set the model's dropout to 0 to compare its gradients"
 )
+READ_BUFFERS_REASON = (
+    "plain PyTorch starts each forward from the engine's weights and from the model's first buffers, but the model's "
+    "forward reads buffers that earlier forwards wrote"
+)
 OpenSink = Callable[[], RecordFile | None]
+ReportStatus = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ class ModelCheckRequest:
     """The model to check, named by the path of its factory, and the settings of its cells.
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
-    it. ``steps`` is the number of training steps of the law ``model.configured``.
+    it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
+    is empty, every law that applies to any model runs.
     """
 
     model: str
@@ -60,6 +59,7 @@ class ModelCheckRequest:
     world_size: int = 2
     dtype: str = ""
     steps: int = 3
+    only: tuple[str, ...] = ()
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -68,32 +68,35 @@ class ModelCheckRequest:
         config = configuration_for(self.config)
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
-        return Request((), (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
+        return Request(self.only, (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
 
 
-def run_model_command(
-    check_request: ModelCheckRequest,
-    options: RunOptions,
-    reporter: RunReporter,
-    get_environment: GetEnvironment,
-) -> int:
-    """Run the laws, report the records and return the exit code. Raises UsageError before the first law runs."""
-    reporter.require_writable()
-    began = time.monotonic()
-    with ExitStack() as stack:
-        records = check_model(
-            check_request,
-            options,
-            partial(open_optional_record_file, stack, reporter.jsonl),
-            get_environment,
-            partial(click.echo, err=True),
-        )
-    code = reporter.report_run(records, time.monotonic() - began)
-    no_pass_reason = explain_uncompared_gradients(records)
-    if code == 0 and no_pass_reason:
-        click.echo(no_pass_reason)
-        return 1
-    return code
+class RunnerLanes:
+    """The runners of one engine, started when they are needed and shared by the models that are checked in turn."""
+
+    def __init__(self, options: RunOptions, engine: str, get_environment: GetEnvironment) -> None:
+        self.options = options
+        self._environments = {engine: get_environment(engine)}
+        self._stack = ExitStack()
+        self._runners: list[Runner] = []
+
+    def take(self, count: int) -> list[Runner]:
+        """Return ``count`` runners; those that do not exist yet are started."""
+        while len(self._runners) < count:
+            self._runners.append(self._stack.enter_context(self.options.create_runner(self._environments)))
+        return self._runners[:count]
+
+    def close_model(self, model: str) -> None:
+        """End the ranks and judges of a model that no later cell trains, which frees its memory."""
+        for runner in self._runners:
+            runner.close_pools(needed=())
+            runner.close_judge(model)
+
+    def __enter__(self) -> RunnerLanes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def check_model(
@@ -101,46 +104,92 @@ def check_model(
     options: RunOptions,
     open_sink: OpenSink,
     get_environment: GetEnvironment,
-    report_status: Callable[[str], None] = lambda _line: None,
+    report_status: ReportStatus = lambda _line: None,
 ) -> list[Record]:
     """Run every law that applies to the model, and return the records in the order of the matrix.
 
     ``report_status`` is called with lines that describe what runs next. Raises UsageError if the model cannot be judged
     or does not fit into memory, or if the engine refuses the configuration.
     """
+    with RunnerLanes(options, check_request.engine, get_environment) as lanes:
+        return check_model_on(lanes, check_request, open_sink, report_status)
+
+
+def check_model_on(
+    lanes: RunnerLanes, check_request: ModelCheckRequest, open_sink: OpenSink, report_status: ReportStatus
+) -> list[Record]:
+    """Run the laws of one model on runners that earlier models may have used; see ``check_model``."""
     request = check_request.build_request()
     validate_request(request)
     report_status(
         f"{check_request.model}: building it, running it twice in plain PyTorch, and building {check_request.engine} "
         "around it"
     )
-    for key in configuration_for(check_request.config).ignored_keys:
+    report_configuration(check_request, report_status)
+    (first,) = lanes.take(1)
+    require_estimated_to_fit(first, request, report_status)
+    request = choose_nearest_stage(request, check_request, first.claims, report_status)
+    facts: ModelFacts = first.call_in_judge(
+        measure_model, check_request.model, request.dtypes[0], check_request.config, check_request.world_size
+    )
+    request = announce_unused_parameters(request, facts, first.claims, report_status)
+    cells = plan_model_cells(request, check_request, facts, first.claims)
+    failed_builds = build_engines(first, cells)
+    cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
+    running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in failed_builds]
+    runners = lanes.take(count_lanes(lanes.options, facts, check_request.world_size) if running else 1)
+    if running:
+        report_status(describe_model_run(facts, running, check_request.world_size, len(runners), os.cpu_count() or 1))
+    finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], runners)
+    records = chain(failed_builds.values(), finished)
+    return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+
+
+def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:
+    """Say which keys of the configuration file are ignored, filled in or translated."""
+    config = configuration_on(check_request.engine, check_request.config)
+    for key in config.ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
-    with ExitStack() as stack:
-        first = stack.enter_context(
-            options.create_runner({check_request.engine: get_environment(check_request.engine)})
+    for notice in config.notices:
+        report_status(f"{check_request.config}: {notice}")
+
+
+def choose_nearest_stage(
+    request: Request, check_request: ModelCheckRequest, claims: ClaimsLookup, report_status: ReportStatus
+) -> Request:
+    """Return the request at a stage that the engine has, if the stage of the configuration file is another one."""
+    if check_request.stages or not request.stages:
+        return request
+    (stage,) = request.stages
+    known = select_stages(check_request.engine, (), claims)
+    nearest = min(known, key=lambda candidate: (abs(candidate - stage), -candidate))
+    if nearest == stage:
+        return request
+    report_status(
+        f"{check_request.config}: {check_request.engine} has no stage {stage}, only {', '.join(map(str, known))}; "
+        f"checked at stage {nearest}"
+    )
+    return replace(request, stages=(nearest,))
+
+
+def require_estimated_to_fit(runner: Runner, request: Request, report_status: ReportStatus) -> None:
+    """Raise UsageError for a model that does not fit into memory, before the model is built.
+
+    If its factory cannot run without memory, a line says so; the model is then measured when it has been built.
+    """
+    (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
+    estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
+    if estimate.size is not None:
+        require_fitting(model, estimate.size, world_size)
+    else:
+        report_status(
+            f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
+            f"memory ({estimate.reason})"
         )
-        facts: ModelFacts = first.call_in_judge(
-            measure_model, check_request.model, request.dtypes[0], check_request.config
-        )
-        reason = explain_too_large(facts, check_request.world_size, available_memory())
-        if reason:
-            raise UsageError(f"{check_request.model}: {reason}")
-        request = announce_unused_parameters(request, facts, first.claims, report_status)
-        cells = plan_model_cells(request, check_request, facts, first.claims)
-        failed_builds = build_engines(first, cells)
-        cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
-        running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in failed_builds]
-        lanes = [first, *(start_more_runners(stack, options, check_request, facts, get_environment) if running else ())]
-        if running:
-            report_status(describe_model_run(facts, running, check_request.world_size, len(lanes), os.cpu_count() or 1))
-        finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], lanes)
-        records = chain(failed_builds.values(), finished)
-        return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
 
 
 def announce_unused_parameters(
-    request: Request, facts: ModelFacts, claims: ClaimsLookup, report_status: Callable[[str], None]
+    request: Request, facts: ModelFacts, claims: ClaimsLookup, report_status: ReportStatus
 ) -> Request:
     """Return the request with the option that the engine asks for if a loss does not use every parameter.
 
@@ -159,23 +208,10 @@ def announce_unused_parameters(
     return replace(request, engine_variant=option)
 
 
-def start_more_runners(
-    stack: ExitStack,
-    options: RunOptions,
-    check_request: ModelCheckRequest,
-    facts: ModelFacts,
-    get_environment: GetEnvironment,
-) -> list[Runner]:
-    """Start more runners, up to the requested number (by default one runner per core in total).
-
-    No more runners are started than fit into memory together with their models.
-    """
-    fitting = int(available_memory() // facts.estimate_memory(check_request.world_size))
-    lane_count = max(1, min(options.job_count(), fitting))
-    return [
-        stack.enter_context(options.create_runner({check_request.engine: get_environment(check_request.engine)}))
-        for _ in range(lane_count - 1)
-    ]
+def count_lanes(options: RunOptions, facts: ModelFacts, world_size: int) -> int:
+    """Return the number of cells that run at a time: as requested, by default one per core, if they fit into memory."""
+    fitting = int(available_memory() // facts.size.estimate_memory(world_size))
+    return max(1, min(options.job_count(), fitting))
 
 
 def plan_model_cells(
@@ -183,7 +219,8 @@ def plan_model_cells(
 ) -> list[PlannedCell]:
     """Plan the cells with the requested number of steps, and leave out cells that test nothing for this model."""
     cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
-    return [skip_random_forward(cell, facts) for cell in cells if is_relevant(cell.cell, facts, claims)]
+    relevant = [cell for cell in cells if is_relevant(cell.cell, facts, claims)]
+    return [skip_read_buffers(skip_random_forward(cell, facts), facts) for cell in relevant]
 
 
 def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
@@ -191,6 +228,13 @@ def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
     if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.shared_draws:
         return planned
     return replace(planned, unsupported_reason=f"{DROPOUT_REASON}: {facts.shared_draws}")
+
+
+def skip_read_buffers(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
+    """Mark the cell as unsupported if its law compares later forwards, which read buffers that earlier ones wrote."""
+    if planned.unsupported_reason or not facts.read_buffers or not get_law(planned.cell.law).compares_later_forwards:
+        return planned
+    return replace(planned, unsupported_reason=f"{READ_BUFFERS_REASON} ({facts.read_buffers[0]})")
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:

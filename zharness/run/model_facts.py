@@ -20,6 +20,7 @@ from zharness.parity.baseline import Baseline, LocalResult, run_backward
 from zharness.parity.calibration import SampleRuns
 from zharness.parity.sample_draws import SharedDrawError
 from zharness.run.configuration import configuration_for
+from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.models import collect_tensors
@@ -28,11 +29,6 @@ from zharness.world.rank import is_gpu_requested
 
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
-GIB = 2**30
-# Copies of the model in memory at once, counted from the code. In each rank: the factory's model, a copy of the initial
-# state, and the weights, gradients and two moments of two engines. In the judge: weights, local gradients, float64
-# copies, and the evidence. Cells of a GPT-2 with 10 M parameters took less than this.
-RANK_MODEL_COPIES, JUDGE_MODEL_COPIES, PROCESS_BYTES = 11, 9, 0.35 * GIB
 # The cost of a cell, averaged over those that scripts/bench_model.py measures: forward-backward runs of each rank, in
 # fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
 # seconds that do not depend on the model. The judge repeats the work of every rank.
@@ -48,27 +44,23 @@ NONDETERMINISM_HINT = (
 class ModelFacts:
     """The measurements of a user's model.
 
-    ``parameters`` and ``trained_parameters`` count elements. ``forward_backward_seconds`` is the time of one forward
-    and backward. ``draws_random_numbers`` is true if the forward draws random numbers;
+    ``trained_parameters`` counts elements. ``forward_backward_seconds`` is the time of one forward and backward.
+    ``draws_random_numbers`` is true if the forward draws random numbers;
     ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
     names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
-    micro-batch gives no gradient although they require one.
+    micro-batch gives no gradient although they require one. ``read_buffers`` are the names of buffers that a forward
+    writes and the next one reads, as those of observers for quantization; a batch norm in training mode reads none.
     """
 
-    parameters: int
+    size: ModelSize
     trained_parameters: int
-    parameter_bytes: int
     forward_backward_seconds: float
     machine_speed: MachineSpeed
     draws_random_numbers: bool
     inapplicable_laws: frozenset[str]
     unused_parameters: tuple[str, ...] = ()
+    read_buffers: tuple[str, ...] = ()
     shared_draws: str = ""
-
-    def estimate_memory(self, world_size: int, jobs: int = 1) -> float:
-        """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
-        ranks = world_size * (RANK_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
-        return jobs * (ranks + JUDGE_MODEL_COPIES * self.parameter_bytes + PROCESS_BYTES)
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
         """Estimate the seconds that ``cells`` cells take if ``jobs`` run at a time.
@@ -79,7 +71,7 @@ class ModelFacts:
             FORWARD_BACKWARD_RUNS * (cells - autocast_cells)
             + AUTOCAST_RUNS * self.machine_speed.autocast_slowdown * autocast_cells
         )
-        rank_seconds = runs + cells * MEMORY_PASSES * self.machine_speed.seconds_per_byte * self.parameter_bytes
+        rank_seconds = runs + cells * MEMORY_PASSES * self.machine_speed.seconds_per_byte * self.size.parameter_bytes
         serial_seconds = rank_seconds * max(1.0, world_size / cores) + world_size * rank_seconds
         return cells * CELL_OVERHEAD_SECONDS + max(serial_seconds / jobs, 2 * world_size * rank_seconds / cores)
 
@@ -125,15 +117,17 @@ def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
     return min(durations)
 
 
-def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
-    """Build the model, run it in plain PyTorch, and return its facts.
+def measure_model(name: str, dtype: str, engine_variant: str, world_size: int = 2) -> ModelFacts:
+    """Build the model, which ``world_size`` ranks will train, run it in plain PyTorch, and return its facts.
 
-    Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged.
+    Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged or is
+    too large.
     """
     spec = model_spec(name)
-    model = spec.model(SEED)
+    model = build_within_memory(spec, SEED, dtype, world_size)
     require_runnable_norms(name, model)
     require_finite_weights(name, model)
+    require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
     require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
     require_seeded_batches(spec)
@@ -147,16 +141,15 @@ def measure_model(name: str, dtype: str, engine_variant: str) -> ModelFacts:
         seconds = time.perf_counter() - began
         second = baseline.run_rank(0, 0)
     require_deterministic_results(name, first, second)
-    parameters = list(model.parameters())
     is_random = has_random_forward(baseline, first)
     return ModelFacts(
-        parameters=sum(p.numel() for p in parameters),
-        trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        size=ModelSize.measure(model, dtype),
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
         forward_backward_seconds=seconds,
         machine_speed=measure_machine_speed(),
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
+        read_buffers=find_read_buffers(baseline, first),
         unused_parameters=find_unused_parameters(baseline, model, first),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
@@ -193,9 +186,24 @@ def require_runnable_norms(name: str, model: nn.Module) -> None:
 def require_finite_weights(name: str, model: nn.Module) -> None:
     """Raise UsageError if a parameter of the model contains NaN or infinity, as memory that nothing initialized may."""
     for key, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"the parameter {key!r} of the model of {name} is on the device meta, without values; expected a model "
+                "on the CPU: build it without torch.device('meta'), or load its weights in the factory"
+            )
         if not bool(parameter.isfinite().all()):
             raise UsageError(
                 f"the parameter {key!r} of the model of {name} contains NaN or infinity; expected finite weights"
+            )
+
+
+def require_real_parameters(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a trained complex parameter, since gradients are compared as real numbers."""
+    for key, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise UsageError(
+                f"the parameter {key!r} of the model of {name} is {parameter.dtype}, which ZeRO and FSDP do not shard; "
+                "keep torch.view_as_real(weight) as the parameter, and use torch.view_as_complex(weight) in the forward"
             )
 
 
@@ -268,6 +276,20 @@ def explain_shared_draws(baseline: Baseline) -> str:
     return ""
 
 
+def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]:
+    """Return the names of the buffers that a forward writes, if they change the loss of a later one.
+
+    ``first`` is the result of a first forward on rank 0's first micro-batch, which here follows another micro-batch.
+    """
+    model = baseline.build_module()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    batches = baseline.batch(0, 1), baseline.batch(0, 0)
+    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for batch in batches]
+    if tensors_equal(first.loss, losses[1]):
+        return ()
+    return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))
+
+
 def find_unused_parameters(baseline: Baseline, model: nn.Module, first: LocalResult) -> tuple[str, ...]:
     """Return the names of the trained parameters that get no gradient from a micro-batch of rank 0 or 1.
 
@@ -287,24 +309,13 @@ def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) ->
         build_configured_engine(ctx).close()
 
 
-def explain_too_large(facts: ModelFacts, world_size: int, free_bytes: float) -> str:
-    """Explain why a model does not fit into ``free_bytes``, or return an empty string if the model fits."""
-    needed = facts.estimate_memory(world_size)
-    if needed <= free_bytes:
-        return ""
-    return (
-        f"a model of {facts.parameter_bytes / GIB:.1f} GiB needs about {needed / GIB:.1f} GiB on {world_size} ranks, "
-        f"but only {free_bytes / GIB:.1f} GiB are free; use fewer ranks, fewer layers, or a machine with more memory"
-    )
-
-
 def describe_model_run(facts: ModelFacts, cells: Sequence[Cell], world_size: int, jobs: int, cores: int) -> str:
     """Describe the run in one line: the model's size, the number of cells, the estimated time and memory."""
-    millions = f"{facts.parameters / 1e6:.3g} M parameters ({facts.trained_parameters / 1e6:.3g} M trained)"
+    millions = f"{facts.size.parameters / 1e6:.3g} M parameters ({facts.trained_parameters / 1e6:.3g} M trained)"
     autocast_cells = sum(get_law(cell.law).sets_autocast for cell in cells)
     seconds = facts.estimate_time(len(cells), autocast_cells, world_size, jobs, cores)
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
         f"{cells[0].model}: {millions}, {facts.forward_backward_seconds:.2g} s for one forward and backward; "
-        f"{len(cells)} cells, about {duration} and at most {facts.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
+        f"{len(cells)} cells, about {duration} and at most {facts.size.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
     )

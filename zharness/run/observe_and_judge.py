@@ -29,7 +29,7 @@ from zharness.parity.contamination import read_process_conditions, require_clean
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
-from zharness.run.configuration import cell_setting, configuration_for, is_config_file
+from zharness.run.configuration import cell_setting, configuration_for, configuration_on, is_config_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.rank import rank_device, seed_torch
@@ -108,7 +108,7 @@ def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:
     """
     defaults = capabilities.own_model if is_user_model(cell.model) else {}
     if not cell.engine_variant or is_config_file(cell.engine_variant):
-        return merge_options(defaults, configuration_for(cell.engine_variant).options)
+        return merge_options(defaults, configuration_on(cell.engine, cell.engine_variant).options)
     options: dict[str, Any] = dict(defaults)
     for name in cell_setting(cell.engine_variant).options:
         options = merge_options(options, capabilities.engine_options[name].options)
@@ -193,7 +193,7 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
     require_clean_torch(conditions)
     claims = claims_with_setting(cell, capabilities)
     ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, claims, cell.variant)
-    config = configuration_for(cell.engine_variant)
+    config = configuration_on(cell.engine, cell.engine_variant)
     ctx = replace(
         ctx,
         training=config.training,

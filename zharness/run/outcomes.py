@@ -41,6 +41,11 @@ def outcome_name(record: Record) -> str:
     return record.verdict.value
 
 
+def count_cells(number: int) -> str:
+    """Return ``1 cell``, or ``2 cells``."""
+    return f"{number} cell" if number == 1 else f"{number} cells"
+
+
 def count_outcomes(records: Iterable[Record]) -> dict[str, int]:
     """Count the records of each outcome; the most serious outcome comes first."""
     outcomes = [outcome_name(record) for record in records]

@@ -13,16 +13,16 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
+from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
-from zharness.run.configuration import cell_setting, configuration_for, is_config_file, load_configuration
+from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
-STAGES = (0, 1, 2, 3)
 ARRAY_WORLD_SIZES = (2, 1, 3, 4)  # of covering arrays; the first is the default
 
 ClaimsLookup = Callable[[str, int], Capabilities]
@@ -135,12 +135,8 @@ def validate_request(request: Request) -> None:
         )
     for engine in request.engines:
         engines.require(engine)
-    for stage in request.stages:
-        if stage not in STAGES:
-            raise UsageError.unknown_name("stage", stage, STAGES)
-    for dtype in request.dtypes:
-        if dtype not in DTYPES:
-            raise UsageError.unknown_name("dtype", dtype, DTYPES)
+    require_stages(request.stages)
+    require_dtypes(request.dtypes, DTYPES)
     for model in request.models:
         model_spec(model)
     for world_size in request.world_sizes:
@@ -321,7 +317,7 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         refusal = option.refusal_at(cell.world_size, cell.dtype)
         if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
             return f"this cell cannot set the option {name}: {refusal}"
-    unknown = capabilities.unknown_option(configuration_for(cell.engine_variant).options)
+    unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})

@@ -13,6 +13,7 @@ from zharness.cell import parse_integers
 from zharness.engines import Capabilities
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
+from zharness.pytest_ranks.options import get_option
 from zharness.run.claims import get_claims
 from zharness.run.expected_failures import ExpectedFailure, read_expected_failures
 from zharness.run.plan import (
@@ -54,9 +55,9 @@ def plan_marked_cells(
     exist.
     """
     requests = [build_request(*marker.args, **marker.kwargs) for marker in markers]
-    engine_names = tuple(config.getoption("--engine"))
-    stages = parse_stages(config.getoption("--stage"))
-    variant = config.getoption("--variant")
+    engine_names = tuple(get_option(config, "engine"))
+    stages = parse_stages(get_option(config, "stage"))
+    variant = get_option(config, "variant")
     expected_failures, claims = user_expected_failures(config), make_claims_lookup(get_environment)
     validate_request(Request(engines=engine_names or ("reference",), stages=stages))
     planned: list[PlannedCell] = []
@@ -87,7 +88,7 @@ def _read_expected_failures(paths: tuple[str, ...]) -> tuple[ExpectedFailure, ..
 
 def user_expected_failures(config: pytest.Config) -> tuple[ExpectedFailure, ...]:
     """Read the files of ``--expected-failures``. Raises UsageError for a file that cannot be used."""
-    return _read_expected_failures(tuple(config.getoption("--excuses")))
+    return _read_expected_failures(tuple(get_option(config, "expected-failures")))
 
 
 def parse_stages(text: str) -> tuple[int, ...]:
@@ -129,8 +130,8 @@ def start_servers(session: pytest.Session, get_environment: GetEnvironment) -> N
     cells = [cell for cell in map(get_planned_cell, session.items) if cell is not None]
     names = sorted({planned.cell.engine for planned in cells if not planned.unsupported_reason})
     if names:
-        timeout = session.config.getoption("--cell-timeout")
-        isolation = Isolation(session.config.getoption("--isolation"))
+        timeout = get_option(session.config, "cell-timeout")
+        isolation = Isolation(get_option(session.config, "isolation"))
         session.config.stash[RUNNER_KEY] = Runner(
             {name: get_environment(name) for name in names},
             timeout=timeout,

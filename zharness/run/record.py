@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, Protocol, cast
 
 from zharness.cell import Cell
 from zharness.errors import UsageError
@@ -259,13 +261,18 @@ class JsonLine(Protocol):
 class RecordFile:
     """A file of JSON lines. Each line is flushed immediately, so the file always contains all finished records."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: FileIO, path: Path) -> None:
         self._stream = stream
+        self._path = path
 
     def add(self, record: JsonLine) -> None:
-        """Write one line and flush it to the operating system."""
-        self._stream.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
-        self._stream.flush()
+        """Write one line and flush it to the operating system. Raises UsageError if the disk is full."""
+        line = (json.dumps(record.as_json(), allow_nan=False) + "\n").encode()
+        try:
+            while line:  # the stream has no buffer, so that closing it cannot fail again
+                line = line[self._stream.write(line) :]
+        except OSError as error:
+            raise unwritable_error(self._path, error) from error
 
 
 @contextmanager
@@ -280,12 +287,28 @@ def open_record_file(path: Path) -> Iterator[RecordFile]:
     in_place = path.exists() and not path.is_file()
     partial = path if in_place else partial_path(path)
     try:
-        stream = partial.open("w", encoding="utf-8")
+        stream = partial.open("wb" if in_place else "ab", buffering=0)
     except OSError as error:
         raise unwritable_error(path, error) from error
-    try:
-        with stream:
-            yield RecordFile(stream)
-    finally:
+    with stream:
         if not in_place:
-            os.replace(partial, path)
+            take_partial_file(stream, partial, path)
+        try:
+            yield RecordFile(stream, path)
+        finally:
+            if not in_place:
+                os.replace(partial, path)
+
+
+def take_partial_file(stream: FileIO, partial: Path, path: Path) -> None:
+    """Lock and empty the file ``partial``, which ``stream`` has open. Raises UsageError if another run writes it."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = os.path.samestat(os.fstat(stream.fileno()), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    if not is_ours:
+        raise UsageError(
+            f"cannot write {str(path)!r}: another run is writing it; wait until it has ended, or name another file"
+        )
+    stream.truncate(0)

@@ -17,7 +17,7 @@ import torch
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.errors import WorldError
+from zharness.errors import UsageError, WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
@@ -115,8 +115,14 @@ class Runner:
             pool=factory_path(model),
         )
         outcome = self._judge_server.submit(task)
-        if outcome.cause is not None:
-            raise make_usage_error(outcome.cause, f"{outcome.cause.describe()}\n{outcome.describe()}")
+        cause = outcome.cause
+        if cause is not None and cause.end is not RankEnd.RAISED:
+            raise UsageError(
+                f"the process that builds and runs the model {model!r} ended early ({cause.describe()}); run the "
+                "factory and a forward in a Python of its own to see why"
+            )
+        if cause is not None:
+            raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
         return outcome.ranks[0].value
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
@@ -273,6 +279,10 @@ class Runner:
         for pool in [pool for pool in self._pools if pool not in needed]:
             self._servers[pool.engine].close_pool(pool.name, pool.world_size)
             self._pools.remove(pool)
+
+    def close_judge(self, model: str) -> None:
+        """End the pooled judge of a user's model, which keeps the model in memory."""
+        self._judge_server.close_pool(factory_path(model), 1)
 
     def pin_to_cores(self, cores: Collection[int]) -> None:
         """Pin ranks and judges that start after this call to ``cores``. An empty collection changes nothing."""

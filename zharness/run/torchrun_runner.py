@@ -17,6 +17,7 @@ from zharness.engines.registry import split_release
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.parity.snapshot import evidence_path
+from zharness.pytest_ranks.options import get_option
 from zharness.pytest_ranks.torchrun_plugin import get_torchrun_plugin
 from zharness.run import observe_and_judge
 from zharness.run.expected_failures import ExpectedFailure
@@ -165,7 +166,7 @@ def start_torchrun_runner(session: pytest.Session, get_environment: GetEnvironme
     ]
     names = sorted({planned.cell.engine for planned in cells})
     if names:
-        timeout = session.config.getoption("--cell-timeout")
+        timeout = get_option(session.config, "cell-timeout")
         environments = {name: get_environment(name) for name in names}
         runner = TorchrunRunner(
             plugin.leader, environments, timeout, user_expected_failures=user_expected_failures(session.config)

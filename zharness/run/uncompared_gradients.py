@@ -8,15 +8,17 @@ from zharness.laws import get_law
 from zharness.run.record import Record, Verdict
 
 
-def explain_uncompared_gradients(records: Sequence[Record]) -> str:
+def explain_uncompared_gradients(records: Sequence[Record], chosen_laws: Sequence[str] = ()) -> str:
     """Explain why a run without failures still proves nothing.
 
-    Returns an empty string if gradients were compared at every stage that ran. ``records`` are the records of one model
-    on one engine.
+    Returns an empty string if gradients were compared at every stage that ran, or if a law passed of the
+    ``chosen_laws`` of the user. ``records`` are the records of one model on one engine.
     """
     if not any(record.verdict is Verdict.PASS for record in records):
         reasons = dict.fromkeys(record.cause for record in records if record.cause)
         return f"NO PASS: no law passed ({'; '.join(reasons)})"
+    if chosen_laws:
+        return ""
     run_records = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
     compared_stages = {
         record.cell.stage

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence, Set
 from zharness.cell import Cell
 from zharness.engines.registry import split_release
 from zharness.laws import DTYPES
+from zharness.names import STAGES
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
-from zharness.run.plan import STAGES, ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
+from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
 
 
 def describe_unmatched_failures(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,32 @@ class BlocksModel(nn.Module):
         hidden = run_block(self.block_with_dropout if with_dropout else self.block, self.first(x))
         output = self.last(self.frozen(hidden))
         return output if pack is first_output else pack(output, self.head(x))
+
+
+class DelegatingModule(nn.Module):
+    """A module that returns the attributes of the module inside it as its own, as wrappers of adapters do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output
+
+
+class DelegatingBlocksModel(BlocksModel):
+    """A BlocksModel whose layer that is used twice is inside a module that returns the layer's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = cast(nn.Linear, DelegatingModule(self.shared))
 
 
 class BranchingModel(nn.Module):

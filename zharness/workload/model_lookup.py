@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zharness.errors import UsageError
+from zharness.names import require_model
 from zharness.workload.models import MODELS, ModelSpec
 from zharness.workload.user_model import is_user_model, user_model_spec
 
@@ -14,7 +14,5 @@ def model_spec(name: str) -> ModelSpec:
     """
     if is_user_model(name):
         return user_model_spec(name)
-    if name not in MODELS:
-        remedy = "or package.module:factory; `zharness list models` describes the models"
-        raise UsageError.unknown_name("model", name, sorted(MODELS), remedy)
+    require_model(name, MODELS)
     return MODELS[name]

@@ -220,6 +220,14 @@ MODELS: dict[str, ModelSpec] = {
             exact=True,
         ),
         ModelSpec(
+            name="delegating",
+            summary="the model blocks with a wrapper that returns the attributes of the layer inside it",
+            build=exact_blocks.DelegatingBlocksModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
             name="changing",
             summary="tied, frozen, unused and branched layers, and a weight read by attribute; exact",
             build=exact_blocks.BranchingModel,

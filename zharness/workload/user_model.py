@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from zharness.errors import UsageError
 from zharness.workload.models import SAMPLES, Batch, ModelSpec, collect_tensors
@@ -110,6 +114,35 @@ def format_user_model_name(path: str, changes: Mapping[str, str]) -> str:
     return f"{path}({','.join(f'{key}={value}' for key, value in changes.items())})" if changes else path
 
 
+def list_factories(pattern: str) -> list[str]:
+    """Return the paths of the factories that ``package.module:pattern`` matches, in the order of the module.
+
+    A path without ``*``, ``?`` and ``[`` is returned as it is. Otherwise a factory is a function that the module itself
+    defines, whose name does not begin with an underscore and which needs no argument. Raises UsageError if the module
+    cannot be imported or has no such function.
+    """
+    module_name, _, attribute = pattern.partition(":")
+    if not attribute or not set("*?[") & set(attribute):
+        return [pattern]
+    module = import_user_module(module_name, pattern)
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"}
+    own = [
+        name
+        for name, value in functions.items()
+        if value.__module__ == module_name
+        and all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters_of(value))
+    ]
+    chosen = [f"{module_name}:{name}" for name in own if fnmatchcase(name, attribute)]
+    if not chosen:
+        raise UsageError.unknown_name(f"factory of {module_name}", attribute, own or ["(the module defines none)"])
+    return chosen
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of ``function``."""
+    return list(inspect.signature(function).parameters.values())
+
+
 class UserModel:
     """The model of a user's factory.
 
@@ -176,20 +209,25 @@ def import_factory(name: str) -> Factory:
         raise UsageError(
             f"{name} was passed to zharness.verify in a process that has ended; call zharness.verify again"
         )
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # importing a user's module may raise anything
-        raise UsageError(
-            f"cannot import {module!r} for the model {name!r}: {type(error).__name__}: {error}; "
-            "expected package.module:factory, importable from the current directory"
-        ) from error
+    factory = getattr(import_user_module(module, name), attribute, None)
     if not callable(factory):
         raise UsageError(
             f"{name!r}: module {module!r} has no callable {attribute!r}; expected a factory of {EXPECTED_RETURN}"
         )
     return factory  # type: ignore[no-any-return]
+
+
+def import_user_module(module: str, name: str) -> ModuleType:
+    """Import ``module`` for the model ``name``, also from the current directory. Raises UsageError if that fails."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # importing a user's module may raise anything
+        raise UsageError(
+            f"cannot import {module!r} for the model {name!r}: {type(error).__name__}: {error}; "
+            "expected package.module:factory, importable from the current directory"
+        ) from error
 
 
 def call_factory(name: str, factory: Factory) -> UserModelParts:
@@ -199,6 +237,11 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     """
     try:
         result = factory()
+    except SystemExit as error:
+        raise UsageError(
+            f"the factory {name} called sys.exit({error.code!r}); expected {EXPECTED_RETURN}: remove the exit, or "
+            "parse command-line arguments elsewhere"
+        ) from error
     except Exception as error:  # a user's factory may raise anything
         raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
     model, draw, score = (
@@ -206,6 +249,12 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
     )
     if not isinstance(model, nn.Module) or not all(part is None or callable(part) for part in (draw, score)):
         raise UsageError(f"the factory {name} returned {describe_value(result)}; expected {EXPECTED_RETURN}")
+    unshaped = [key for key, parameter in model.named_parameters() if is_lazy(parameter)]
+    if unshaped:
+        raise UsageError(
+            f"the parameter {unshaped[0]!r} of the model of {name} has no shape before the first forward; run a "
+            "forward on a batch of zeros in the factory, so that engines can shard it"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected at least one")
     return UserModelParts(model, draw or default_draw(name, model), score or default_loss)

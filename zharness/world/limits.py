@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zharness.errors import UsageError
@@ -13,6 +15,7 @@ from zharness.errors import UsageError
 RANK_BYTES = 64 * 2**20
 LARGEST_TESTED_WORLD = 256  # the largest world size tested on one machine
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
@@ -31,22 +34,78 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def cgroup_memory_left(cgroup: Path = CGROUP_ROOT) -> int | None:
-    """Return the memory in bytes that this process's cgroup (version 1 or 2) still allows, or None without a limit.
+def cgroup_memory_left(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int | None:
+    """Return the memory in bytes that the cgroups of this process still allow, or None without a limit.
 
-    Cached files count as free memory, because the kernel can reclaim them.
+    ``root`` is the folder of the mounted cgroups (version 1 or 2). The file ``membership`` names the cgroup of this
+    process, whose limit and those of all cgroups above it apply. Cached files count as free memory, because the kernel
+    can reclaim them.
     """
-    version_1 = cgroup / "memory"
-    for limit, used, stat in (
-        (cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"),
-        (version_1 / "memory.limit_in_bytes", version_1 / "memory.usage_in_bytes", version_1 / "memory.stat"),
-    ):
-        if limit.exists() and used.exists():
-            text = limit.read_text().strip()
+    folders = {folder for line in read_lines(membership) for folder in list_cgroup_folders(root, line)}
+    left = [memory_left_in(folder) for folder in folders | {root, root / "memory"}]
+    return min((size for size in left if size is not None), default=None)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a text file, or none if the file does not exist."""
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def list_cgroup_folders(root: Path, line: str) -> list[Path]:
+    """Return the folders of the cgroup in ``line`` of /proc/self/cgroup and of those above it, for memory alone.
+
+    A line is ``number:controllers:path``; version 2 has no controllers.
+    """
+    _, controllers, path = line.split(":", 2)
+    if controllers and "memory" not in controllers.split(","):
+        return []
+    top = root / "memory" if controllers else root
+    own = top / path.strip("/")
+    return [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
+
+
+def memory_left_in(folder: Path) -> int | None:
+    """Return the memory in bytes that the cgroup in ``folder`` still allows, or None if it has no limit."""
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        if (folder / limit).exists() and (folder / used).exists():
+            text = (folder / limit).read_text().strip()
             # Version 1 writes "no limit" as a number larger than any memory.
-            is_unlimited = text == "max" or int(text) > 2**60
-            return None if is_unlimited else max(0, int(text) - int(used.read_text()) + cached_file_bytes(stat))
+            if text == "max" or int(text) > 2**60:
+                return None
+            return max(0, int(text) - int((folder / used).read_text()) + cached_file_bytes(folder / "memory.stat"))
     return None
+
+
+def process_memory_left() -> int | None:
+    """Return the memory in bytes that one process may still allocate under ulimit -d and ulimit -v, or None.
+
+    Ranks inherit both limits.
+    """
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        return None
+    counts = [int(text) * os.sysconf("SC_PAGE_SIZE") for text in pages.read_text().split()]
+    used = {resource.RLIMIT_AS: counts[0], resource.RLIMIT_DATA: counts[5]}
+    limits = {kind: resource.getrlimit(kind)[0] for kind in used}
+    left = [max(0, limit - used[kind]) for kind, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    return min(left, default=None)
+
+
+@contextmanager
+def limit_process_memory(more_bytes: int) -> Iterator[None]:
+    """Let this process allocate at most ``more_bytes`` more inside the block; torch raises RuntimeError beyond that."""
+    pages = Path("/proc/self/statm")
+    if not pages.exists():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(pages.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    limits = [size for size in (before[0], before[1], used + more_bytes) if size != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def cached_file_bytes(stat_file: Path) -> int:

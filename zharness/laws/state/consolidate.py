@@ -79,6 +79,7 @@ LAWS = (
         judge=judge_consolidate,
         features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
+        compares_later_forwards=True,
         variants=(Variant(applies_to_user_models=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that gives the weights to a plain model",

@@ -134,6 +134,7 @@ LAWS = (
         models=ALL_MODELS,
         observe=observe_accumulation,
         judge=judge_accumulation,
+        compares_later_forwards=True,
         variants=(
             Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
             Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),

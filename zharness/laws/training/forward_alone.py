@@ -90,6 +90,7 @@ LAWS = (
         judge_forward_alone,
         variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),
         steps=LawSteps(observe_forward_alone),
+        compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="forwards that train nothing, each in a mode of its own",
     ),

@@ -86,6 +86,7 @@ LAWS = (
         judge=judge_one_hot_rank,
         variants=(Variant(applies_to_user_models=True),),
         steps=LawSteps(observe_one_hot_rank),
+        compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
     ),

@@ -51,11 +51,14 @@ class OptionRun:
 
 
 DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
+OTHER_RATE = GroupSpec("*bias", {"lr": 3e-2})
 CLIP = 1e-2  # far below the norm of the gradients
 
 # Beside the features that every run needs.
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "sgd_rate_rises_from_0": (Feature.SCHEDULE,),
+    "sgd_warm_up": (Feature.SCHEDULE, Feature.PARAM_GROUPS),
+    "sgd_warm_up_cosine": (Feature.SCHEDULE, Feature.PARAM_GROUPS),
     "sgd_decay_clipped": (Feature.CLIP,),
     "adamw_group_of_one": (Feature.PARAM_GROUPS,),
     "sgd_zero_loss": (Feature.SCHEDULE, Feature.CLIP),
@@ -65,6 +68,14 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
 RUNS: Mapping[str, OptionRun] = {
     **{name: OptionRun(spec) for name, spec in SPECS.items()},
     "sgd_rate_rises_from_0": OptionRun(OptimizerSpec("sgd", {**RATE, "momentum": 0.5}, schedule=(0.0, 0.5, 1.0)), 3),
+    # Each group has its own rate, which the warm-up has to keep.
+    **{
+        name: OptionRun(OptimizerSpec("sgd", RATE, (OTHER_RATE,), schedule), len(schedule))
+        for name, schedule in {
+            "sgd_warm_up": (0.0, 0.0, 0.5, 1.0),
+            "sgd_warm_up_cosine": (0.0, 0.0, 0.5, 0.5, 0.0),
+        }.items()
+    },
     "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP),
     "adamw_group_of_one": OptionRun(
         OptimizerSpec("adamw", {**RATE, "weight_decay": 0.1}, (GroupSpec("first.weight", {"weight_decay": 0.2}),)),

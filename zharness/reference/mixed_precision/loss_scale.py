@@ -103,9 +103,13 @@ class LossScale:
         parameter.requires_grad_(requires_grad)
         return handle
 
+    def is_missing(self) -> bool:
+        """Return whether the running backward belongs to a loss without the configured loss scale."""
+        return self._config is not None and self._external_scale is None and self._scaled_graph_task_id is None
+
     def _refuse_unscaled(self, parameter: nn.Parameter) -> None:
         """Raise UsageError if the running backward belongs to an unscaled loss. This is a hook of every parameter."""
-        if self._external_scale is None and self._scaled_graph_task_id is None:
+        if self.is_missing():
             raise UsageError(
                 "a backward reached the parameters without the loss scale that fp16 needs: call engine.backward(loss) "
                 "or engine.scale(loss).backward(); for out.backward(g), engine.scale((out * g).sum()).backward(). "

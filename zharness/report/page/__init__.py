@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,12 +93,27 @@ def render_page(
         .from_string(read_asset("page.html"))
         .render(
             summary=render_summary(records, seconds),
+            command=describe_command(),
+            versions=describe_versions(records),
+            date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             policy=content_security_policy(scripts, [css, PLOT_STYLE]),
             css=Markup(css),  # noqa: S704 - a file of this package
             scripts=[Markup(script) for script in scripts],  # noqa: S704 - files of this package
             data=compress_payload(build_payload(records, skipped, comparison)),
         )
     )
+
+
+def describe_command() -> str:
+    """Return the command line of this process, without the folder of its program."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def describe_versions(records: Sequence[Record]) -> str:
+    """Return the releases of torch and of every engine, each once."""
+    torch_versions = dict.fromkeys(f"torch {record.torch_version}" for record in records)
+    engine_versions = dict.fromkeys(f"{record.cell.engine} {record.engine_version}" for record in records)
+    return ", ".join([*torch_versions, *engine_versions])
 
 
 def read_asset(name: str) -> str:

@@ -27,13 +27,35 @@ async function main() {
       ...data.skipped.slice(0, 20).map((line) => make("li", {}, line)),
     );
   }
+  drawLegend();
   foldAtFirst();
   drawFilters();
   drawComparison();
   update();
   listen();
   followAddress();
+  openLoneFailure();
   requestAnimationFrame(() => setTimeout(drawn));
+}
+
+/** List every sign of the matrix with its meaning. */
+function drawLegend() {
+  const sign = (text, classes = "") => make("span", { class: `sign ${classes}`, "aria-hidden": "true" }, text);
+  const entries = page.outcomes.map(([word, glyph, meaning]) => [mark(word, glyph), `${word}: ${meaning}`]);
+  entries.push(
+    [sign(":", "o-pass"), "the laws hold where the engine supports them, and other cells of the square are unsupported"],
+    [sign(page.glyphs.get("fail"), "o-fail part"), "underlined: the cells of the square have several outcomes"],
+    [sign(""), "an empty square: the run had no such cell"],
+  );
+  $("legend")
+    .querySelector("dl")
+    .append(...entries.flatMap(([shown, meaning]) => [make("dt", {}, shown), make("dd", {}, meaning)]));
+}
+
+/** Open the only unexpected cell of the page, unless the address names another. */
+function openLoneFailure() {
+  const failures = page.records.filter((record) => !record.expected);
+  if (failures.length === 1 && !location.hash) openCell(failures[0]);
 }
 
 /** Set a performance mark once the first frame is drawn, for scripts/bench_report.py. */

@@ -1,0 +1,115 @@
+"""Forty wrong usages: each gets one sentence with what was given and what to do, exit code 2, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from functools import cache
+
+import pytest
+
+from suites.warm import programs
+
+# Run in one process, because importing torch takes longer than any of these mistakes.
+SEVERAL = """
+import contextlib, io, json, sys
+from zharness.cli import main
+done = []
+for arguments in json.load(sys.stdin):
+    sys.argv, out, errors = ["zharness", *arguments], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as ended:
+            done.append([ended.code, out.getvalue(), errors.getvalue()])
+print(json.dumps(done))
+"""
+CELL = "training.grads[reference-zero3-w2-fp32-mlp]"
+ODD = "suites.cli.odd_factories"
+
+# The command line, and what its sentence has to say.
+WRONG: dict[str, tuple[str, ...]] = {
+    # names
+    "chekc": ("no such command 'chekc'", "Did you mean 'check'", "zharness --help"),
+    "list lawz": ("'lawz'", "did you mean 'laws'?", "zharness list --help"),
+    "list laws training.grad": ("unknown law 'training.grad'", "did you mean 'training.grads'?"),
+    "list models nonsense": ("unknown model 'nonsense'", "allowed: ", "zharness list models"),
+    "check --modle mlp": ("no such option '--modle'", "'--model'", "zharness check --help"),
+    "check --engine deepsped": ("unknown engine 'deepsped'", "did you mean 'deepspeed'?", "zharness list engines"),
+    "check --engine nonsense": ("unknown engine 'nonsense'", "allowed: plain, reference", "zharness list engines"),
+    "check traning.grads": ("unknown law 'traning.grads'", "did you mean 'training.grads'?", "zharness list laws"),
+    "check trajectory": ("unknown law 'trajectory'", "did you mean 'training.trajectory'?"),
+    "check 'trainig.*'": ("unknown law 'trainig.*'", "did you mean 'training'?"),
+    "check nonsense": ("unknown law 'nonsense'", "allowed: training.grads", "in all)"),
+    "check --model mpl": ("unknown model 'mpl'", "did you mean 'mlp'?", "zharness list models"),
+    "check --dtype bf61": ("unknown dtype 'bf61'", "did you mean 'bf16'?"),
+    "check --variant tiny_bucket": ("unknown variant of engine 'reference'", "did you mean 'tiny_buckets'?"),
+    "check --isolation pool": ("got 'pool'", "did you mean 'pooled'?"),
+    "check 'training.grad[reference-zero3-w2-fp32-mlp]'": ("did you mean 'training.grads'?",),
+    "check 'training.grads[refrence-zero3-w2-fp32-mlp]'": ("did you mean 'reference'?",),
+    "mutants never_reduce": ("unknown mutant 'never_reduce'", "did you mean 'never_reduces'?"),
+    "program --optimizer sdg 'x(2) linear(2) | f b'": ("got 'sdg'", "did you mean 'sgd'?"),
+    "program 'x(2) lenear(2) | f b'": ("unknown layer 'lenear'", "did you mean 'linear'?"),
+    "hunt depspeed": ("unknown engine 'depspeed'", "did you mean 'deepspeed'?"),
+    "bisect deepsped training.grads --good 1 --bad 2": ("did you mean 'deepspeed'?",),
+    "repro 999999": ("unknown reproduction '999999'", "zharness list repros"),
+    "export nonsense": ("not a cell id: 'nonsense'", "expected group.law[engine-zeroS-wN-dtype-model]"),
+    "shrink 'training.grad[ddp-zero0-w2-fp32-mlp]'": ("did you mean 'training.grads'?",),
+    # numbers
+    "check --stage 7": ("unknown stage '7'", "allowed: 0, 1, 2, 3"),
+    "check --stage two": ("got 'two'", "expected integers separated by commas"),
+    "check --engine ddp --stage 3": ("stage of engine 'ddp'", "allowed: 0"),
+    "check --world-size 0": ("world size 0 cannot be started here", "allowed: 1 to"),
+    "check --world-size 99999": ("world size 99999 cannot be started", "allowed: 1 to"),
+    "check --world-size ''": ("got ''", "expected integers separated by commas"),
+    "check --jobs -1": ("-1 is not in the range",),
+    "check --timeout 0": ("0.0 is not in the range",),
+    # combinations
+    "check torch_func --model transformer": ("nothing to run", "zharness list"),
+    "check --variant tiny_buckets --depth 2": ("depth 2", "leave out the variant"),
+    "export": ("no cell id was given", "training.grads["),
+    "program --clip 1": ("--clip", "give a program"),
+    "releases --list --clean": ("both --list and --clean", "expected one of them"),
+    # files
+    "check --jsonl /no/such/place": ("cannot write '/no/such/place'", "a path that can be written"),
+    "check --html /no/such/place": ("cannot write '/no/such/place'",),
+    "check training.grads --stage 0 --model exact --jsonl /dev/full": ("'/dev/full': No space left on device",),
+    "check --expected-failures /no/such/file": ("cannot read expected failures from '/no/such/file'",),
+    "report /no/such/file": ("'/no/such/file' does not exist",),
+    # packages and factories
+    "check --engine no.such:factory": ("cannot import 'no.such'", "package.module:factory"),
+    "check --engine json:factory": ("module 'json' has no callable 'factory'",),
+    "check --engine suites.meta.broken:returns_no_engine": ("returned a NotAnEngine", "missing", "full_grads"),
+    "check --engine suites.meta.broken:raises_at_once": ("raised OSError: no licence file",),
+    "check --engine fsdp2==1.0": ("fsdp2==1.0 is not the installed release", "pip install torch==1.0"),
+    "model": ("missing argument", "zharness model --help"),
+    "model my_model": ("got 'my_model'", "expected package.module:factory"),
+    "model no.such:factory": ("cannot import 'no.such'",),
+    f"model {ODD}:on_meta": ("'weight'", "on the device meta", "build it without torch.device('meta')"),
+    f"model {ODD}:exits": ("called sys.exit('no licence')", "remove the exit"),
+    f"model {ODD}:raises": ("raised KeyError: 'weights'",),
+}
+MAX_LINES = {"check --engine suites.meta.broken:returns_no_engine": 4}  # a line for each missing method
+PROGRESS = re.compile(r"^.*(: building it, running it|^\d+ of \d+ cells).*\n", re.MULTILINE)
+
+
+@cache
+def run_all() -> dict[str, tuple[int, str, str]]:
+    """Run every command of WRONG in one process, and return exit code, output and errors of each."""
+    done = programs.run("-c", SEVERAL, stdin_text=json.dumps([shlex.split(line) for line in WRONG]))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WRONG, map(tuple, json.loads(done.stdout)), strict=True))
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_usage_gets_one_clear_sentence_and_exit_code_2(line: str) -> None:
+    code, out, errors = run_all()[line]
+    assert code == 2, out + errors
+    for words in WRONG[line]:
+        assert words in errors
+    assert "Traceback" not in errors + out
+    assert "please report" not in errors
+    sentence = PROGRESS.sub("", errors).strip()
+    assert len(sentence.splitlines()) <= MAX_LINES.get(line, 1), sentence
+    assert len(sentence) < 700, sentence

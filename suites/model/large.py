@@ -1,0 +1,55 @@
+"""Models that do not fit into memory, and factories that cannot run without memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from suites.model.tiny import draw, score
+
+LARGE_WIDTH = 1 << 17  # a layer has 2**34 weights, 64 GiB
+
+
+def many_layers() -> Any:
+    """Return a model of 6.4 TiB."""
+    return nn.Sequential(nn.Linear(5, LARGE_WIDTH), *(nn.Linear(LARGE_WIDTH, LARGE_WIDTH) for _ in range(100))), draw
+
+
+def of_half_a_gib() -> Any:
+    """Return a model of 0.5 GiB, which needs 5.8 GiB in one rank."""
+    return nn.Sequential(nn.Linear(5, 1 << 14), nn.Linear(1 << 14, 1 << 13)), draw, score
+
+
+def reading_its_weights() -> Any:
+    """Return a model of 0.5 GiB from a factory that reads a number from a weight."""
+    first = nn.Linear(5, 1 << 14)
+    width = (1 << 13) + int(first.weight.mean().item() > 1)
+    return nn.Sequential(first, nn.Linear(1 << 14, width)), draw, score
+
+
+def reading_a_small_weight() -> Any:
+    """Return a small model from a factory that reads a number from a weight."""
+    layer = nn.Linear(5, 3)
+    return nn.Sequential(layer, nn.Linear(3, 2 + int(layer.weight.mean().item() > 1))), draw, score
+
+
+def ending_its_process() -> Any:
+    """End the process."""
+    os._exit(7)
+
+
+LAYERS: list[nn.Module] = []
+
+
+def kept() -> Any:
+    """Return a new model around a layer that the first call of this process built."""
+    first = nn.Linear(5, 3)
+    if not LAYERS:
+        LAYERS.append(nn.Linear(3, 2))
+    with torch.no_grad():
+        LAYERS[0].weight.fill_(0.5)
+        LAYERS[0].bias.fill_(0.5)
+    return nn.Sequential(first, LAYERS[0]), draw, score

@@ -1,0 +1,149 @@
+"""Configurations as tutorials of DeepSpeed and transformers write them run on every engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zharness
+from suites.model.tiny import perceptron
+from zharness.errors import ConfigError
+from zharness.run import Verdict
+from zharness.run.auto_values import fill_auto_values
+from zharness.run.configuration import configuration_on, load_json_object, parse_configuration
+from zharness.run.model_check import ModelCheckRequest, choose_nearest_stage
+from zharness.run.schedules import schedule_factors
+
+CONFIGS = Path(__file__).parent / "configs"
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "WarmupLR": {"warmup_max_lr": 0.003, "warmup_num_steps": 5},
+    "WarmupDecayLR": {"total_num_steps": 9, "warmup_min_lr": 1e-4, "warmup_num_steps": 3, "warmup_type": "linear"},
+    "WarmupCosineLR": {"total_num_steps": 11, "warmup_min_ratio": 0.1, "warmup_num_steps": 4},
+    "LRRangeTest": {"lr_range_test_step_size": 3, "lr_range_test_staircase": True},
+}
+DEEPSPEED_RATES = """
+import json, sys, torch
+from deepspeed.runtime import lr_schedules
+for kind, params in json.loads(sys.argv[1]).items():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.002)
+    scheduler, rates = getattr(lr_schedules, kind)(optimizer, **params), []
+    for _ in range(15):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    print("RATES", json.dumps([kind, rates]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "file", "stage"),
+    [
+        ("deepspeed", "hugging_face_zero2", 2),
+        ("deepspeed", "hugging_face_zero3", 3),
+        ("fsdp2", "hugging_face_zero3", 3),
+        ("ddp", "tutorial_zero2", 0),
+        ("zero1", "tutorial_zero2", 1),
+        ("reference", "tutorial_cifar", 0),
+    ],
+)
+def test_a_file_of_a_tutorial_runs(engine: str, file: str, stage: int) -> None:
+    stages = (stage,) if file == "tutorial_cifar" else ()
+    path = CONFIGS / f"{file}.json"
+    found = zharness.verify(perceptron, engine=engine, config=path, only=("model.configured",), stages=stages, jobs=1)
+    assert found, found.table()
+    (record,) = found.records
+    assert (record.cell.stage, record.verdict) == (stage, Verdict.PASS)
+
+
+def test_the_rates_are_those_of_deepspeed_s_own_schedulers() -> None:
+    pytest.importorskip("deepspeed")
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED_RATES, json.dumps(SCHEDULERS)], capture_output=True, text=True, check=True
+    )
+    rates = dict(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("RATES"))
+    assert rates.keys() == SCHEDULERS.keys()
+    for kind, params in SCHEDULERS.items():
+        factors = schedule_factors("ds.json", {"type": kind, "params": params}, 0.002)
+        assert factors is not None
+        assert [f"{factor * 0.002:.9g}" for factor in factors[:15]] == [f"{rate:.9g}" for rate in rates[kind]], kind
+
+
+def test_every_auto_that_the_trainer_leaves_is_named_at_once() -> None:
+    config = {"zero_optimization": {"stage": "auto"}, "gradient_predivide_factor": "auto", "gradient_clipping": "auto"}
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage, gradient_predivide_factor are 'auto'"):
+        fill_auto_values("ds.json", config)
+
+
+def test_every_auto_that_is_filled_has_a_line() -> None:
+    for path in CONFIGS.glob("hugging_face_*.json"):
+        config = load_json_object(str(path))
+        filled = fill_auto_values(str(path), config)
+        assert json.dumps(config).count('"auto"') == len(filled.notices) + 2, "the two batch sizes have a line as well"
+        assert configuration_on("deepspeed", str(path)).ignored_keys[:2] == (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+        )
+
+
+def test_a_value_has_a_meaning_on_each_engine_or_is_named() -> None:
+    path = str(CONFIGS / "hugging_face_zero2.json")
+    sharded = configuration_on("fsdp2", path)
+    assert sharded.options == {"cpu_offload": True}
+    assert "zero_optimization.offload_optimizer means {'cpu_offload': True} on fsdp2" in sharded.notices
+    assert "fsdp2 has nothing like steps_per_print" in sharded.notices[-1]
+    replicated = configuration_on("ddp", str(CONFIGS / "tutorial_zero2.json"))
+    assert replicated.options == {"bucket_cap_mb": 5e6 * 4 / 2**20}
+    assert configuration_on("deepspeed", path).options["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in configuration_on("reference", path).options
+    assert configuration_on("my_engine:factory", path).options == configuration_on("reference", path).options
+
+
+def test_a_dtype_of_reductions_counts_only_where_the_engine_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"communication_data_type": "bfloat16"}))
+    assert configuration_on("fsdp2", str(path)).options == {"reduce_dtype": "bf16"}
+    assert configuration_on("fsdp2", str(path)).reduce_dtype is not None
+    assert configuration_on("ddp", str(path)).reduce_dtype is None
+
+
+def test_a_key_that_deepspeed_does_not_have_is_refused_on_other_engines(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"overlap_com": True}}))
+    with pytest.raises(ConfigError, match=r"no key 'zero_optimization\.overlap_com'; did you mean 'overlap_comm'"):
+        configuration_on("ddp", str(path))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "WarmupDecayLR"}, "scheduler.params of WarmupDecayLR has no total_num_steps; add it"),
+        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "unknown scheduler parameter 'warmup_steps'"),
+    ],
+)
+def test_a_scheduler_with_wrong_parameters_is_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_configuration("ds.json", {"scheduler": section})
+
+
+def test_a_scheduler_that_is_not_computed_is_named() -> None:
+    assert parse_configuration("ds.json", {"scheduler": {"type": "OneCycle"}}).ignored_keys == ("scheduler",)
+
+
+def test_the_stage_of_the_file_becomes_one_that_the_engine_has() -> None:
+    lines: list[str] = []
+    wanted = ModelCheckRequest("suites.model.tiny:perceptron", str(CONFIGS / "hugging_face_zero3.json"), "fsdp2")
+    claims = zharness.engines.capabilities("fsdp2", 2)
+    assert claims is not None
+    request = wanted.build_request()
+    assert choose_nearest_stage(request, wanted, lambda _engine, _stage: claims, lines.append).stages == (3,)
+    wanted = ModelCheckRequest("suites.model.tiny:perceptron", str(CONFIGS / "hugging_face_zero3.json"), "zero1")
+    claims = zharness.engines.capabilities("zero1", 1)
+    assert claims is not None
+    request = wanted.build_request()
+    assert choose_nearest_stage(request, wanted, lambda _engine, _stage: claims, lines.append).stages == (1,)
+    assert len(lines) == 1
+    assert "zero1 has no stage 3, only 1; checked at stage 1" in lines[0]

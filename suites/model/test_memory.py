@@ -1,0 +1,131 @@
+"""A model that does not fit into memory is refused before it is built, whatever sets the limit."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from suites.meta.documents import ROOT
+from zharness.errors import UsageError
+from zharness.run.model_facts import measure_model
+from zharness.run.model_memory import GIB, ModelSize, estimate_size, explain_too_large
+from zharness.world import limits
+
+LARGE = "suites.model.large"
+REFUSED = "expected no law to run"
+
+
+def run_model(factory: str, before: Callable[[], None] = lambda: None) -> subprocess.CompletedProcess[str]:
+    """Run `zharness model` on a factory of ``large.py`` in a process that calls ``before`` first."""
+    return subprocess.run(
+        [sys.executable, "-m", "zharness", "model", f"{LARGE}:{factory}", "--stage", "0", "--jobs", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=before,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_model_of_terabytes_is_refused_before_it_is_built() -> None:
+    done = run_model("many_layers")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "a model of 6400." in done.stderr
+    assert "use fewer ranks, fewer layers" in done.stderr
+    assert "law" not in done.stdout, REFUSED
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    assert largest < 4 * GIB, "not one of its layers was built"
+
+
+def test_a_limit_of_the_shell_refuses_a_rank_that_is_too_large() -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (4 * GIB, 4 * GIB))
+
+    done = run_model("of_half_a_gib", limit)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "a model of 0.5 GiB needs about 5.9 GiB in one rank, but the limits of this shell" in done.stderr
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """Make a cgroup that allows 4 GiB, if this user may."""
+    version_1 = limits.CGROUP_ROOT / "memory"
+    folder = (version_1 if version_1.exists() else limits.CGROUP_ROOT) / f"zharness-test-{os.getpid()}"
+    limit = folder / ("memory.limit_in_bytes" if version_1.exists() else "memory.max")
+    try:
+        folder.mkdir()
+        limit.write_text(str(4 * GIB))
+    except OSError as error:
+        with suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"this user cannot make a cgroup with a limit: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_limit_of_the_cgroup_refuses_the_model(small_cgroup: Path) -> None:
+    def enter() -> None:
+        (small_cgroup / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = run_model("of_half_a_gib", enter)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "GiB on 2 ranks (each up to 5.9 GiB" in done.stderr
+    assert "but only 3." in done.stderr
+    assert "GiB are free" in done.stderr
+
+
+def test_the_limits_of_this_process_s_cgroup_and_of_those_above_it_apply(tmp_path: Path) -> None:
+    inner, membership = tmp_path / "outer" / "inner", tmp_path / "membership"
+    inner.mkdir(parents=True)
+    membership.write_text("5:cpu,cpuacct:/other\n0::/outer/inner\n")
+    for folder, limit, used in ((inner, "max", "10"), (tmp_path / "outer", "100", "30"), (tmp_path, "1000", "30")):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(used)
+    assert limits.cgroup_memory_left(tmp_path, membership) == 70
+    (inner / "memory.max").write_text("50")
+    assert limits.cgroup_memory_left(tmp_path, membership) == 40
+    old = tmp_path / "memory" / "mine"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("25")
+    (old / "memory.usage_in_bytes").write_text("5")
+    membership.write_text("4:memory:/mine\n")
+    assert limits.cgroup_memory_left(tmp_path, membership) == 20
+
+
+def test_a_factory_that_reads_its_weights_is_measured_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = estimate_size(f"{LARGE}:reading_its_weights", "fp32")
+    assert estimate.size is None
+    assert "DataDependentOutputException" in estimate.reason
+    monkeypatch.setattr("zharness.run.model_memory.available_memory", lambda: GIB // 4)
+    with pytest.raises(UsageError, match=r"the factory needs more memory than the 0\.2 GiB that are free"):
+        measure_model(f"{LARGE}:reading_its_weights", "fp32", "")
+    monkeypatch.setattr("zharness.run.model_memory.available_memory", lambda: 2 * GIB)
+    with pytest.raises(UsageError, match=r"a model of 0\.5 GiB needs about"):
+        measure_model(f"{LARGE}:reading_its_weights", "fp32", "")
+
+
+def test_a_factory_that_ends_its_process_has_no_estimate() -> None:
+    assert estimate_size(f"{LARGE}:ending_its_process", "fp32").reason == "the process ended"
+
+
+def test_the_estimate_leaves_nothing_in_the_process() -> None:
+    assert estimate_size(f"{LARGE}:kept", "fp32").size == ModelSize(26, 104)
+    assert measure_model(f"{LARGE}:kept", "fp32", "").size == ModelSize(26, 104)
+
+
+def test_masters_and_float64_copies_count() -> None:
+    full, low = ModelSize(1 << 28, 1 << 30), ModelSize(1 << 28, 1 << 29, has_masters=True)
+    assert full.rank_bytes() - low.rank_bytes() == 7 * (1 << 29) - 2 * (1 << 30)
+    assert full.judge_bytes() - low.judge_bytes() == 5 * (1 << 29), "float64 copies depend on elements alone"
+    assert full.estimate_memory(4) - full.estimate_memory(2) == 2 * full.rank_bytes()
+    assert not explain_too_large(full, 2, 1e12)
+    assert "GiB are free" in explain_too_large(full, 2, 1e9)
+    assert "limits of this shell" in explain_too_large(full, 2, 1e12, 1e9)

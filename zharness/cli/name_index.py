@@ -1,0 +1,137 @@
+"""Read the names of laws, models and mutants from a file, because importing the laws takes seconds.
+
+The file ``name_index.json`` has a fingerprint of the sources. If the sources have changed since, the names are read
+from the laws, and kept in the cache folder. ``python -m zharness.cli.name_index`` writes the file again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from zharness import engines
+from zharness.cell import Cell, is_cell_id
+from zharness.names import (
+    require_dtypes,
+    require_law,
+    require_laws,
+    require_model,
+    require_mutants,
+    require_stages,
+)
+from zharness.releases.overlay import cache_folder
+
+PACKAGE = Path(__file__).parents[1]
+INDEX_FILE = Path(__file__).with_name("name_index.json")
+SOURCES = ("cell.py", "law_kit", "laws", "mutants", "workload", "report/listing.py", "report/listing_rows.py")
+FACTORY_PATH = re.compile(r"[\w.]+:.+")
+
+Rows = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class NameIndex:
+    """The rows of ``zharness list``, and the names that commands accept.
+
+    ``killed`` has the mutants that each law has to kill.
+    """
+
+    fingerprint: str
+    laws: Rows
+    models: Rows
+    mutants: Rows
+    killed: dict[str, list[str]]
+    dtypes: list[str]
+
+    @property
+    def law_names(self) -> list[str]:
+        """Return the name of every law."""
+        return [row["check"] for row in self.laws]
+
+
+def compute_fingerprint() -> str:
+    """Return a hash of the sources that define laws, models and mutants."""
+    digest = sha256()
+    for source in SOURCES:
+        path = PACKAGE / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_index(fingerprint: str) -> NameIndex:
+    """Return the index of the laws, models and mutants of this process. This imports torch."""
+    from zharness.law_kit.dtypes import DTYPES
+    from zharness.report.listing_rows import killed_mutants, law_rows, model_rows, mutant_rows
+
+    return NameIndex(fingerprint, law_rows(), model_rows(), mutant_rows(), killed_mutants(), list(DTYPES))
+
+
+def load_index() -> NameIndex:
+    """Return the index of the sources as they are now, from the package, from the cache, or from the laws."""
+    fingerprint = compute_fingerprint()
+    cached = cache_folder() / f"names-{fingerprint}.json"
+    for path in (INDEX_FILE, cached):
+        with suppress(OSError, ValueError, TypeError):
+            index = NameIndex(**json.loads(path.read_text(encoding="utf-8")))
+            if index.fingerprint == fingerprint:
+                return index
+    index = build_index(fingerprint)
+    with suppress(OSError):  # a cache that cannot be written makes the next call slow, and no name wrong
+        for outdated in cache_folder().glob("names-*.json"):
+            outdated.unlink()
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        cached.write_text(json.dumps(asdict(index)), encoding="utf-8")
+    return index
+
+
+def write_index() -> None:
+    """Write the index of the laws as they are now into the package."""
+    text = json.dumps(asdict(build_index(compute_fingerprint())), indent=1)
+    INDEX_FILE.write_text(text + "\n", encoding="utf-8")
+
+
+def require_known_names(
+    *,
+    engine_names: Iterable[str] = (),
+    laws: Sequence[str] = (),
+    models: Iterable[str] = (),
+    mutants: Sequence[str] = (),
+    stages: Sequence[int] = (),
+    dtypes: Sequence[str] = (),
+) -> None:
+    """Raise UsageError for a name that no command could accept, before anything slow is imported.
+
+    ``laws`` are laws, groups, globs and cell ids, ``mutants`` names and globs. What only a slower check can find is
+    accepted.
+    """
+    for engine in engine_names:
+        engines.require(engine)
+    require_stages(stages)
+    built_in = [name for name in models if not FACTORY_PATH.fullmatch(name)]
+    if not (laws or built_in or mutants or dtypes):
+        return
+    index = load_index()
+    require_dtypes(dtypes, index.dtypes)
+    for model in built_in:
+        require_model(model, [row["model"] for row in index.models])
+    require_mutants(mutants, [row["mutant"] for row in index.mutants])
+    require_laws([pattern for pattern in laws if not is_cell_id(pattern)], index.law_names)
+    for pattern in filter(is_cell_id, laws):
+        require_cell(Cell.parse(pattern), index.law_names)
+
+
+def require_cell(cell: Cell, laws: Collection[str]) -> None:
+    """Raise UsageError if the law, engine or stage of ``cell`` does not exist."""
+    require_law(cell.law, laws)
+    engines.require(cell.engine)
+    require_stages((cell.stage,))
+
+
+if __name__ == "__main__":
+    write_index()

@@ -1,0 +1,79 @@
+"""Translate DeepSpeed's JSON into the reference engine's, where the two differ in a default or in who counts steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# DeepSpeed clips gradients at this norm if its JSON does not say otherwise; the reference engine does not clip.
+DEFAULT_GRADIENT_CLIPPING = 1.0
+DEFAULT_HYSTERESIS = 2  # of the dynamic loss scale; the reference engine's default is GradScaler's, 1
+
+
+class ZeRORuntimeException(Exception):
+    """The exception of DeepSpeed's ZeRO optimizers, which this package never raises."""
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Return whether the release of torch, as major.minor, is within these limits."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    release = (major, minor)
+    limits = [tuple(int(part) for part in str(limit).split(".")) for limit in (min_version or 0.0, max_version or 99.0)]
+    return limits[0] <= release <= limits[1]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The configuration of one engine: the reference engine's JSON, and what this package does itself.
+
+    If ``is_managed`` is False, every call of step is a boundary, and the mean is still taken over the number of
+    micro-batches in the JSON.
+    """
+
+    reference_json: Mapping[str, Any]
+    is_managed: bool
+    half_dtype: torch.dtype | None
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.reference_json.get("zero_optimization", {}).get("stage", 0))
+
+
+def read_config(config: Any) -> dict[str, Any]:
+    """Return a copy of DeepSpeed's JSON, given as a mapping or as the path of a file."""
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    loaded: dict[str, Any] = json.loads(Path(config).read_text(encoding="utf-8"))
+    return loaded
+
+
+def half_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype to which DeepSpeed casts a model: that of the section bf16 or fp16 that is enabled, or None."""
+    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(section, {}).get("enabled", False):
+            return dtype
+    return None
+
+
+def translate_config(config: Any) -> EngineConfig:
+    """Translate DeepSpeed's JSON. Raises AssertionError, as DeepSpeed does, for a combination that it refuses."""
+    json_config = read_config(config)
+    if "bfloat16" in json_config:
+        json_config["bf16"] = json_config.pop("bfloat16")
+    is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
+    zero = json_config.setdefault("zero_optimization", {})
+    if not is_managed:
+        assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
+            "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
+        )
+    json_config.setdefault("gradient_clipping", DEFAULT_GRADIENT_CLIPPING)
+    if json_config.get("fp16", {}).get("enabled"):
+        json_config["fp16"].setdefault("hysteresis", DEFAULT_HYSTERESIS)
+    return EngineConfig(json_config, is_managed, half_dtype(json_config))

@@ -1,0 +1,139 @@
+"""Translate the options of a DeepSpeed JSON into those of torch's engines, and name the keys that have no meaning."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zharness.errors import ConfigError
+from zharness.reference.deepspeed_json.schema import Section
+from zharness.reference.deepspeed_json.sections import TOP_LEVEL
+
+ELEMENT_MIB = 4 / 2**20  # an fp32 element; DeepSpeed counts buckets in elements, DDP in MiB
+AUTOCAST_KEYS = ("enabled", "dtype")
+REDUCE_DTYPE = "communication_data_type"
+ZERO = "zero_optimization"
+OFFLOADS = ("offload_optimizer", "offload_param")
+FORCES_CPU_ADAM = "zero_force_ds_cpu_optimizer"
+
+
+@dataclass(frozen=True)
+class TranslatedOptions:
+    """The options of an engine, the keys of the file that have no meaning there, and a sentence for each change.
+
+    ``sets_reduce_dtype`` is whether ``communication_data_type`` of the file has an effect.
+    """
+
+    options: Mapping[str, Any]
+    meaningless_keys: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    sets_reduce_dtype: bool = True
+
+
+def translate_options(engine: str, name: str, options: Mapping[str, Any]) -> TranslatedOptions:
+    """Return the options of ``engine`` that a DeepSpeed JSON stands for; an engine of the user gets them as they are.
+
+    Raises ConfigError, with the ``name`` of the configuration, for a key that DeepSpeed does not have, if the engine
+    does not read the file itself.
+    """
+    base = engine.partition("==")[0]
+    if base == "deepspeed":
+        return keep_torch_optimizer(options)
+    if base not in TRANSLATIONS:
+        return TranslatedOptions(options)
+    require_known_keys(name, options, TOP_LEVEL)
+    found = {path: find_value(options, path) for path in TRANSLATIONS[base]}
+    meanings = {path: TRANSLATIONS[base][path](value) for path, value in found.items() if value is not None}
+    used = {path: meaning for path, meaning in meanings.items() if meaning}
+    return TranslatedOptions(
+        {key: value for meaning in used.values() for key, value in meaning.items()},
+        tuple(path for path in list_paths(options) if not any(f"{path}.".startswith(f"{key}.") for key in used)),
+        tuple(f"{path} means {dict(meaning)} on {base}" for path, meaning in used.items()),
+        sets_reduce_dtype=REDUCE_DTYPE in used,
+    )
+
+
+def keep_torch_optimizer(options: Mapping[str, Any]) -> TranslatedOptions:
+    """Allow torch's optimizer on DeepSpeed where the file offloads the optimizer's state.
+
+    From the section "optimizer" DeepSpeed would build DeepSpeedCPUAdam, which rounds otherwise than the torch.optim
+    that laws replay.
+    """
+    device = find_value(options, f"{ZERO}.offload_optimizer.device")
+    if device in (None, "none") or options.get(FORCES_CPU_ADAM) is False:
+        return TranslatedOptions(options)
+    notice = (
+        f"{ZERO}.offload_optimizer: the file's optimizer is torch's, on the CPU, so {FORCES_CPU_ADAM} is set to false; "
+        "DeepSpeedCPUAdam, which DeepSpeed would take, differs from it by units in the last place"
+    )
+    return TranslatedOptions({**options, FORCES_CPU_ADAM: False}, notices=(notice,))
+
+
+def find_value(options: Mapping[str, Any], path: str) -> Any:
+    """Return the value at ``path``, keys joined by dots, or None."""
+    value: Any = options
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def list_paths(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the path of every value that is not a section."""
+    for key, value in options.items():
+        if isinstance(value, Mapping) and value:
+            yield from list_paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def require_known_keys(name: str, options: Mapping[str, Any], section: Section, prefix: str = "") -> None:
+    """Raise ConfigError for a key that the JSON of DeepSpeed does not have, with the closest one that it has."""
+    known = {*section.supported_keys, *section.ignored_keys, *section.fixed_keys, *section.disabled_sections}
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            raise ConfigError(f"config {name!r}: DeepSpeed's JSON has no key {prefix + key!r}{hint}")
+        rule = section.supported_keys.get(key)
+        if rule is not None and isinstance(rule.parse, Section) and isinstance(value, Mapping):
+            require_known_keys(name, value, rule.parse, f"{prefix}{key}.")
+
+
+def translate_autocast(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the option ``torch_autocast``, without the keys that torch's engines do not have."""
+    return {"torch_autocast": {key: section[key] for key in AUTOCAST_KEYS if key in section}}
+
+
+def translate_bucket_size(elements: float) -> Mapping[str, Any]:
+    """Return DDP's size of a bucket, in MiB, for a number of fp32 elements."""
+    return {"bucket_cap_mb": max(elements * ELEMENT_MIB, ELEMENT_MIB)}
+
+
+def translate_offload(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return FSDP's offload for a section that offloads parameters or optimizer state to the CPU."""
+    return {"cpu_offload": True} if section.get("device") == "cpu" else {}
+
+
+def translate_reduce_dtype(dtype: str) -> Mapping[str, Any]:
+    """Return FSDP's dtype of reductions."""
+    short = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+    return {"reduce_dtype": short.get(dtype, dtype)}
+
+
+_DDP: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
+    "torch_autocast": translate_autocast,
+    f"{ZERO}.reduce_bucket_size": translate_bucket_size,
+}
+_FSDP: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
+    "torch_autocast": translate_autocast,
+    REDUCE_DTYPE: translate_reduce_dtype,
+    **{f"{ZERO}.{key}": translate_offload for key in OFFLOADS},
+}
+TRANSLATIONS: Mapping[str, Mapping[str, Callable[[Any], Mapping[str, Any]]]] = {
+    "ddp": _DDP,
+    "zero1": _DDP,
+    "fsdp1": _FSDP,
+    "fsdp2": _FSDP,
+}

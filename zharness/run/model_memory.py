@@ -1,0 +1,171 @@
+"""Estimate the memory that the laws need for a user's model, from a model that is built without memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from torch import nn
+
+from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
+from zharness.errors import UsageError
+from zharness.torch_private import build_without_memory
+from zharness.workload import ModelSpec
+from zharness.workload.user_model import call_factory, resolve_factory
+from zharness.world.limits import available_memory, limit_process_memory, process_memory_left
+from zharness.world.orphans import die_with_parent
+
+GIB = 2**30
+PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without a model
+# Copies of the model in memory at once, counted from the code. A rank: the factory's model, a copy of the initial
+# state, one that is being recorded, and weights and gradients of two engines; in the dtype of the optimizer two moments
+# of both engines and, for low precision, their master weights. The judge: weights, local gradients, evidence; in
+# float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than this.
+RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
+JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The number of elements of a model's parameters, the bytes that they take, and whether cells lower their dtype."""
+
+    parameters: int
+    parameter_bytes: int
+    has_masters: bool = False
+
+    @classmethod
+    def measure(cls, model: nn.Module, dtype: str) -> ModelSize:
+        """Return the size of ``model``, which is trained in ``dtype``; a tied parameter counts once."""
+        parameters = list(model.parameters())
+        return cls(
+            sum(p.numel() for p in parameters),
+            sum(p.numel() * p.element_size() for p in parameters),
+            dtype in LOW_PRECISION_DTYPES,
+        )
+
+    def rank_bytes(self) -> int:
+        """Return the memory of one rank, in bytes."""
+        optimizer_bytes = max(self.parameter_bytes, FLOAT32_BYTES * self.parameters)
+        copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
+        return RANK_COPIES * self.parameter_bytes + copies * optimizer_bytes + PROCESS_BYTES
+
+    def judge_bytes(self) -> int:
+        """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
+        return (
+            JUDGE_COPIES * self.parameter_bytes + JUDGE_FLOAT64_COPIES * FLOAT64_BYTES * self.parameters + PROCESS_BYTES
+        )
+
+    def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
+        """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
+        return jobs * (world_size * self.rank_bytes() + self.judge_bytes())
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """The size of a model that was built without memory, or the reason why its factory cannot be run like that."""
+
+    size: ModelSize | None
+    reason: str = ""
+
+
+def estimate_size(name: str, dtype: str) -> SizeEstimate:
+    """Call the factory ``name`` with tensors that have no memory, and return the size of its model.
+
+    The factory runs in a child process, which forgets whatever the factory stores. Raises UsageError if the factory
+    cannot be imported.
+    """
+    factory = resolve_factory(name)  # before the fork, because the import is needed again
+    return run_in_child(lambda: build_fake(name, factory, dtype))
+
+
+def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimate:
+    """Build the model without memory and measure it."""
+    try:
+        with build_without_memory():
+            return SizeEstimate(ModelSize.measure(call_factory(name, factory).model, dtype))
+    except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong with it
+        lines = str(error).strip().splitlines() or [""]
+        return SizeEstimate(None, f"{type(error.__cause__ or error).__name__}: {lines[0]}"[:200])
+
+
+def run_in_child(function: Callable[[], SizeEstimate]) -> SizeEstimate:
+    """Return ``function()`` of a forked child; if the child ends without a result, return that as the reason."""
+    source, target = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(source)
+        with os.fdopen(target, "wb") as pipe:
+            send_and_exit(function, pipe, parent)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        content = pipe.read()
+    os.waitpid(child, 0)
+    return pickle.loads(content) if content else SizeEstimate(None, "the process ended")  # noqa: S301 - our own child
+
+
+def send_and_exit(function: Callable[[], SizeEstimate], pipe: BinaryIO, parent: int) -> None:
+    """Write the pickled result of ``function()`` to ``pipe`` and end this process without its exit handlers."""
+    try:
+        die_with_parent(parent)
+        pickle.dump(function(), pipe)
+        pipe.flush()
+    except BaseException:  # noqa: BLE001 - a factory may call sys.exit; a fork must never return to its parent's code
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def build_within_memory(spec: ModelSpec, seed: int, dtype: str, world_size: int) -> nn.Module:
+    """Build a model, whose factory may allocate what is free and no more, and require that all processes fit.
+
+    Raises UsageError if the memory does not suffice for the factory, or for the laws.
+    """
+    free = available_memory()
+    try:
+        with limit_process_memory(free):
+            model = spec.model(seed)
+    except (UsageError, RuntimeError, MemoryError) as error:
+        if isinstance(error.__cause__ or error, MemoryError) or OUT_OF_MEMORY in str(error):
+            raise UsageError(
+                f"{spec.name}: the factory needs more memory than the {free / GIB:.1f} GiB that are free; use fewer "
+                "layers, or a machine with more memory"
+            ) from error
+        raise
+    require_fitting(spec.name, ModelSize.measure(model, dtype), world_size)
+    return model
+
+
+def require_fitting(name: str, size: ModelSize, world_size: int) -> None:
+    """Raise UsageError if a model of this size does not fit into the free memory, or a rank into its own limit."""
+    reason = explain_too_large(size, world_size, available_memory(), process_memory_left())
+    if reason:
+        raise UsageError(f"{name}: {reason}")
+
+
+def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, process_bytes: float | None = None) -> str:
+    """Explain why a model does not fit into ``free_bytes``, or return an empty string if the model fits.
+
+    ``process_bytes`` is what the limits of the shell allow one process, or None.
+    """
+    needed, largest = size.estimate_memory(world_size), max(size.rank_bytes(), size.judge_bytes())
+    model = f"a model of {size.parameter_bytes / GIB:.1f} GiB"
+    if process_bytes is not None and largest > process_bytes:
+        return (
+            f"{model} needs about {largest / GIB:.1f} GiB in one rank, but the limits of this shell (ulimit -d, ulimit "
+            f"-v) allow {process_bytes / GIB:.1f} GiB; raise them, or use fewer layers"
+        )
+    if needed <= free_bytes:
+        return ""
+    return (
+        f"{model} needs about {needed / GIB:.1f} GiB on {world_size} ranks (each up to {size.rank_bytes() / GIB:.1f} "
+        "GiB: weights, gradients, optimizer state of two engines and copies; the judge "
+        f"{size.judge_bytes() / GIB:.1f} GiB, float64 among them), but only {free_bytes / GIB:.1f} GiB are free; use "
+        "fewer ranks, fewer layers, or a machine with more memory"
+    )

@@ -1,0 +1,100 @@
+"""Compute the learning rates of DeepSpeed's schedulers (deepspeed/runtime/lr_schedules.py, 0.19.8)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zharness.errors import ConfigError
+
+SCHEDULED_STEPS = 100  # steps for which a schedule is computed; the last rate holds for later steps
+LEAST_WARMUP_STEPS = 2  # DeepSpeed takes at least these, as log(1) is zero
+Params = Mapping[str, Any]
+
+
+def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[float, ...] | None:
+    """Return the factors of the learning rate in each step, or None for a scheduler that is not computed here.
+
+    A factor is the scheduler's rate divided by ``learning_rate``, that of the optimizer. Raises ConfigError, with the
+    ``name`` of the configuration, for a parameter that the scheduler does not have or lacks.
+    """
+    kind, params = str(section.get("type")), dict(section.get("params", {}))
+    if kind not in SCHEDULES or learning_rate == 0:
+        return None
+    compute, known, required = SCHEDULES[kind]
+    for key in params:
+        if key not in known:
+            raise ConfigError(f"config {name!r}: " + str(ConfigError.unknown_name("scheduler parameter", key, known)))
+    missing = [key for key in required if key not in params]
+    if missing:
+        raise ConfigError(f"config {name!r}: scheduler.params of {kind} has no {', '.join(missing)}; add it")
+    if any(isinstance(params[key], (list, tuple)) for key in params):
+        return None  # a rate for each group of parameters, of which a file without groups has one
+    # DeepSpeed's schedulers begin one step before the first: their step() follows the optimizer's.
+    rates = [compute(step - 1, params, learning_rate) for step in range(SCHEDULED_STEPS)]
+    return tuple(rate / learning_rate for rate in rates)
+
+
+def warmup_share(step: int, params: Params) -> float | None:
+    """Return the share of the warm-up that is done in ``step``, or None after it."""
+    steps = max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    if step >= steps:
+        return None
+    return step / steps if params.get("warmup_type") == "linear" else math.log(step + 1) / math.log(steps)
+
+
+def warmup_rate(step: int, params: Params, learning_rate: float) -> float:
+    """Return the rate of WarmupLR."""
+    return warmed_rate(step, params, learning_rate, 1.0)
+
+
+def warmup_decay_rate(step: int, params: Params, learning_rate: float) -> float:
+    """Return the rate of WarmupDecayLR, which falls to zero after the warm-up."""
+    total, warmup = params["total_num_steps"], max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    return warmed_rate(step, params, learning_rate, max(0.0, (total - step) / max(1.0, total - warmup)))
+
+
+def warmed_rate(step: int, params: Params, learning_rate: float, share_afterwards: float) -> float:
+    """Return the rate between the least and the largest, of which ``share_afterwards`` counts after the warm-up."""
+    least, largest = params.get("warmup_min_lr", 0.0), params.get("warmup_max_lr", 0.001)
+    largest = learning_rate if largest is None else largest
+    if step < 0:
+        return float(least)
+    share = warmup_share(step, params)
+    return float(least + (largest - least) * (share_afterwards if share is None else share))
+
+
+def warmup_cosine_rate(step: int, params: Params, learning_rate: float) -> float:
+    """Return the rate of WarmupCosineLR, which falls along a cosine after the warm-up."""
+    if step < 0:
+        return 0.0
+    share, first = warmup_share(step, params), params.get("warmup_min_ratio", 0.0)
+    if share is not None:
+        return float(learning_rate * (first + (1.0 - first) * share))
+    warmup = max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    progress = min(1.0, (step - warmup + 1) / max(1, params["total_num_steps"] - warmup))
+    last = params.get("cos_min_ratio", 0.0001)
+    return float(learning_rate * max(0.0, last + (1.0 - last) * (1 + math.cos(math.pi * progress)) / 2))
+
+
+def range_test_rate(step: int, params: Params, _learning_rate: float) -> float:
+    """Return the rate of LRRangeTest, which grows in steps or steadily."""
+    least = params.get("lr_range_test_min_lr", 1e-3)
+    if step < 0:
+        return float(least)
+    intervals = (step + 1) / params.get("lr_range_test_step_size", 2000)
+    intervals = math.floor(intervals) if params.get("lr_range_test_staircase") else intervals
+    return float(least * (1 + params.get("lr_range_test_step_rate", 1.0) * intervals))
+
+
+WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
+COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
+RANGE_TEST = tuple(f"lr_range_test_{key}" for key in ("min_lr", "step_size", "step_rate", "staircase"))
+# The rate in a step, the names of the parameters, and those that have no default.
+SCHEDULES: Mapping[str, tuple[Callable[[int, Params, float], float], tuple[str, ...], tuple[str, ...]]] = {
+    "WarmupLR": (warmup_rate, WARMUP, ()),
+    "WarmupDecayLR": (warmup_decay_rate, ("total_num_steps", *WARMUP), ("total_num_steps",)),
+    "WarmupCosineLR": (warmup_cosine_rate, COSINE, ("total_num_steps",)),
+    "LRRangeTest": (range_test_rate, RANGE_TEST, ()),
+}
