@@ -214,10 +214,14 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
     return dict(collect_grads(module))
 
 
+# These scripts call loss.backward(), as users of retained graphs do.
+RETAINED_FEATURES = (*BACKWARD_FEATURES, Feature.TENSOR_BACKWARD, Feature.RETAIN_GRAPH)
+
+
 def retained_law(script: ScenarioScript, statement: str, *, kept_because: str, own_window: bool = False) -> Law:
     """Build the law of a scenario in which a backward retains the graph."""
-    features, scenario = (*BACKWARD_FEATURES, Feature.RETAIN_GRAPH), Scenario(script, own_window=own_window)
-    return scenario_law("double_backward", scenario, statement, kept_because=kept_because, features=features)
+    scenario = Scenario(script, own_window=own_window)
+    return scenario_law("double_backward", scenario, statement, kept_because=kept_because, features=RETAINED_FEATURES)
 
 
 LAWS = (
@@ -247,7 +251,7 @@ LAWS = (
             "double_backward",
             WEIGHT_PENALTY_SCENARIO,
             "a penalty on weight gradients, a rank's own or all ranks' as claimed, has plain PyTorch's gradients",
-            features=(*BACKWARD_FEATURES, Feature.RETAIN_GRAPH),
+            features=RETAINED_FEATURES,
             variants=(
                 Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
                 Variant(REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,), exact_by_sum=True),
