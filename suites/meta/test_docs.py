@@ -91,7 +91,7 @@ def check_pytest_command(command: Command, _root: Path) -> None:
     message = [word.partition("=")[0] for word in command.arguments[1:]]
     paths = [word for word in message if word.endswith(".py") or word in ("repro", "suites")]
     assert all((ROOT / path).exists() or path in reader_files() for path in paths), paths
-    known = {*PYTEST_OPTIONS, "-n", "-k", "-m", "-x", "-s", "-v"}
+    known = {*PYTEST_OPTIONS, "-n", "-p", "-k", "-m", "-x", "-s", "-v"}
     assert not [word for word in message if word.startswith("-") and word not in known]
 
 

@@ -106,6 +106,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
     """Compare the values and weights of every accumulation window, recorded under labels that end in ``suffix``."""
     narrow, wide = (PlainRanks(ctx, scenario, dtype) for dtype in (ctx.dtype, torch.float64))
     is_exact = bool(ctx.rank_records("setting")[0]["exact"])
+    momentum: dict[str, BoundedTensor] = {}
     for window in range(scenario.windows):
         before = ctx.rank_records(f"params{suffix}", window)[0]
         result = narrow.run_window(window, before)
@@ -119,7 +120,8 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
             means = {name: grad.value.to(ctx.dtype) for name, grad in grads.items()}
             factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip)
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
-        yield from compare_weights(ctx, f"params{suffix}", window, clipped)
+        updates = compute_updates(scenario, clipped, before, momentum)
+        yield from compare_weights(ctx, f"params{suffix}", window, updates)
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
@@ -149,6 +151,42 @@ def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResu
 def sum_terms(name: str, result: WindowResult) -> Tensor:
     """Return the float64 sum of the gradients of one parameter over ranks and micro-batches."""
     return reduce(torch.add, [grads[name].double() for row in result.grads for grads in row if name in grads])
+
+
+def compute_updates(
+    scenario: WindowScenario,
+    grads: BoundedGrads,
+    weights: Mapping[str, Tensor],
+    momentum: dict[str, BoundedTensor],
+) -> BoundedGrads:
+    """Return what a step of SGD with a learning rate of 1 subtracts from each weight that has a gradient.
+
+    ``momentum`` is the momentum of each weight that a step has moved; this function updates it.
+    """
+    updates: dict[str, BoundedTensor] = {}
+    for name, grad in grads.items():
+        update = grad
+        if scenario.weight_decay:
+            update = add_multiple(update, scenario.weight_decay, BoundedTensor.exact(weights[name]))
+        if scenario.momentum:
+            if name in momentum:
+                update = add_multiple(update, scenario.momentum, momentum[name])
+            momentum[name] = update
+        updates[name] = update
+    return updates
+
+
+def add_multiple(tensor: BoundedTensor, factor: int, other: BoundedTensor) -> BoundedTensor:
+    """Return ``tensor + factor * other``, exactly if both are exact.
+
+    Raises HarnessFault if the exact sum is rounded in the tensors' dtype, because no engine can be judged by it.
+    """
+    if bool(tensor.error.any()) or bool(other.error.any()):
+        return tensor + other.scalar(float(factor), roundings=0) * other
+    value = tensor.value + factor * other.value
+    if not torch.equal(value.to(tensor.dtype).double(), value):
+        raise HarnessFault("the scenario is not exact: the optimizer rounds an update")
+    return BoundedTensor(value, tensor.error, tensor.dtype)
 
 
 def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:

@@ -2,9 +2,10 @@
 
 A script trains one micro-batch of an accumulation window. Its argument ``participant`` is the engine or the plain
 model. After each window the optimizer, SGD with a learning rate of 1, makes a step, and the weights are compared with
-those of plain PyTorch. Weights, inputs and losses are integers. The loss is multiplied by every number by which the
-engine divides, so that gradients are sums over ranks and micro-batches, and weights stay integers. The judge runs each
-window in float64 too, and raises HarnessFault if a number was rounded.
+those of plain PyTorch. A scenario may add momentum and weight decay, which are integers too. Weights, inputs and losses
+are integers. The loss is multiplied by every number by which the engine divides, so that gradients are sums over ranks
+and micro-batches, and weights stay integers. The judge runs each window in float64 too, and raises HarnessFault if a
+number was rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zharness.engines.protocol import AccumulationOwner, Engine
+from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.scenarios import NamedTensors, Participant, make_engine_participant
@@ -33,8 +34,9 @@ class WindowScenario:
     may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
     the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
     ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
-    None. ``backward_call`` is the call by which ``backward`` of the engine's participant runs. If the engine owns the
-    accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
+    None. ``momentum`` and ``weight_decay`` are those of the optimizer. ``backward_call`` is the call by which
+    ``backward`` of the engine's participant runs. If the engine owns the accumulation, the script never calls
+    ``zero_grad``, because the engine begins the next window itself.
     """
 
     train: WindowScript
@@ -43,6 +45,8 @@ class WindowScenario:
     owner: AccumulationOwner = AccumulationOwner.CALLER
     is_uneven: bool = False
     clip: float | None = None
+    momentum: int = 0
+    weight_decay: int = 0
     before_step: Callable[[Participant, int], None] | None = None
     after_step: Callable[[Participant, int], None] | None = None
     backward_call: BackwardCall = BackwardCall.ENGINE
@@ -51,6 +55,12 @@ class WindowScenario:
     def divisor(self) -> int:
         """The number by which the engine divides the sum of gradients over the micro-batches of a window."""
         return self.micro_batches if self.owner is AccumulationOwner.ENGINE else 1
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The optimizer: SGD with a learning rate of 1, with the momentum and the weight decay of this scenario."""
+        kept = {"momentum": float(self.momentum), "weight_decay": float(self.weight_decay)}
+        return replace(UNIT_LR_SGD, args={**UNIT_LR_SGD.args, **{key: value for key, value in kept.items() if value}})
 
     def get_loss_factor(self, world_size: int) -> int:
         """Return the factor by which each loss is multiplied, so that the engine's mean is a sum."""
@@ -67,7 +77,7 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
         exact = is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum
         ctx.record("setting", {"exact": scalar(exact)})
         engine = ctx.build_engine(
-            optimizer=UNIT_LR_SGD,
+            optimizer=scenario.optimizer,
             accumulation_steps=scenario.micro_batches,
             accumulation_owner=scenario.owner,
             clip=scenario.clip,

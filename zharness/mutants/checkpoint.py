@@ -127,3 +127,17 @@ def load_keeps_gradients(model: nn.Module, config: EngineConfig) -> ReferenceEng
 
     seams.replace_resume(engine, resume)
     return engine
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_missing", Part.GATHER, variant="absent"),
+    Target("state.refuse_missing", Part.GATHER, variant="empty"),
+    origin=Origin.BLIND_7,
+)
+class TakesNoCheckpointForAFreshStart(Around):
+    """Loads nothing, and raises nothing, if the folder of the checkpoint is empty or not there."""
+
+    def load(self, path: Path) -> None:
+        if path.exists() and any(path.iterdir()):
+            self.right.load(path)

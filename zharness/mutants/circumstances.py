@@ -290,3 +290,18 @@ class CountsTinyOnEveryRank(Around):
             return norm_of_copies
 
         seams.wrap_grad_norm(self.right, wrap)
+
+
+@mutant(
+    FaultKind.SCALE,
+    expert_target("window.evaluated", "4_by_engine", Part.LOCAL_GRADIENT),
+    origin=Origin.BLIND_7,
+)
+class CountsEvaluations(Around):
+    """Counts a forward without gradients as a micro-batch of the engine's accumulation window."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if not torch.is_grad_enabled() and self.config.accumulation_owner is AccumulationOwner.ENGINE:
+            self.right.step()
+        return output

@@ -96,3 +96,21 @@ class DropsGradientsOfOthers(Around):
         for engine in self.alive:
             engine.right.zero_grad()
         self.right.close()
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("values.schedule", Part.OPTIMIZER, model="experts", variant="inf"),
+    Target("values.schedule", Part.OPTIMIZER, model="experts", variant="nan"),
+    origin=Origin.BLIND_7,
+)
+class HoldsTheScheduleOfBadSteps(SeesInfinity):
+    """Applies a step with gradients that are not finite, and leaves the learning rate as it was."""
+
+    def step(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        is_finite = self.is_finite()
+        self.right.step()
+        if not is_finite:
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate

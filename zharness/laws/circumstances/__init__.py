@@ -5,9 +5,12 @@ from __future__ import annotations
 from zharness.laws.circumstances import (
     batches,
     engines,
+    evaluations,
     idle_weights,
     interleaved,
+    momentum,
     not_finite,
+    schedules,
     skipped_steps,
     values,
     windows,
@@ -15,11 +18,14 @@ from zharness.laws.circumstances import (
 
 LAWS = (
     *windows.LAWS,
+    *evaluations.LAWS,
     *idle_weights.LAWS,
+    *momentum.LAWS,
     *batches.LAWS,
     *values.LAWS,
     *not_finite.LAWS,
     *skipped_steps.LAWS,
+    *schedules.LAWS,
     *engines.LAWS,
     *interleaved.LAWS,
 )

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from zharness.laws.state import buffer_kinds, consolidate, refuse_pickle, reshard, resume, several_saves, universal
+from zharness.laws.state import (
+    buffer_kinds,
+    consolidate,
+    refuse_missing,
+    refuse_pickle,
+    reshard,
+    resume,
+    several_saves,
+    universal,
+)
 
 LAWS = (
     *resume.LAWS,
@@ -12,4 +21,5 @@ LAWS = (
     *buffer_kinds.LAWS,
     *universal.LAWS,
     *refuse_pickle.LAWS,
+    *refuse_missing.LAWS,
 )

@@ -1,0 +1,60 @@
+"""Define the law state.refuse_missing: a load without a checkpoint raises on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.state.common import train_steps
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+
+EMPTY, ABSENT = "empty", "absent"  # a folder without files, and a path where no folder is
+
+
+def observe_refuse_missing(ctx: RankContext) -> None:
+    """Load from a folder that holds no checkpoint, and record whether the load raises and what it changes."""
+    engine = ctx.build_engine()
+    train_steps(ctx, engine, range(1), "before")
+    before = collect_training_state(engine)
+    with shared_folder() as root:
+        folder = root / ctx.variant
+        if ctx.variant == EMPTY:
+            run_on_rank_0(folder.mkdir)
+        ctx.record("outcome", {"raised": load_raises(lambda: engine.load(folder))})
+    after = collect_training_state(engine)
+    changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
+    ctx.record("changed", changed)
+    engine.close()
+
+
+def judge_refuse_missing(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the load raised on every rank, and changed no weight or optimizer state."""
+    for rank, (outcome, changed) in enumerate(
+        zip(ctx.rank_records("outcome"), ctx.rank_records("changed"), strict=True)
+    ):
+        yield compare_bitwise(ctx.location("raised", Part.GATHER, 0, rank), torch.ones(()), outcome["raised"])
+        for name, value in changed.items():
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros(()), value)
+
+
+LAWS = (
+    Law(
+        name="state.refuse_missing",
+        statement="a load where no checkpoint is raises on every rank, and changes neither weights nor optimizer state",
+        tier=Tier.EXACT,
+        models=("mlp",),
+        observe=observe_refuse_missing,
+        judge=judge_refuse_missing,
+        features=(Feature.CHECKPOINT,),
+        weights_stay_integers=False,
+        dtypes=("fp32",),
+        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in (EMPTY, ABSENT)),
+        kept_because="the only loads without a file: an engine that goes on trains from its initial weights",
+    ),
+)
