@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,14 @@ from zharness.hunt.command import HuntOptions, run_hunt
 from zharness.hunt.draw import PairCoverage, iter_draws
 from zharness.hunt.groups import AlarmGroup
 from zharness.hunt.hunter import Hunter, HuntLimits
-from zharness.hunt.known import find_known
+from zharness.hunt.known import find_known, is_recorded_cause
 from zharness.hunt.log import HuntLog
 from zharness.hunt.space import Space
+from zharness.hunt.symptoms import SYMPTOMS, Symptom
 from zharness.law_kit.program_features import explain_unsupported
+from zharness.releases.repros import load_catalogue
 from zharness.run import Verdict
+from zharness.run.expected_failures import expected_failures_for
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.program_text import parse_program, require_legal
 from zharness.workload.programs import Act, LayerKind, Program
@@ -187,6 +190,28 @@ def test_a_known_cause_is_told_from_a_new_one(case: FailureCase) -> None:
     assert claims is not None
     found = find_known("deepspeed", "0.19.8", program, ProgramOutcome(case.verdict, case.cause), claims, ())
     assert bool(found) is case.is_known
+
+
+@pytest.mark.parametrize(("details", "is_known"), [("in f\n  p.grad.record_stream(s)", True), ("", False)])
+def test_the_details_of_an_entry_are_looked_up_in_the_traceback(details: str, is_known: bool) -> None:
+    entry = next(entry for entry in expected_failures_for("deepspeed") if "p.grad.record_stream(" in entry.details)
+    outcome = ProgramOutcome(Verdict(entry.verdict), f"rank 0 raised: {entry.signatures[0]}", details=details)
+    assert is_recorded_cause(entry, outcome) is is_known
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS, ids=lambda symptom: symptom.repro)
+def test_a_symptom_names_a_reproduction_and_needs_its_setting(symptom: Symptom) -> None:
+    assert symptom.repro in {repro.id for repro in load_catalogue()}
+    options = tuple(sorted(symptom.options))[:1]
+    program = Program((), (), stage=symptom.stages[0], options=options, world_size=symptom.min_world_size)
+    names, outcome = set(symptom.needs), ProgramOutcome(Verdict.FAIL, f"step 1: {symptom.text}")
+    assert symptom.matches(symptom.engine, program, names, outcome)
+    assert not symptom.matches("fsdp2", program, names, outcome)
+    assert not symptom.matches(symptom.engine, program, names, ProgramOutcome(Verdict.FAIL, "step 1: other"))
+    if options:
+        assert not symptom.matches(symptom.engine, replace(program, options=()), names, outcome)
+    if names:
+        assert not symptom.matches(symptom.engine, program, set(), outcome)
 
 
 def test_groups_contain_alarms_that_have_more(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
-from zharness.law_kit.program_executor import ForwardResult
+from zharness.law_kit.program_executor import ForwardResult, has_values_of
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
+from zharness.law_kit.program_judge import is_sum
 from zharness.law_kit.program_steps import apply_input_marks
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.laws import LAWS
@@ -101,6 +102,23 @@ def test_a_micro_batch_that_was_overwritten_is_reported_as_changed(name: str) ->
     assert not kept.is_batch_changed()
     getattr(batch, name)[0] = 0
     assert kept.is_batch_changed()
+
+
+def test_nan_that_stays_is_not_a_change() -> None:
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
+    assert has_values_of(nan, nan.clone())
+    assert not has_values_of(nan, one)
+    assert has_values_of(torch.tensor([1, 2]), torch.tensor([1, 2]))
+
+
+def test_a_gradient_that_contains_an_older_one_is_told_from_other_wrong_ones() -> None:
+    found = Mismatch(
+        1, Part.REDUCTION, "w", (0,), None, 0, 0, expected=10.0, actual=11.0, bound=0.0, ulps=1, wrong=1, total=1
+    )
+    eps = torch.finfo(torch.float32).eps
+    assert is_sum(found, 1.0, eps)
+    assert not is_sum(found, 1.5, eps)
+    assert not is_sum(replace(found, actual=10.0), 0.0, eps)
 
 
 def test_an_exception_that_does_not_reach_the_caller_is_the_engines_fault() -> None:

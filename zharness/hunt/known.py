@@ -11,6 +11,7 @@ from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
+from zharness.hunt.symptoms import find_symptom
 from zharness.releases.repros import ReproVerdict, load_catalogue
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, split_settings
 from zharness.run.program_runner import ProgramOutcome, program_options
@@ -45,11 +46,16 @@ def find_known(
         )
         if is_covered and is_recorded_cause(entry, outcome):
             return f"{entry.upstream}; {', '.join(entry.laws)} in {entry.location}"
-    keys = {*options, *iter_leaf_keys(program_options(program, claims))} if options else set()
     try:
         repros = load_catalogue()
     except UsageError:  # an installed package has no reproductions
         return ""
+    symptom = find_symptom(split_release(engine)[0], program, list_names(program), outcome)
+    for repro in repros:
+        is_affected = repro.expected_verdict(version) is ReproVerdict.REPRODUCED
+        if symptom is not None and repro.id == symptom.repro and is_affected:
+            return f"{repro.reported}; repro/{repro.path.name}"
+    keys = {*options, *iter_leaf_keys(program_options(program, claims))} if options else set()
     for repro in repros:
         is_same = normalize(repro.signature) in normalize(outcome.cause) and has_text(repro.signature)
         is_affected = repro.expected_verdict(version) is ReproVerdict.REPRODUCED
@@ -102,13 +108,16 @@ def covers_program(entry: ExpectedFailure, program: Program, options: tuple[str,
 def is_recorded_cause(entry: ExpectedFailure, outcome: ProgramOutcome) -> bool:
     """Return whether the verdict is that of ``entry`` and the cause has one of its signatures.
 
-    Numbers may differ in the message of an exception, but not in the hint of a wrong number, such as a factor.
+    Numbers may differ in the message of an exception, but not in the hint of a wrong number, such as a factor. If the
+    entry has details, one of them has to occur in the reports of the ranks; a signature may then be short.
     """
-    if entry.verdict != outcome.verdict.value or entry.details:  # a program's outcome lacks the details of a record
+    if entry.verdict != outcome.verdict.value:
+        return False
+    if entry.details and not any(text in outcome.details for text in entry.details):
         return False
     is_crash = outcome.verdict is Verdict.CRASH
     return any(
-        has_text(signature)
+        (has_text(signature) or bool(entry.details))
         and (normalize(signature) in normalize(outcome.cause) if is_crash else signature in outcome.cause)
         for signature in entry.signatures
         if is_crash or not signature.startswith("only ")  # a count of wrong elements belongs to one model

@@ -58,7 +58,14 @@ class ForwardResult:
     def is_batch_changed(self) -> bool:
         """Return whether a tensor of the micro-batch changed its values since the forward, or requires a gradient."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
-        return any(tensor.requires_grad or not tensor.equal(old) for tensor, old in zip(now, then, strict=True))
+        return any(
+            tensor.requires_grad or not has_values_of(tensor, old) for tensor, old in zip(now, then, strict=True)
+        )
+
+
+def has_values_of(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values; NaN is the same as NaN."""
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 @dataclass
@@ -161,7 +168,7 @@ class ProgramExecutor:
             torch.autograd.backward(self.engine.scale(loss), retain_graph=retain)
         else:
             self.engine.backward(loss, retain_graph=retain)
-        changed = {name: not tensor.equal(before[name]) for name, tensor in caller_tensors.items()}
+        changed = {name: not has_values_of(tensor, before[name]) for name, tensor in caller_tensors.items()}
         changed["inputs"] = result.is_batch_changed()
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 

@@ -40,9 +40,10 @@ from zharness.law_kit.record_comparisons import (
     compare_records,
 )
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
-from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
+from zharness.parity.compare import is_bitwise_equal
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
@@ -50,6 +51,10 @@ SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
+
+OLD_GRADIENT_HINT = "it is the gradient that an earlier step used"
+
+OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
 
 CALLER_TENSOR_CHANGED_HINT = "the backward changed the caller's output, loss or inputs"
 
@@ -71,6 +76,7 @@ class ProgramJudge:
     step_counts: StepCounts = field(default_factory=StepCounts)
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
+    stepped_grads: list[int] = field(default_factory=list)  # positions of the gradients that steps used
     cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
@@ -170,9 +176,24 @@ class ProgramJudge:
             suspects[ZEROED_GRADS_KEPT_HINT] = scale_local_grads(
                 [*self.zeroed_grads, *self.window_grads], ranks / self.program.window
             )
-        yield from self.ctx.compare_reduced_grads(
+        for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
-        )
+        ):
+            yield self.hint_old_gradient(found, position)
+
+    def hint_old_gradient(self, comparison: Comparison, position: int) -> Comparison:
+        """Add a hint to the mismatch of a gradient that is one that an earlier step used, or contains it."""
+        mismatch = comparison.mismatch
+        if mismatch is None:
+            return comparison
+        records = [self.ctx.rank_records("grads", at)[mismatch.seen_on] for at in (position, *self.stepped_grads)]
+        if any(mismatch.parameter not in record for record in records):
+            return comparison
+        grad, *old_grads = (record[mismatch.parameter] for record in records)
+        if any(is_bitwise_equal(old, grad) for old in old_grads):
+            return add_hint(comparison, OLD_GRADIENT_HINT)
+        is_added = any(is_sum(mismatch, float(old[mismatch.index]), torch.finfo(old.dtype).eps) for old in old_grads)
+        return add_hint(comparison, OLD_GRADIENT_ADDED_HINT) if is_added else comparison
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
         """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.
@@ -234,6 +255,8 @@ class ProgramJudge:
                     yield add_hint(found, EARLY_STEP_HINT)
             return
         grads = yield from self.judge_clipping(position, self.get_step_grads(caller))
+        if self.last_grads_position and caller.pending is not PendingGradients.UNSEEN:
+            self.stepped_grads.append(self.last_grads_position)
         yield from self.judge_update(position, grads, caller.pending)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
@@ -314,6 +337,12 @@ class ProgramJudge:
         for rank, record in enumerate(self.ctx.rank_records("gathered", self.weights_version)):
             for name, count in record.items():
                 yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(count), count)
+
+
+def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
+    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
+    error = abs(mismatch.actual - mismatch.expected - added)
+    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
 
 
 def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:

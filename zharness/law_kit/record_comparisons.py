@@ -7,22 +7,29 @@ from dataclasses import replace
 
 import torch
 
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Mismatch, Part, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
+ROUNDED_WEIGHT_HINT = "it is the initial weight, rounded"
 LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
 
 def compare_initial_weights(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the weights that the engine reports before training equal the model's initial weights."""
+    """Check that the weights that the engine reports before training equal the model's initial weights.
+
+    A mismatch says so if the engine rounded the weight to the cell's dtype.
+    """
     wanted = dict(ctx.baseline.build_module().named_parameters())
     record = ctx.rank_records("params", 0)[0]
     check_names("full_params", wanted, record)
     for name, tensor in wanted.items():
-        yield compare_bitwise(ctx.location(name, Part.GATHER), tensor.detach(), record[name])
+        found = compare_bitwise(ctx.location(name, Part.GATHER), tensor.detach(), record[name])
+        is_rounded = torch.equal(tensor.detach().to(ctx.dtype), record[name].to(ctx.dtype))
+        yield add_hint(found, ROUNDED_WEIGHT_HINT) if is_rounded else found
 
 
 def compare_forward(

@@ -41,12 +41,14 @@ SEED = 0x5EED  # seed of every program's weights; the batches also depend on the
 class ProgramOutcome:
     """The verdict on programs that ran one after the other, and its cause, which is empty for a pass.
 
-    ``innermost_file`` is the file of the innermost frame of an exception, and empty for other causes.
+    ``innermost_file`` is the file of the innermost frame of an exception, and empty for other causes. ``details``
+    contains the reports of all ranks, with tracebacks, if one of them did not return.
     """
 
     verdict: Verdict
     cause: str = ""
     innermost_file: str = field(default="", compare=False)
+    details: str = field(default="", compare=False, repr=False)
 
     def describe(self, engine: str, programs: Sequence[Program]) -> str:
         """Describe the outcome of ``programs``, with the command that runs them again."""
@@ -202,7 +204,8 @@ class ProgramRunner:
         observed = self._server.submit(observe_task)
         if observed.cause is not None:
             verdict = verdict_of_rank_failure(observed.cause)
-            return ProgramOutcome(verdict, observed.cause.describe(), observed.cause.innermost_file)
+            cause = observed.cause
+            return ProgramOutcome(verdict, cause.describe(), cause.innermost_file, observed.describe())
         judge_task = RankTask(
             judge_programs,
             (programs, evidence_dir, capabilities),

@@ -1,0 +1,77 @@
+"""List how programs show recorded bugs whose scripts or cells fail with other words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zharness.law_kit.program_judge import OLD_GRADIENT_ADDED_HINT, OLD_GRADIENT_HINT
+from zharness.law_kit.record_comparisons import ROUNDED_WEIGHT_HINT
+from zharness.run.program_runner import ProgramOutcome
+from zharness.workload.programs import Act, LayerKind, Mark, Program
+
+SHARDED = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A failure of programs that the reproduction with the id ``repro`` explains.
+
+    ``text`` occurs in the cause. The program has a stage of ``stages``, all of ``needs``, and one of ``options`` unless
+    that is empty; it may have further options.
+    """
+
+    engine: str
+    repro: str
+    text: str
+    stages: tuple[int, ...]
+    needs: frozenset[Act | LayerKind | Mark] = frozenset()
+    options: frozenset[str] = frozenset()
+    min_world_size: int = 1
+
+    def matches(
+        self, engine: str, program: Program, names: set[Act | LayerKind | Mark], outcome: ProgramOutcome
+    ) -> bool:
+        """Return whether ``program``, which has ``names``, failed on ``engine`` in this way."""
+        has_setting = program.stage in self.stages and program.world_size >= self.min_world_size
+        has_option = not self.options or bool(self.options & set(program.options))
+        return (
+            self.engine == engine and has_setting and has_option and self.needs <= names and self.text in outcome.cause
+        )
+
+
+OFFLOAD = frozenset({"offload_optimizer", "offload_unpinned", "cpu_adam"})
+LEAF = frozenset({"leaf_modules", "granularity_threshold"})
+INPUT_GRAD = frozenset({Act.INPUT_GRAD})
+
+# The first that matches counts, so that those with options precede those without.
+SYMPTOMS = (
+    Symptom("deepspeed", "offload-old-gradient", OLD_GRADIENT_HINT, SHARDED, options=OFFLOAD),
+    Symptom(
+        *("deepspeed", "overlap-partly-used", "alone, not reduced", (1,), frozenset({LayerKind.SOMETIMES})),
+        options=frozenset({"overlap_comm"}),
+    ),
+    Symptom("deepspeed", "bypass-old-gradient", OLD_GRADIENT_HINT, (3,), frozenset({LayerKind.SOMETIMES})),
+    Symptom("deepspeed", "leaf-module-inputs", "must match the size of tensor b", (3,), options=LEAF),
+    Symptom("deepspeed", "leaf-module-inputs", "doesn't match the broadcast shape", (3,), options=LEAF),
+    Symptom("deepspeed", "8026-autograd", "x the right value", SHARDED, INPUT_GRAD),
+    Symptom("deepspeed", "input-grad-adds-old", OLD_GRADIENT_ADDED_HINT, (3,), INPUT_GRAD),
+    Symptom("deepspeed", "input-grad-adds-old", "optimizer: ", (3,), INPUT_GRAD | {Mark.UNSEEN}),
+    Symptom("deepspeed", "8026-vjp", "Direct calls to tensor.backward() are not supported", (0,), INPUT_GRAD),
+    Symptom("deepspeed", "gathered-in-flight", "Cannot partition a param in flight", (3,)),
+    Symptom(
+        "deepspeed", "inference-weights-kept", "Inference tensors cannot be saved for", (3,), frozenset({Act.INFERENCE})
+    ),
+    Symptom("deepspeed", "5812-frozen", ROUNDED_WEIGHT_HINT, (0, 1, 2, 3), frozenset({LayerKind.FROZEN})),
+    Symptom("deepspeed", "458", "has already been reduced", (2,), frozenset({LayerKind.REENTRANT})),
+    Symptom("deepspeed", "uneven-weight-edited", "start out of range", (3,), frozenset({Act.EDIT}), min_world_size=2),
+    Symptom(
+        "deepspeed", "uneven-weight-edited", "exceeds dimension size", (3,), frozenset({Act.EDIT}), min_world_size=2
+    ),
+)
+
+
+def find_symptom(
+    engine: str, program: Program, names: set[Act | LayerKind | Mark], outcome: ProgramOutcome
+) -> Symptom | None:
+    """Return the first symptom that the failure of ``program`` has, or None."""
+    return next((symptom for symptom in SYMPTOMS if symptom.matches(engine, program, names, outcome)), None)
