@@ -148,11 +148,10 @@ def apply_remedy(
             notes=(*remedy_record.notes, first),
         )
     return replace(
-        record,
-        verdict=remedy_record.verdict,
+        remedy_record,
         expected_failure=second_failure.upstream if second_failure else "",
         cause=f"the law fails with the documented remedy {dict(expected_failure.remedy)} too: {remedy_record.cause}",
-        notes=(*record.notes, first),
+        notes=(*remedy_record.notes, first),
     )
 
 
