@@ -50,13 +50,14 @@ class UsageError(ZHarnessError):
         names = [] if isinstance(allowed, str) else [str(name) for name in allowed]  # type: ignore[attr-defined]
         close = find_close_names(str(value), names)
         if close:
-            shown = f"; allowed: {', '.join(names)}" if len(names) <= MAX_NAMES_BESIDE_CLOSE else ""
+            shown = f" Allowed: {', '.join(names)}" if len(names) <= MAX_NAMES_BESIDE_CLOSE else ""
             tail = shown + (f" ({remedy})" if remedy else "")
             return cls(f"unknown {kind} {str(value)!r}; did you mean {' or '.join(map(repr, close))}?{tail}")
         is_long = bool(remedy) and len(names) > MAX_LISTED_NAMES
         listed = [*names[:4], f"... ({len(names)} in all)"] if is_long else names
         tail = f"; {remedy}" if remedy else ""
-        return cls(f"unknown {kind} {str(value)!r}; allowed: {', '.join(listed) or allowed}{tail}")
+        shown = allowed if isinstance(allowed, str) else ", ".join(listed) or "none"
+        return cls(f"unknown {kind} {str(value)!r}; allowed: {shown}{tail}")
 
 
 class ConfigError(UsageError):

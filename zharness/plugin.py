@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from zharness.errors import UsageError
-from zharness.pytest_ranks.options import add_free_short_names, add_prefixed_options, get_option
+from zharness.pytest_ranks.options import (
+    add_free_short_names,
+    add_prefixed_options,
+    get_option,
+    hide_values_from_paths,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, None, None]:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, None, None]:
     """Add the options without prefix whose names no plugin and no conftest.py has taken."""
+    hide_values_from_paths(early_config, parser, args)
     yield
     add_free_short_names(parser)
 

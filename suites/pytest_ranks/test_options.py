@@ -34,6 +34,15 @@ def test_on_ranks(pytestconfig):
     assert pytestconfig.getoption("--isolation") == pytestconfig.getoption("--zharness-isolation") == "pooled"
     assert pytestconfig.getoption("--rank-timeout") == 30
 """
+COLOR = """
+def pytest_addoption(parser):
+    parser.addoption("--color-of", default="red")
+    parser.addoption("--shuffle", action="store_true", dest="mixed")
+"""
+BLUE = """
+def test_color(pytestconfig):
+    assert pytestconfig.getoption("--color-of") == "blue"
+"""
 PLUGINS = ("-p", "no:cacheprovider", "-p", "no:randomly", "--color=no")
 
 
@@ -56,6 +65,31 @@ def test_options_of_another_plugin_with_the_same_names_win(tmp_path: Path) -> No
 def test_short_names_work_where_they_are_free(tmp_path: Path, variables: dict[str, str]) -> None:
     arguments = ("--rank-timeout", "30", *(() if variables else ("--isolation", "pooled")))
     done = Session(tmp_path, {"test_it.py": SHORT}, *PLUGINS, *arguments, variables=variables).finish()
+    assert done.status == 0, done.output
+
+
+@pytest.mark.parametrize("chosen", [("--engine", "reference"), ("--isolation", "pooled"), ("--engine=reference",)])
+def test_the_options_of_a_conftest_in_testpaths_are_known_beside_a_short_name(
+    tmp_path: Path, chosen: tuple[str, ...]
+) -> None:
+    (tmp_path / "checks").mkdir()
+    files = {"checks/conftest.py": COLOR, "checks/test_it.py": BLUE}
+    session = Session(tmp_path, files, *PLUGINS, *chosen, "--color-of=blue", settings="\ntestpaths = checks\n")
+    done = session.finish()
+    assert done.status == 0, done.output
+
+
+def test_a_folder_with_the_name_of_a_value_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "reference").mkdir()
+    files = {"reference/conftest.py": "raise RuntimeError('imported')", "test_it.py": "def test_it():\n    pass\n"}
+    done = Session(tmp_path, files, *PLUGINS, "--engine", "reference", "test_it.py").finish()
+    assert done.status == 0, done.output
+
+
+def test_a_path_after_a_flag_of_its_conftest_stays_a_path(tmp_path: Path) -> None:
+    (tmp_path / "checks").mkdir()
+    files = {"checks/conftest.py": COLOR, "checks/test_it.py": BLUE}
+    done = Session(tmp_path, files, *PLUGINS, "--color-of=blue", "--shuffle", "checks").finish()
     assert done.status == 0, done.output
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -123,14 +123,17 @@ def require_known_names(
     require_mutants(mutants, [row["mutant"] for row in index.mutants])
     require_laws([pattern for pattern in laws if not is_cell_id(pattern)], index.law_names)
     for pattern in filter(is_cell_id, laws):
-        require_cell(Cell.parse(pattern), index.law_names)
+        require_cell(Cell.parse(pattern), index)
 
 
-def require_cell(cell: Cell, laws: Collection[str]) -> None:
-    """Raise UsageError if the law, engine or stage of ``cell`` does not exist."""
-    require_law(cell.law, laws)
+def require_cell(cell: Cell, index: NameIndex) -> None:
+    """Raise UsageError if the law, engine, stage, dtype or model of ``cell`` does not exist."""
+    require_law(cell.law, index.law_names)
     engines.require(cell.engine)
     require_stages((cell.stage,))
+    require_dtypes((cell.dtype,), index.dtypes)
+    if not FACTORY_PATH.fullmatch(cell.model):
+        require_model(cell.model, [row["model"] for row in index.models])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Every project of an environment loads the plugin, and some define an option such
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import copy
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,14 @@ class PluginOption:
     def dest(self) -> str:
         """Return the attribute of ``config.option``, as in ``zharness_engine``."""
         return self.prefixed_name.lstrip("-").replace("-", "_")
+
+    def accepts(self, text: str) -> bool:
+        """Return whether ``text`` is a value of this option."""
+        try:
+            value = self.attributes.get("type", str)(text)
+        except (ValueError, argparse.ArgumentTypeError):
+            return False
+        return value in self.attributes.get("choices", [value])
 
 
 GROUPS = {
@@ -146,11 +155,43 @@ def add_prefixed_options(parser: pytest.Parser) -> None:
         group.addoption(option.prefixed_name, dest=option.dest, **option.attributes)
 
 
+def find_taken_names(parser: pytest.Parser) -> set[str]:
+    """Return the names of all options that are defined now."""
+    return {name for group in [*parser._groups, parser._anonymous] for known in group.options for name in known.names()}
+
+
+def join_short_names(arguments: Sequence[str], taken: Container[str]) -> list[str]:
+    """Return the arguments with ``--NAME VALUE`` written as ``--NAME=VALUE`` for each name that is not ``taken``.
+
+    A value that the option does not accept is left alone: it may be a path after a flag that a conftest.py defines.
+    """
+    options = {f"--{name}": option for option in OPTIONS for name in option.names if f"--{name}" not in taken}
+    joined: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*joined, argument, *rest]
+        previous = joined[-1] if joined else ""
+        if previous in options and not argument.startswith("-") and options[previous].accepts(argument):
+            joined[-1] = f"{previous}={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def hide_values_from_paths(config: pytest.Config, parser: pytest.Parser, arguments: Sequence[str]) -> None:
+    """Take the values of the names without prefix out of the paths whose conftest.py files pytest loads first.
+
+    At that time the names are not yet defined, and pytest takes ``reference`` in ``--engine reference`` for a path.
+    """
+    joined = join_short_names(parser.optparser._read_args_from_files(list(arguments)), find_taken_names(parser))
+    known = parser.parse_known_args(joined, namespace=copy.copy(config.option))
+    config.known_args_namespace.file_or_dir = known.file_or_dir
+
+
 def add_free_short_names(parser: pytest.Parser) -> None:
     """Define the names without prefix that are free. Call this function when every conftest.py has defined its own."""
-    taken = {
-        name for group in [*parser._groups, parser._anonymous] for known in group.options for name in known.names()
-    }
+    taken = find_taken_names(parser)
     for option in OPTIONS:
         free = [f"--{name}" for name in option.names if f"--{name}" not in taken]
         if free:
