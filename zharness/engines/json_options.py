@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,18 @@ AUTOCAST_KEYS = ("enabled", "dtype")
 REDUCE_DTYPE = "communication_data_type"
 ZERO = "zero_optimization"
 OFFLOADS = ("offload_optimizer", "offload_param")
+BUCKET_SIZE = f"{ZERO}.reduce_bucket_size"
+# The keys of a translated section that its translation reads.
+READ_KEYS: Mapping[str, tuple[str, ...]] = {
+    "torch_autocast": AUTOCAST_KEYS,
+    **{f"{ZERO}.{key}": ("device",) for key in OFFLOADS},
+}
+SECTION_EXAMPLES: Mapping[str, str] = {
+    "torch_autocast": '{"enabled": true}',
+    **{f"{ZERO}.{key}": '{"device": "cpu"}' for key in OFFLOADS},
+}
+# The only values that torch's engines can stand for, as another one changes every step.
+REQUIRED_VALUES: Mapping[str, Any] = {"amp.enabled": False, "gradient_allreduce_op": "mean"}
 FORCES_CPU_ADAM = "zero_force_ds_cpu_optimizer"
 
 
@@ -35,8 +48,8 @@ class TranslatedOptions:
 def translate_options(engine: str, name: str, options: Mapping[str, Any]) -> TranslatedOptions:
     """Return the options of ``engine`` that a DeepSpeed JSON stands for; an engine of the user gets them as they are.
 
-    Raises ConfigError, with the ``name`` of the configuration, for a key that DeepSpeed does not have, if the engine
-    does not read the file itself.
+    Raises ConfigError, with the ``name`` of the configuration, for a key that DeepSpeed does not have and for a value
+    that cannot be translated, if the engine does not read the file itself.
     """
     base = engine.partition("==")[0]
     if base == "deepspeed":
@@ -44,15 +57,39 @@ def translate_options(engine: str, name: str, options: Mapping[str, Any]) -> Tra
     if base not in TRANSLATIONS:
         return TranslatedOptions(options)
     require_known_keys(name, options, TOP_LEVEL)
+    require_translatable_values(base, name, options)
     found = {path: find_value(options, path) for path in TRANSLATIONS[base]}
     meanings = {path: TRANSLATIONS[base][path](value) for path, value in found.items() if value is not None}
     used = {path: meaning for path, meaning in meanings.items() if meaning}
+    read = {f"{path}.{key}" for path in used for key in READ_KEYS.get(path, ())} | used.keys()
     return TranslatedOptions(
         {key: value for meaning in used.values() for key, value in meaning.items()},
-        tuple(path for path in list_paths(options) if not any(f"{path}.".startswith(f"{key}.") for key in used)),
+        tuple(path for path in list_paths(options) if path not in read),
         tuple(f"{path} means {dict(meaning)} on {base}" for path, meaning in used.items()),
         sets_reduce_dtype=REDUCE_DTYPE in used,
     )
+
+
+def require_translatable_values(engine: str, name: str, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value that has the wrong type, or that changes every step and ``engine`` cannot do."""
+    for path, required in REQUIRED_VALUES.items():
+        value = find_value(options, path)
+        if value not in (None, required):
+            raise ConfigError(
+                f"config {name!r}: {path} is {json.dumps(value, default=str)}, which {engine} cannot do and which "
+                f"changes numbers; expected {json.dumps(required)}"
+            )
+    for path in TRANSLATIONS[engine]:
+        value = find_value(options, path)
+        if path == BUCKET_SIZE:
+            valid = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            expected = "a number of elements, as in 5e8 without quotes"
+        elif path in READ_KEYS:
+            valid, expected = isinstance(value, Mapping), f"a JSON object, as in {SECTION_EXAMPLES[path]}"
+        else:
+            continue
+        if value is not None and not valid:
+            raise ConfigError(f"config {name!r}: {path} is {json.dumps(value, default=str)}; expected {expected}")
 
 
 def keep_torch_optimizer(options: Mapping[str, Any]) -> TranslatedOptions:
@@ -124,7 +161,7 @@ def translate_reduce_dtype(dtype: str) -> Mapping[str, Any]:
 
 _DDP: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
     "torch_autocast": translate_autocast,
-    f"{ZERO}.reduce_bucket_size": translate_bucket_size,
+    BUCKET_SIZE: translate_bucket_size,
 }
 _FSDP: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
     "torch_autocast": translate_autocast,

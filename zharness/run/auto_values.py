@@ -21,11 +21,16 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
     "optimizer.params.weight_decay": 0.0,
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_max_lr": 5e-5,
-    "scheduler.params.warmup_num_steps": 0,
+    "scheduler.params.warmup_num_steps": 1,
     "fp16.enabled": False,
     "bf16.enabled": False,
     "amp.enabled": False,
     "amp.opt_level": "O1",
+}
+OPTIMIZER_RATE, LARGEST_RATE = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
+# Why a value is not simply the default of the Trainer.
+REASONS: Mapping[str, str] = {
+    "scheduler.params.warmup_num_steps": "the least that DeepSpeed accepts, since it refuses the 0 of the Trainer",
 }
 # The Trainer reads these from the model or the data, which the laws do not have.
 DATA_KEYS = {
@@ -57,7 +62,21 @@ def fill_auto_values(name: str, config: Mapping[str, Any]) -> FilledConfig:
             "transformers does not replace; write the values themselves"
         )
     values = {path: TRAINER_DEFAULTS.get(path, DATA_KEYS.get(path, (None,))[0]) for path in found}
-    return FilledConfig(replace_values(config, values), tuple(explain_value(path, values[path]) for path in found))
+    reasons = dict(REASONS)
+    rate = find_rate(config)
+    if LARGEST_RATE in values and rate is not None:
+        values[LARGEST_RATE] = rate
+        reasons[LARGEST_RATE] = f"the file's {OPTIMIZER_RATE}, since the Trainer has one learning rate"
+    notices = tuple(explain_value(path, values[path], reasons) for path in found)
+    return FilledConfig(replace_values(config, values), notices)
+
+
+def find_rate(config: Mapping[str, Any]) -> Any:
+    """Return the learning rate that the file gives the optimizer, or None."""
+    value: Any = config
+    for key in OPTIMIZER_RATE.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return None if value == AUTO else value
 
 
 def find_auto_values(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -80,9 +99,10 @@ def replace_values(config: Mapping[str, Any], values: Mapping[str, Any], prefix:
     return {key: value for key, value in replaced.items() if value is not None or f"{prefix}{key}" not in values}
 
 
-def explain_value(path: str, value: Any) -> str:
-    """Return the sentence that says by what an "auto" was replaced, and why."""
+def explain_value(path: str, value: Any, reasons: Mapping[str, str]) -> str:
+    """Return the sentence that says by what an "auto" was replaced, and why; ``reasons`` are those of some paths."""
     if path in SIZE_KEYS:
         return f'{path} is "auto": the engine\'s own default, since no number depends on it'
-    reason = DATA_KEYS[path][1] if path in DATA_KEYS else "the default of the Trainer of transformers"
+    default = DATA_KEYS[path][1] if path in DATA_KEYS else "the default of the Trainer of transformers"
+    reason = reasons.get(path, default)
     return f'{path} is "auto": {json.dumps(value)}, {reason}'

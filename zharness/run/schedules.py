@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,9 @@ from zharness.errors import ConfigError
 
 SCHEDULED_STEPS = 100  # steps for which a schedule is computed; the last rate holds for later steps
 LEAST_WARMUP_STEPS = 2  # DeepSpeed takes at least these, as log(1) is zero
+LAST_ITERATION = "last_batch_iteration"
+POSITIVE_INTEGERS = ("warmup_num_steps", "lr_range_test_step_size")
+NOT_NUMBERS = ("warmup_type", "lr_range_test_staircase")
 Params = Mapping[str, Any]
 
 
@@ -17,7 +21,7 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
     """Return the factors of the learning rate in each step, or None for a scheduler that is not computed here.
 
     A factor is the scheduler's rate divided by ``learning_rate``, that of the optimizer. Raises ConfigError, with the
-    ``name`` of the configuration, for a parameter that the scheduler does not have or lacks.
+    ``name`` of the configuration, for a parameter that the scheduler does not have, lacks or refuses.
     """
     kind, params = str(section.get("type")), dict(section.get("params", {}))
     if kind not in SCHEDULES or learning_rate == 0:
@@ -29,11 +33,38 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
     missing = [key for key in required if key not in params]
     if missing:
         raise ConfigError(f"config {name!r}: scheduler.params of {kind} has no {', '.join(missing)}; add it")
+    require_valid_values(name, params)
     if any(isinstance(params[key], (list, tuple)) for key in params):
         return None  # a rate for each group of parameters, of which a file without groups has one
-    # DeepSpeed's schedulers begin one step before the first: their step() follows the optimizer's.
-    rates = [compute(step - 1, params, learning_rate) for step in range(SCHEDULED_STEPS)]
+    # DeepSpeed's schedulers begin one step before the first: their step() follows the optimizer's. One that begins
+    # later leaves the optimizer's own rate to the first step.
+    start = params.get(LAST_ITERATION, -1)
+    rates = [compute(start + step, params, learning_rate) for step in range(SCHEDULED_STEPS)]
+    if start != -1:
+        rates[0] = learning_rate
     return tuple(rate / learning_rate for rate in rates)
+
+
+def require_valid_values(name: str, params: Params) -> None:
+    """Raise ConfigError for a value that DeepSpeed's schedulers refuse or cannot compute with."""
+    for key, value in params.items():
+        if key in POSITIVE_INTEGERS:
+            valid, expected = isinstance(value, int) and value > 0, "a positive integer, as DeepSpeed does"
+        elif key == LAST_ITERATION:
+            valid, expected = isinstance(value, int) and value >= -1, "an integer from -1 on"
+        elif key in NOT_NUMBERS or (key == "warmup_max_lr" and value is None):
+            continue
+        elif key == "total_num_steps":
+            valid, expected = isinstance(value, (int, float)), "a number"
+        else:
+            valid = isinstance(value, (int, float)) or (
+                isinstance(value, (list, tuple)) and all(isinstance(rate, (int, float)) for rate in value)
+            )
+            expected = "a number"
+        if not valid:
+            raise ConfigError(
+                f"config {name!r}: scheduler.params.{key} is {json.dumps(value, default=str)}; expected {expected}"
+            )
 
 
 def warmup_share(step: int, params: Params) -> float | None:
@@ -46,18 +77,22 @@ def warmup_share(step: int, params: Params) -> float | None:
 
 def warmup_rate(step: int, params: Params, learning_rate: float) -> float:
     """Return the rate of WarmupLR."""
-    return warmed_rate(step, params, learning_rate, 1.0)
+    return warmed_rate(step, {"warmup_max_lr": None, **params}, learning_rate, 1.0)
 
 
 def warmup_decay_rate(step: int, params: Params, learning_rate: float) -> float:
     """Return the rate of WarmupDecayLR, which falls to zero after the warm-up."""
     total, warmup = params["total_num_steps"], max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
-    return warmed_rate(step, params, learning_rate, max(0.0, (total - step) / max(1.0, total - warmup)))
+    share = max(0.0, (total - step) / max(1.0, total - warmup))
+    return warmed_rate(step, {"warmup_max_lr": 0.001, **params}, learning_rate, share)
 
 
 def warmed_rate(step: int, params: Params, learning_rate: float, share_afterwards: float) -> float:
-    """Return the rate between the least and the largest, of which ``share_afterwards`` counts after the warm-up."""
-    least, largest = params.get("warmup_min_lr", 0.0), params.get("warmup_max_lr", 0.001)
+    """Return the rate between the least and the largest, of which ``share_afterwards`` counts after the warm-up.
+
+    A largest rate of None is the optimizer's.
+    """
+    least, largest = params.get("warmup_min_lr", 0.0), params["warmup_max_lr"]
     largest = learning_rate if largest is None else largest
     if step < 0:
         return float(least)
@@ -88,9 +123,9 @@ def range_test_rate(step: int, params: Params, _learning_rate: float) -> float:
     return float(least * (1 + params.get("lr_range_test_step_rate", 1.0) * intervals))
 
 
-WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
-COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
-RANGE_TEST = tuple(f"lr_range_test_{key}" for key in ("min_lr", "step_size", "step_rate", "staircase"))
+WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", LAST_ITERATION)
+COSINE = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", LAST_ITERATION)
+RANGE_TEST = (*(f"lr_range_test_{key}" for key in ("min_lr", "step_size", "step_rate", "staircase")), LAST_ITERATION)
 # The rate in a step, the names of the parameters, and those that have no default.
 SCHEDULES: Mapping[str, tuple[Callable[[int, Params, float], float], tuple[str, ...], tuple[str, ...]]] = {
     "WarmupLR": (warmup_rate, WARMUP, ()),
