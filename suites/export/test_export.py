@@ -55,7 +55,7 @@ def cells_to_export(whole: bool) -> list[Cell]:
     planned = plan(Request(engines=ENGINES), get_claims)
     found: list[Cell] = []
     for number, check in enumerate(
-        check for check in LAWS.values() if bool(explain_long_script(check, "fp32")) == whole
+        check for check in LAWS.values() if "fp32" in check.dtypes and bool(explain_long_script(check, "fp32")) == whole
     ):
         cells = [cell.cell for cell in planned if cell.cell.law == check.name and not cell.unsupported_reason]
         cells = [case for case in cells if bool(explain_long_script(check, "fp32", case.engine)) == whole]
@@ -114,7 +114,8 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
     assert len(cases) > 50
     for case, text in write_scripts(cases, tmp_path):
         made = "Engine" if is_self_comparison(LAWS[case.law].steps) else "Plain"
-        assert asked_of_engines(text) <= find_methods(made, text), case.id
+        is_imported = made == "Engine" and case.engine == "reference"  # the script imports the reference's class
+        assert is_imported or asked_of_engines(text) <= find_methods(made, text), case.id
 
 
 def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_mutant_is_found_and_exported(tmp_path: Path, capsys: pytest.CaptureFi
         (["ddp", "--minutes", "nan"], "--minutes: got nan"),
         (["ddp", "--without", "qq"], "unknown layer, verb, mark or engine option to leave out 'qq'"),
         (["ddp", "--stage", "3"], "unknown stage of ddp '3'; allowed: 0"),
-        (["ddp", "--dtype", "fp9"], "unknown dtype of ddp 'fp9'"),
+        (["ddp", "--dtype", "fp9"], "unknown dtype 'fp9'"),
         (["ddp", "--output", "/dev/null/x"], "cannot write '/dev/null/x'"),
     ],
 )

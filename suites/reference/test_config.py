@@ -44,7 +44,7 @@ def masters(section: str, stage: int = 1, **keys: bool) -> dict[str, Any]:
         ({"zero_optimization": {"cpu_offload": True}}, ["cpu_offload", "offload_optimizer"]),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zenflow", "every update"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "yes"}}}, ["adam_w_mode", "true or false"]),
-        ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "AdamW"]),
+        ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "did you mean 'NAdam'?"]),
         ({"optimizer": {"type": "LBFGS"}}, ["LBFGS", "closure"]),
         ({"optimizer": {"type": "muon"}}, ["Muon", "whole matrices"]),
         ({"optimizer": {"type": "Adafactor"}}, ["Adafactor", "rows and columns"]),

@@ -216,7 +216,7 @@ def test_pytest_takes_the_releases_from_its_option(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested = ["deepspeed==0.19.0", "deepspeed@../DeepSpeed", "deepspeed", "fsdp2"]
-    monkeypatch.setattr(request.config.option, "engine", requested)
+    monkeypatch.setattr(request.config.option, "zharness_engine", requested)
     path = ROOT / "repro" / "deepspeed_7913_torch_func_linear.py"
     items = ReproFile.from_parent(request.session, path=path).collect()
     assert [item.name for item in items] == ["0.19.0", "@../DeepSpeed", "installed"]
@@ -304,7 +304,7 @@ def test_another_torch_is_a_side_where_it_is_asked_for_or_in_the_cache(
 
 
 def test_an_unknown_reproduction_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: .*7352.*7913"):
+    with pytest.raises(UsageError, match=r"unknown reproduction '1234'; allowed: 102197, .*zharness list repros"):
         repros.find_repros("1234")
 
 

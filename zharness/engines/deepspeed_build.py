@@ -93,13 +93,13 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     if config.options.get(ZERO_INIT):
         deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
     scheduler = json_scheduler(config.optimizer) if config.options.get(JSON_SCHEDULER) else {}
-    schedule = {} if scheduler else {"lr_scheduler": partial(optimizers.schedule, spec=config.optimizer)}
+    scheduling = {} if scheduler else {"lr_scheduler": partial(optimizers.schedule, spec=config.optimizer)}
     ds_config = merge_options(ds_config, scheduler)
     if config.options.get(JSON_OPTIMIZER):
         groups = optimizers.param_groups(trained, config.optimizer)
-        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **schedule)[0]
+        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0]
     optimizer = build_optimizer(trained, config)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **schedule)[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **scheduling)[0]
 
 
 # DeepSpeed's schedules with two warm-up steps. Their first two factors are those of the steps -1 and 0.

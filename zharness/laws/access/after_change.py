@@ -194,6 +194,7 @@ LAWS = (
         variants=tuple(
             Variant(name, features, compares_engine_with_itself=True) for name, features in FEATURES.items()
         ),
+        dtypes=("fp32",),  # on 4 ranks an edited weight is rounded to bf16 before the step
         weights_stay_integers=False,
         kept_because="the only law that reads the same tensors before and after they change in other ways than a step",
     ),
