@@ -52,7 +52,7 @@ CONFIG = {
 }
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(2, 2)
@@ -64,7 +64,7 @@ class Tied(nn.Module):
 def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
-    model = Tied().to(device)
+    model = TiedModel().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     tokens = torch.tensor([[0, 1]], device=device)

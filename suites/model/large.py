@@ -44,7 +44,7 @@ def ending_its_process() -> Any:
 LAYERS: list[nn.Module] = []
 
 
-def kept() -> Any:
+def reuse_layer() -> Any:
     """Return a new model around a layer that the first call of this process built."""
     first = nn.Linear(5, 3)
     if not LAYERS:

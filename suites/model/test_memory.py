@@ -117,8 +117,8 @@ def test_a_factory_that_ends_its_process_has_no_estimate() -> None:
 
 
 def test_the_estimate_leaves_nothing_in_the_process() -> None:
-    assert estimate_size(f"{LARGE}:kept", "fp32").size == ModelSize(26, 104)
-    assert measure_model(f"{LARGE}:kept", "fp32", "").size == ModelSize(26, 104)
+    assert estimate_size(f"{LARGE}:reuse_layer", "fp32").size == ModelSize(26, 104)
+    assert measure_model(f"{LARGE}:reuse_layer", "fp32", "").size == ModelSize(26, 104)
 
 
 def test_masters_and_float64_copies_count() -> None:

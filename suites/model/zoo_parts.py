@@ -57,7 +57,7 @@ def experts() -> Any:
     return Experts(), draw, score
 
 
-class Tied(nn.Module):
+class TiedModel(nn.Module):
     """An embedding whose weight is that of the head, and a layer that is called twice."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Tied(nn.Module):
 
 def tied() -> Any:
     """Return a model with a tied weight and a layer that is used twice."""
-    return Tied(), draw_ids, token_loss
+    return TiedModel(), draw_ids, token_loss
 
 
 def quantized() -> Any:
@@ -180,7 +180,7 @@ def lazy() -> Any:
     return nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, 3)), draw, score
 
 
-class Recomputed(nn.Module):
+class CheckpointedModel(nn.Module):
     """A perceptron that recomputes a block with dropout in backward."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Recomputed(nn.Module):
 
 def recomputed() -> Any:
     """Return a model with activation checkpointing of its own."""
-    return Recomputed(), draw, score
+    return CheckpointedModel(), draw, score
 
 
 class Encoder(nn.Module):
@@ -222,10 +222,10 @@ def weight_norm() -> Any:
 
 def gru() -> Any:
     """Return a GRU cell that is called for each position."""
-    return Unrolled(), draw_sequences, mean_square
+    return UnrolledGRU(), draw_sequences, mean_square
 
 
-class Unrolled(nn.Module):
+class UnrolledGRU(nn.Module):
     """A GRU cell that is called for each position of a sequence."""
 
     def __init__(self) -> None:

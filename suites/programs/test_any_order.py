@@ -13,7 +13,7 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
-from zharness.law_kit.program_executor import ForwardResult, has_values_of
+from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_judge import is_sum
@@ -106,9 +106,9 @@ def test_a_micro_batch_that_was_overwritten_is_reported_as_changed(name: str) ->
 
 def test_nan_that_stays_is_not_a_change() -> None:
     nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
-    assert has_values_of(nan, nan.clone())
-    assert not has_values_of(nan, one)
-    assert has_values_of(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    assert is_equal_with_nan(nan, nan.clone())
+    assert not is_equal_with_nan(nan, one)
+    assert is_equal_with_nan(torch.tensor([1, 2]), torch.tensor([1, 2]))
 
 
 def test_a_gradient_that_contains_an_older_one_is_told_from_other_wrong_ones() -> None:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import click
@@ -88,17 +89,18 @@ def list_(what: str, patterns: tuple[str, ...], long: bool, as_json: bool) -> in
     from zharness.releases.repro_table import list_repro_rows
     from zharness.report.listing import engine_rows, filter_rows, render_rows
 
+    read_index = cache(load_index)
     builders: dict[str, Callable[[], list[dict[str, str]]]] = {
         "engines": engine_rows,
         "repros": list_repro_rows,
-        "models": lambda: load_index().models,
-        "mutants": lambda: load_index().mutants,
-        "laws": lambda: load_index().laws,
-        "checks": lambda: load_index().laws,  # the older name of laws
+        "models": lambda: read_index().models,
+        "mutants": lambda: read_index().mutants,
+        "laws": lambda: read_index().laws,
+        "checks": lambda: read_index().laws,  # the older name of laws
     }
     rows = filter_rows(builders[what](), what, patterns)
     if long and what in ("laws", "checks"):
-        killed = load_index().killed
+        killed = read_index().killed
         rows = [{**row, "kills": ", ".join(killed[row["check"]])} for row in rows]
     click.echo(render_rows(rows, as_json))
     return 0

@@ -17,23 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zharness.compat.launcher_variables import delete_launcher_variables
 from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.errors import UsageError
 from zharness.pytest_ranks.fixtures import make_shared_tmp_path
 from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR
 from zharness.world import current_rank, exchange
 from zharness.world.rank import rank_device
-
-# Environment variables that launchers set; a test with set_dist_env = False must not see them.
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 @dataclass(frozen=True)
@@ -63,8 +53,7 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
         if settings.init_distributed:
             init_distributed(deepspeed, settings)
         if not settings.set_dist_env:
-            for name in LAUNCHER_VARIABLES:
-                patch.delenv(name, raising=False)
+            delete_launcher_variables(patch)
         yield
 
 

@@ -20,6 +20,7 @@ from zharness.engines.protocol import (
     Reduction,
     require_gathered,
 )
+from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.engine_facts import build_facts
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_steps import (
@@ -36,6 +37,7 @@ from zharness.law_kit.program_steps import (
 )
 from zharness.law_kit.rank_actions import eval_mode, second_loss, shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state
+from zharness.law_kit.setting import BackwardCall
 from zharness.workload import Batch
 from zharness.workload.models import collect_tensors
 from zharness.workload.programs import Act, CallerState, Mark, Program, Verb, apply_verb, iter_verbs
@@ -43,6 +45,8 @@ from zharness.workload.programs import Act, CallerState, Mark, Program, Verb, ap
 OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # for the engines that train without records
 
 OVERWRITE_VALUE = 3  # the caller overwrites returned tensors with it
+
+CALLS = {Mark.TENSOR: BackwardCall.TENSOR, Mark.SCALE: BackwardCall.SCALE}
 
 WEIGHT_CHANGING_ACTS = (Act.LOAD, Act.IDLE, Act.EDIT)
 
@@ -59,11 +63,11 @@ class ForwardResult:
         """Return whether a tensor of the micro-batch changed its values since the forward, or requires a gradient."""
         now, then = (collect_tensors([batch.inputs, batch.target]) for batch in (self.batch, self.original_batch))
         return any(
-            tensor.requires_grad or not has_values_of(tensor, old) for tensor, old in zip(now, then, strict=True)
+            tensor.requires_grad or not is_equal_with_nan(tensor, old) for tensor, old in zip(now, then, strict=True)
         )
 
 
-def has_values_of(tensor: Tensor, other: Tensor) -> bool:
+def is_equal_with_nan(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape have the same values; NaN is the same as NaN."""
     return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
@@ -161,14 +165,9 @@ class ProgramExecutor:
         loss = loss / self.program.caller_divisor
         caller_tensors = {"output": output, "loss": loss}
         before = {name: tensor.detach().clone() for name, tensor in caller_tensors.items()}
-        retain = Mark.RETAIN in verb.marks
-        if Mark.TENSOR in verb.marks:
-            torch.autograd.backward(loss, retain_graph=retain)
-        elif Mark.SCALE in verb.marks:
-            torch.autograd.backward(self.engine.scale(loss), retain_graph=retain)
-        else:
-            self.engine.backward(loss, retain_graph=retain)
-        changed = {name: not has_values_of(tensor, before[name]) for name, tensor in caller_tensors.items()}
+        call = next((CALLS[mark] for mark in verb.marks if mark in CALLS), BackwardCall.ENGINE)
+        call_backward(self.engine, loss, call, retain_graph=Mark.RETAIN in verb.marks)
+        changed = {name: not is_equal_with_nan(tensor, before[name]) for name, tensor in caller_tensors.items()}
         changed["inputs"] = result.is_batch_changed()
         self.ctx.record("own", {name: torch.tensor(float(value)) for name, value in changed.items()}, position)
 

@@ -21,10 +21,11 @@ from zharness.engines.protocol import (
     Observations,
     Piece,
 )
+from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.construction import construct_engine, require_cpu_tensor, require_mapping
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.law_kit.setting import DEFAULT_SETTING, BackwardCall, Setting
+from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
 from zharness.parity.snapshot import EvidenceWriter
 from zharness.workload import Batch, ModelSpec
@@ -133,12 +134,7 @@ class RankContext:
         """Run backward by the call that the cell's setting names; divide the loss first if the caller accumulates."""
         if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
             loss = loss / self.setting.accumulation_steps
-        if self.setting.backward_call is BackwardCall.ENGINE:
-            engine.backward(loss)
-        elif self.setting.backward_call is BackwardCall.TENSOR:
-            torch.autograd.backward(loss)
-        else:
-            torch.autograd.backward(engine.scale(loss))
+        call_backward(engine, loss, self.setting.backward_call)
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Record a copy of ``tensors`` under ``label`` and ``step``.

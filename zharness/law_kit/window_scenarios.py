@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
+from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.scenarios import NamedTensors, Participant, make_engine_participant
@@ -96,10 +98,8 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
     The labels of the records end in ``suffix``.
     """
     participant = make_engine_participant(ctx, engine, None)
-    if scenario.backward_call is BackwardCall.SCALE:
-        participant = replace(
-            participant, backward=lambda loss, **options: torch.autograd.backward(engine.scale(loss), **options)
-        )
+    if scenario.backward_call is not BackwardCall.ENGINE:
+        participant = replace(participant, backward=partial(call_backward, engine, call=scenario.backward_call))
     participant = scale_losses(participant, scenario, ctx.world_size)
     engine_owns = scenario.owner is AccumulationOwner.ENGINE
     for window in range(scenario.windows):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.engines.protocol import Feature, Reduction
 from zharness.errors import HarnessFault
+from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -23,20 +24,13 @@ from zharness.law_kit.scenario_baseline import collect_grads, make_plain_partici
 from zharness.law_kit.scenario_judge import judge_after_effects, make_scenario_judge
 from zharness.law_kit.scenario_law import BACKWARD_FEATURES, scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
+from zharness.law_kit.setting import BackwardCall
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import Baseline
 from zharness.parity.compare import check_names
 from zharness.workload import Batch
 
-
-def run_backward(engine: Engine, variant: str, loss: Tensor, retain_graph: bool) -> None:
-    """Run one backward with the function that the law variant names."""
-    if variant == "tensor":
-        torch.autograd.backward(loss, retain_graph=retain_graph)
-    elif variant == "scale":
-        torch.autograd.backward(engine.scale(loss), retain_graph=retain_graph)
-    else:
-        engine.backward(loss, retain_graph=retain_graph)
+CALLS = {"": BackwardCall.ENGINE, "tensor": BackwardCall.TENSOR, "scale": BackwardCall.SCALE}  # of the law variants
 
 
 def observe_retained_then_zero_grad(ctx: RankContext) -> None:
@@ -46,15 +40,15 @@ def observe_retained_then_zero_grad(ctx: RankContext) -> None:
     ctx.record("params", engine.full_params(), 0)
     ctx.record_optimizer_state("state", engine, 0)
     output = engine(batch.inputs)
-    run_backward(engine, ctx.variant, ctx.spec.loss(output, batch.target), retain_graph=True)
+    call_backward(engine, ctx.spec.loss(output, batch.target), CALLS[ctx.variant], retain_graph=True)
     engine.zero_grad()
-    run_backward(engine, ctx.variant, second_loss(output), retain_graph=False)
+    call_backward(engine, second_loss(output), CALLS[ctx.variant], retain_graph=False)
     ctx.record("second", engine.full_grads())
     engine.step()
     engine.zero_grad()
     ctx.record("params", engine.full_params(), 1)
     ctx.record_optimizer_state("state", engine, 1)
-    run_backward(engine, ctx.variant, ctx.loss(engine, 1), retain_graph=False)
+    call_backward(engine, ctx.loss(engine, 1), CALLS[ctx.variant], retain_graph=False)
     ctx.record("next", engine.full_grads())
     engine.close()
 

@@ -105,3 +105,25 @@ class SpoiledLoad(Around):
 
 
 in_backward = seams_engines.in_backward
+
+
+class ClosesOverOthers(Around):
+    """A base class of mutants that change every other engine of the process in ``close``.
+
+    ``alive`` are the engines that are not closed; each subclass has a list of its own.
+    """
+
+    alive: ClassVar[list[Around]]
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.alive.append(self)
+
+    def close(self) -> None:
+        self.alive[:] = [engine for engine in self.alive if engine is not self]
+        for engine in self.alive:
+            self.change_other(engine)
+        self.right.close()
+
+    def change_other(self, engine: Around) -> None:
+        """Change another engine that is not closed; subclasses override this method."""

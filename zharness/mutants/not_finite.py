@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch import nn
 
-from zharness.engines import EngineConfig
-from zharness.mutants.around import Around, OverDDP
+from zharness.mutants.around import Around, ClosesOverOthers, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -82,20 +80,13 @@ class ReportsMinusOne(OverDDP):
     Target("engines.one_closed", Part.OPTIMIZER, model="experts", variant="after_backward"),
     origin=Origin.BLIND_7,
 )
-class DropsGradientsOfOthers(Around):
+class DropsGradientsOfOthers(ClosesOverOthers):
     """Drops the gradients of every other engine of the process in ``close``."""
 
     alive: ClassVar[list[Around]] = []
 
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.alive.append(self)
-
-    def close(self) -> None:
-        self.alive[:] = [engine for engine in self.alive if engine is not self]
-        for engine in self.alive:
-            engine.right.zero_grad()
-        self.right.close()
+    def change_other(self, engine: Around) -> None:
+        engine.right.zero_grad()
 
 
 @mutant(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zharness.engines import AccumulationOwner, EngineConfig, Reduction
 from zharness.mutants import seams_engines
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, ClosesOverOthers
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -50,20 +50,13 @@ class ReportsTheNormOfAnother(Around):
 
 
 @mutant(FaultKind.OPTIMIZER, in_turns("optimizers"), origin=Origin.BLIND_7)
-class ClearsTheStateOfOthers(Around):
+class ClearsTheStateOfOthers(ClosesOverOthers):
     """Clears the optimizer state of every other engine of the process in ``close``."""
 
     alive: ClassVar[list[Around]] = []
 
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.alive.append(self)
-
-    def close(self) -> None:
-        self.alive[:] = [engine for engine in self.alive if engine is not self]
-        for engine in self.alive:
-            seams_engines.optimizer(engine.right).state.clear()
-        self.right.close()
+    def change_other(self, engine: Around) -> None:
+        seams_engines.optimizer(engine.right).state.clear()
 
 
 @mutant(FaultKind.SCALE, in_turns("reductions", Part.REDUCTION), origin=Origin.CIRCUMSTANCES)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zharness.engines.json_options import find_value
 from zharness.errors import ConfigError
 from zharness.run.schedules import SCHEDULED_STEPS
 
@@ -73,10 +74,8 @@ def fill_auto_values(name: str, config: Mapping[str, Any]) -> FilledConfig:
 
 def find_rate(config: Mapping[str, Any]) -> Any:
     """Return the learning rate that the file gives the optimizer, or None."""
-    value: Any = config
-    for key in OPTIMIZER_RATE.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return None if value == AUTO else value
+    rate = find_value(config, OPTIMIZER_RATE)
+    return None if rate == AUTO else rate
 
 
 def find_auto_values(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

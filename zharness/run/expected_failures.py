@@ -130,6 +130,10 @@ class ExpectedFailure:
         is_same_cause = any(signature in cause for signature in self.signatures)
         return is_same_cause and (not self.details or any(text in details for text in self.details))
 
+    def describes_failure(self, verdict: str, cause: str, details: str) -> bool:
+        """Return whether a cell with this verdict, this cause and these details failed in the expected way."""
+        return verdict == self.verdict and self.matches_failure(cause, details)
+
     def applies_to_version(self, version: str) -> bool:
         """Return whether ``version`` is among the releases of this entry; True if the entry has no ``releases``.
 
@@ -353,7 +357,7 @@ def find_setting_failure(
     one. If no entry matches, returns the first entry that covers the cell. If no entry covers the cell, returns None.
     """
     covering = list_covering_entries(cell, version, user_failures)
-    matching = (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details))
+    matching = (entry for entry in covering if entry.describes_failure(verdict, cause, details))
     return next(matching, covering[0] if covering else None)
 
 
@@ -368,8 +372,7 @@ def find_failure_with_remedy(
         (
             entry
             for entry in list_covering_entries(cell, version, user_failures)
-            if entry.engine_variants and not entry.remedy
-            if entry.verdict == verdict and entry.matches_failure(cause, details)
+            if entry.engine_variants and not entry.remedy and entry.describes_failure(verdict, cause, details)
         ),
         None,
     )
@@ -380,9 +383,7 @@ def find_pool_failure(
 ) -> ExpectedFailure | None:
     """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
     covering = list_covering_entries(cell, version, user_failures, POOLED)
-    return next(
-        (entry for entry in covering if entry.verdict == verdict and entry.matches_failure(cause, details)), None
-    )
+    return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
 
 
 def find_expected_failure(

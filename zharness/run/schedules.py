@@ -67,9 +67,14 @@ def require_valid_values(name: str, params: Params) -> None:
             )
 
 
+def count_warmup_steps(params: Params) -> int:
+    """Return the number of steps of the warm-up."""
+    return max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+
+
 def warmup_share(step: int, params: Params) -> float | None:
     """Return the share of the warm-up that is done in ``step``, or None after it."""
-    steps = max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    steps = count_warmup_steps(params)
     if step >= steps:
         return None
     return step / steps if params.get("warmup_type") == "linear" else math.log(step + 1) / math.log(steps)
@@ -82,7 +87,7 @@ def warmup_rate(step: int, params: Params, learning_rate: float) -> float:
 
 def warmup_decay_rate(step: int, params: Params, learning_rate: float) -> float:
     """Return the rate of WarmupDecayLR, which falls to zero after the warm-up."""
-    total, warmup = params["total_num_steps"], max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    total, warmup = params["total_num_steps"], count_warmup_steps(params)
     share = max(0.0, (total - step) / max(1.0, total - warmup))
     return warmed_rate(step, {"warmup_max_lr": 0.001, **params}, learning_rate, share)
 
@@ -107,7 +112,7 @@ def warmup_cosine_rate(step: int, params: Params, learning_rate: float) -> float
     share, first = warmup_share(step, params), params.get("warmup_min_ratio", 0.0)
     if share is not None:
         return float(learning_rate * (first + (1.0 - first) * share))
-    warmup = max(LEAST_WARMUP_STEPS, int(params.get("warmup_num_steps", 1000)))
+    warmup = count_warmup_steps(params)
     progress = min(1.0, (step - warmup + 1) / max(1, params["total_num_steps"] - warmup))
     last = params.get("cos_min_ratio", 0.0001)
     return float(learning_rate * max(0.0, last + (1.0 - last) * (1 + math.cos(math.pi * progress)) / 2))

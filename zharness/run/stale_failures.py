@@ -50,8 +50,7 @@ def is_excused_by(entry: ExpectedFailure, record: Record) -> bool:
     """Return whether ``record``, of a cell that ``entry`` covers, failed or kept to a contract as ``entry`` expects."""
     if record.verdict is Verdict.CONTRACT:
         return record.documentation_url == entry.documented and record.cause == entry.reason
-    is_same_verdict = record.verdict.value == entry.verdict
-    return is_same_verdict and entry.matches_failure(record.cause, record.details)
+    return entry.describes_failure(record.verdict.value, record.cause, record.details)
 
 
 def has_every_variant(entry: ExpectedFailure, ran: Sequence[Record], covered: Sequence[Record]) -> bool:

@@ -118,11 +118,8 @@ def apply_expected_failure(record: Record, expected_failure: ExpectedFailure) ->
             f"{expected_failure.location}"
         )
         return replace(record, stale_reason=stale)
-    if record.verdict.value != expected_failure.verdict or not expected_failure.matches_failure(
-        record.cause, record.details
-    ):
-        return record
-    return replace(record, expected_failure=expected_failure.upstream)
+    is_expected = expected_failure.describes_failure(record.verdict.value, record.cause, record.details)
+    return replace(record, expected_failure=expected_failure.upstream) if is_expected else record
 
 
 def apply_remedy(

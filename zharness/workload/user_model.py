@@ -130,7 +130,7 @@ def list_factories(pattern: str) -> list[str]:
         name
         for name, value in functions.items()
         if value.__module__ == module_name
-        and all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters_of(value))
+        and all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in list_parameters(value))
     ]
     chosen = [f"{module_name}:{name}" for name in own if fnmatchcase(name, attribute)]
     if not chosen:
@@ -138,7 +138,7 @@ def list_factories(pattern: str) -> list[str]:
     return chosen
 
 
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def list_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of ``function``."""
     return list(inspect.signature(function).parameters.values())
 

@@ -63,7 +63,7 @@ def unmark(parameter: nn.Parameter) -> None:
         parameter.__dict__.pop(name, None)
 
 
-def owner_of(parameter: Any) -> Any:
+def find_owner(parameter: Any) -> Any:
     """Return the owner of ``parameter``, or None for a tensor that is not sharded."""
     return getattr(parameter, _OWNER, None)
 
@@ -167,15 +167,15 @@ class GatheredParameters:
     ) -> None:
         candidates: list[Any] = [params] if isinstance(params, Tensor) else list(params)
         self._parameters: list[Any] = (
-            list(dict.fromkeys(p for p in candidates if owner_of(p) is not None)) if enabled else []
+            list(dict.fromkeys(p for p in candidates if find_owner(p) is not None)) if enabled else []
         )
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         sharded = [p for p in self._parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        for owner in dict.fromkeys(owner_of(p) for p in sharded):
-            owned = [p for p in sharded if owner_of(p) is owner]
+        for owner in dict.fromkeys(find_owner(p) for p in sharded):
+            owned = [p for p in sharded if find_owner(p) is owner]
             self._stack.enter_context(owner.gather(owned, self._modifier_rank))
 
     def __exit__(
@@ -233,7 +233,7 @@ class Init:
         """Cast and shard ``parameters``. This is a collective."""
         owner = InitOwner()
         for parameter in dict.fromkeys(parameters):
-            if owner_of(parameter) is None:
+            if find_owner(parameter) is None:
                 if self._dtype is not None and parameter.is_floating_point():
                     parameter.data = parameter.detach().to(self._dtype)
                 owner.shard(parameter)
@@ -242,7 +242,7 @@ class Init:
 def unshard_model(model: nn.Module) -> None:
     """Make those Parameters of ``model`` full that an ``Init`` block has sharded. This is a collective."""
     for parameter in model.parameters():
-        owner = owner_of(parameter)
+        owner = find_owner(parameter)
         if isinstance(owner, InitOwner):
             owner.unshard(parameter)
             unmark(parameter)

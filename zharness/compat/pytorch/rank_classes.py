@@ -22,19 +22,11 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import TEST_SKIPS, get_timeout
 from torch.testing._internal.common_utils import set_rng_seed
 
+# PyTorch's classes start their processes without the variables of launchers.
+from zharness.compat.launcher_variables import delete_launcher_variables
 from zharness.errors import WorldError
 from zharness.world import Group, current_rank, exchange, is_rank, run
 
-# Environment variables that launchers set; PyTorch's classes start their processes without them.
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 SKIP_MESSAGES = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
@@ -103,10 +95,25 @@ def wait_for_ranks() -> None:
         exchange(None)
 
 
-def delete_launcher_variables(patch: pytest.MonkeyPatch) -> None:
-    """Delete the environment variables of launchers until ``patch`` is undone."""
-    for name in LAUNCHER_VARIABLES:
-        patch.delenv(name, raising=False)
+def make_rank_test(
+    case: Any, test: Callable[[], None], on_rank: Callable[[], None], on_new_rank: Callable[[], None]
+) -> Callable[[], None]:
+    """Return the method that replaces ``test`` on ``case``: the instance without rank starts the test, others call it.
+
+    ``on_rank`` runs the test on a rank of this package's pytest plugin, and ``on_new_rank`` on each rank that is
+    started without the plugin.
+    """
+
+    @wraps(test)
+    def run_or_start(case: Any) -> None:
+        if case.rank != case.MAIN_PROCESS_RANK:
+            test()
+        elif is_rank():
+            on_rank()
+        else:
+            run_without_pytest(on_new_rank, case._count_ranks(), case.id())
+
+    return types.MethodType(run_or_start, case)
 
 
 class RankTestCase:
@@ -138,16 +145,8 @@ class RankTestCase:
     def join_or_run(self, test: Callable[[], None]) -> Callable[[], None]:
         """Return the method that replaces ``test``: on the instance without rank it starts the test, else calls it."""
 
-        @wraps(test)
-        def run_or_start(case: Any) -> None:
-            if case.rank != case.MAIN_PROCESS_RANK:
-                test()
-            elif is_rank():
-                case._run_on_rank(test)
-            else:
-                run_without_pytest(partial(case._run_on_rank, test), case._count_ranks(), case.id())
-
-        return types.MethodType(run_or_start, self)
+        run = partial(self._run_on_rank, test)
+        return make_rank_test(self, test, run, run)
 
     def _run_on_rank(self, test: Callable[[], None]) -> None:
         """Run a test on this rank, as ``_run`` does in a process of PyTorch's class, and end its process group.
@@ -231,16 +230,7 @@ class RankContinuousTest:
     def _worker_run_main_wait(self, test: Callable[[], None]) -> Callable[[], None]:
         """Return the method that replaces ``test``: on the instance without rank it starts the test, else calls it."""
 
-        @wraps(test)
-        def run_or_start(case: Any) -> None:
-            if case.rank != case.MAIN_PROCESS_RANK:
-                test()
-            elif is_rank():
-                case._run_on_rank()
-            else:
-                run_without_pytest(case._run_on_new_rank, case._count_ranks(), case.id())
-
-        return types.MethodType(run_or_start, self)
+        return make_rank_test(self, test, self._run_on_rank, self._run_on_new_rank)
 
     def _run_on_rank(self) -> None:
         """Run the test on this rank, as a process of PyTorch's class does."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from zharness.engines.protocol import Engine
 from zharness.law_kit.engine_facts import collect_engine_facts
@@ -18,7 +19,7 @@ from zharness.law_kit.optimizer_step import (
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
-from zharness.parity import Comparison
+from zharness.parity import Comparison, Part, compare_bitwise
 
 SAVE_STEP = 2
 
@@ -31,6 +32,17 @@ def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> N
         ctx.train(engine, step, f"loss-{label}")
         engine.step()
         engine.zero_grad()
+
+
+def record_changes(ctx: RankContext, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Record for each weight and each entry of the optimizer state whether a refused load changed it: 1, or else 0."""
+    ctx.record("changed", {name: torch.tensor(float(not after[name].equal(value))) for name, value in before.items()})
+
+
+def compare_changes(ctx: JudgeContext, rank: int) -> Iterator[Comparison]:
+    """Check that a refused load changed no weight and no optimizer state of one rank."""
+    for name, changed in ctx.rank_records("changed")[rank].items():
+        yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros(()), changed)
 
 
 def run_eval_forward(ctx: RankContext, engine: Engine, label: str) -> None:

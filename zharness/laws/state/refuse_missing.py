@@ -11,7 +11,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.state.common import train_steps
+from zharness.laws.state.common import compare_changes, record_changes, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 EMPTY, ABSENT = "empty", "absent"  # a folder without files, and a path where no folder is
@@ -27,20 +27,15 @@ def observe_refuse_missing(ctx: RankContext) -> None:
         if ctx.variant == EMPTY:
             run_on_rank_0(folder.mkdir)
         ctx.record("outcome", {"raised": load_raises(lambda: engine.load(folder))})
-    after = collect_training_state(engine)
-    changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
-    ctx.record("changed", changed)
+    record_changes(ctx, before, collect_training_state(engine))
     engine.close()
 
 
 def judge_refuse_missing(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the load raised on every rank, and changed no weight or optimizer state."""
-    for rank, (outcome, changed) in enumerate(
-        zip(ctx.rank_records("outcome"), ctx.rank_records("changed"), strict=True)
-    ):
+    for rank, outcome in enumerate(ctx.rank_records("outcome")):
         yield compare_bitwise(ctx.location("raised", Part.GATHER, 0, rank), torch.ones(()), outcome["raised"])
-        for name, value in changed.items():
-            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros(()), value)
+        yield from compare_changes(ctx, rank)
 
 
 LAWS = (

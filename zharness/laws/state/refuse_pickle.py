@@ -19,7 +19,7 @@ from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
-from zharness.laws.state.common import train_steps
+from zharness.laws.state.common import compare_changes, record_changes, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 
@@ -51,8 +51,7 @@ def observe_refuse_pickle(ctx: RankContext) -> None:
         after = collect_training_state(engine)
         engine.load(folder)
     ctx.record("outcome", outcome)
-    changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
-    ctx.record("changed", changed)
+    record_changes(ctx, before, after)
     engine.close()
 
 
@@ -71,8 +70,7 @@ def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
         for name, value in outcome.items():
             wanted = torch.tensor(float(name.startswith("command/raised")))
             yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), wanted, value)
-        for name, changed in ctx.rank_records("changed")[rank].items():
-            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), torch.zeros(()), changed)
+        yield from compare_changes(ctx, rank)
 
 
 LAWS = (
