@@ -127,6 +127,25 @@ class TestProcesses(ProcessTests):
 instantiate_parametrized_tests(TestProcesses)
 
 
+class TestCodes(ProcessTests):
+    def setUp(self):
+        super().setUp()
+        code = 75 if "skip" in self._testMethodName else 3
+        self.special_return_code_checks = {getattr(self, self._testMethodName).__wrapped__: code}
+
+    def test_exits_as_expected(self):
+        sys.exit(3)
+
+    def test_exits_with_a_skip_code_as_expected(self):
+        sys.exit(75)
+
+    def test_exits_with_another_code(self):
+        sys.exit(4)
+
+    def test_returns(self):
+        pass
+
+
 class TestSizes(DistributedTestBase):
     @property
     def world_size(self):
@@ -290,6 +309,17 @@ def test_verdicts_of_processes(processes: SessionRun) -> None:
         "test_fails_as_expected": "skipped",
         "test_subtests": "failed",
     }
+
+
+def test_an_expected_exit_code_is_required(processes: SessionRun) -> None:
+    """A test that expects an exit code passes with that code only, and fails if it returns."""
+    assert processes.verdicts("TestCodes::") == {
+        "test_exits_as_expected": "passed",
+        "test_exits_with_a_skip_code_as_expected": "passed",
+        "test_exits_with_another_code": "failed",
+        "test_returns": "failed",
+    }
+    assert "the test returned without sys.exit; expected the code 3" in processes.text("TestCodes::test_returns")
 
 
 def test_verdicts_of_other_classes(processes: SessionRun) -> None:
