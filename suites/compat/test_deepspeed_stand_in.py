@@ -12,6 +12,7 @@ PLUGIN = "zharness.compat.deepspeed_engine.install"
 TRAINING = """
 import deepspeed
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
+from zharness.errors import UsageError
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -69,6 +70,31 @@ class TestStandIn(DistributedTest):
                     parameter.data.fill_(7.0)
             assert torch.equal(self.weight(engine), torch.full((2, 4), 7.0))
         engine.destroy()
+
+    def test_an_attribute_finds_its_parameter(self, stage):
+        engine = self.build(stage)
+        engine(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(safe_get_full_grad(engine.module.weight), torch.full((2, 4), 0.5))
+        if stage == 3:
+            engine.zero_grad()
+            with deepspeed.zero.GatheredParameters(engine.module.weight, modifier_rank=0), torch.no_grad():
+                engine.module.weight.fill_(3.0)
+            assert torch.equal(self.weight(engine), torch.full((2, 4), 3.0))
+            with torch.no_grad():
+                read = engine.module.weight
+            for use in (deepspeed.zero.GatheredParameters, safe_get_full_grad):
+                with pytest.raises(UsageError, match="is no Parameter of an engine"):
+                    use(read)
+        engine.destroy()
+
+    def test_checkpoints_refuse_what_is_not_implemented(self, stage, tmp_path):
+        engine = self.build(stage)
+        assert engine.load_checkpoint(str(tmp_path)) == (None, None)
+        with pytest.raises(UsageError, match="exclude_frozen_parameters=True"):
+            engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        with pytest.raises(UsageError, match="load_module_strict=False, custom_load_fn"):
+            engine.load_checkpoint(str(tmp_path), load_module_strict=False, custom_load_fn=print)
+        engine.destroy()
 """
 
 
@@ -76,7 +102,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 12, session.output
+    assert len(session.tests) == 20, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,25 @@ class TestProcesses(ProcessTests):
 
 
 instantiate_parametrized_tests(TestProcesses)
+
+
+class TestCodes(ProcessTests):
+    def setUp(self):
+        super().setUp()
+        code = 75 if "skip" in self._testMethodName else 3
+        self.special_return_code_checks = {getattr(self, self._testMethodName).__wrapped__: code}
+
+    def test_exits_as_expected(self):
+        sys.exit(3)
+
+    def test_exits_with_a_skip_code_as_expected(self):
+        sys.exit(75)
+
+    def test_exits_with_another_code(self):
+        sys.exit(4)
+
+    def test_returns(self):
+        pass
 
 
 class TestSizes(DistributedTestBase):
@@ -292,6 +312,17 @@ def test_verdicts_of_processes(processes: SessionRun) -> None:
     }
 
 
+def test_an_expected_exit_code_is_required(processes: SessionRun) -> None:
+    """A test that expects an exit code passes with that code only, and fails if it returns."""
+    assert processes.verdicts("TestCodes::") == {
+        "test_exits_as_expected": "passed",
+        "test_exits_with_a_skip_code_as_expected": "passed",
+        "test_exits_with_another_code": "failed",
+        "test_returns": "failed",
+    }
+    assert "the test returned without sys.exit; expected the code 3" in processes.text("TestCodes::test_returns")
+
+
 def test_verdicts_of_other_classes(processes: SessionRun) -> None:
     """A world size may depend on the test; 0 skips it, and one that raises fails it."""
     assert processes.verdicts("TestSizes::") == {"test_three": "passed", "test_none": "skipped"}
@@ -355,7 +386,11 @@ def test_plain_unittest_runs_on_ranks(tmp_path: Path) -> None:
     path.write_text(HEAD + PROCESSES)
     names = ("passes", "one_rank_fails", "one_rank_skips", "skips_itself")
     command = [sys.executable, str(path), *(f"TestProcesses.test_{name}" for name in names)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    # Where CI is set, PyTorch's run_tests imports xmlrunner, which only its own jobs install.
+    environment = {name: value for name, value in os.environ.items() if name != "CI"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 1
     assert "Ran 4 tests" in done.stderr
     assert "FAILED (failures=1, errors=1, skipped=1)" in done.stderr, done.stderr

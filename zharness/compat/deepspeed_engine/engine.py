@@ -17,10 +17,17 @@ from zharness.compat.deepspeed_engine.optimizer import make_optimizer
 from zharness.compat.deepspeed_engine.output_hooks import OutputHooks
 from zharness.compat.deepspeed_engine.parameters import EngineOwner, unmark
 from zharness.compat.deepspeed_engine.tensor_fragment import attach_access, detach_access
-from zharness.errors import CheckpointError
+from zharness.errors import CheckpointError, UsageError
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.tensor_access import TensorAccess
 from zharness.reference.layout import ModelParam
+
+
+def _refuse_arguments(method: str, **is_given: bool) -> None:
+    """Raise UsageError that names the arguments that are given and not implemented."""
+    refused = [argument for argument, given in is_given.items() if given]
+    if refused:
+        raise UsageError(f"{method}: the reference engine does not implement {', '.join(refused)}")
 
 
 class DeepSpeedEngine(nn.Module):
@@ -229,9 +236,21 @@ class DeepSpeedEngine(nn.Module):
         return self.reference.loss_scale
 
     def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: dict[str, Any] | None = None, *_: Any, **__: Any
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint in the reference engine's format, and return True. This is a collective."""
+        """Save a checkpoint in the reference engine's format, and return True. This is a collective.
+
+        Raises UsageError for an argument whose value the reference engine does not implement.
+        """
+        _refuse_arguments(
+            "save_checkpoint",
+            **{"save_latest=False": not save_latest, "exclude_frozen_parameters=True": exclude_frozen_parameters},
+        )
         state = {"client": client_state or {}, "counts": [self.global_steps, self.global_samples, self.micro_steps]}
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
         self.reference.save_checkpoint(str(save_dir), name, state)
@@ -245,15 +264,25 @@ class DeepSpeedEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        **_: Any,
-    ) -> tuple[str | None, dict[str, Any]]:
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of the reference engine; return its path and the client state. This is a collective.
 
-        Returns None and an empty dictionary if the folder has no checkpoint.
+        Returns None twice if the folder has no checkpoint. Raises UsageError for an argument whose value the reference
+        engine does not implement.
         """
-        if tag is None and not (Path(load_dir) / "latest").exists():
-            return None, {}
         only_module = load_module_only or not load_optimizer_states
+        keeps_scheduler = self.lr_scheduler is not None and not load_lr_scheduler_states and not only_module
+        _refuse_arguments(
+            "load_checkpoint",
+            **{
+                "load_module_strict=False": not load_module_strict,
+                "load_lr_scheduler_states=False": keeps_scheduler,
+                "custom_load_fn": custom_load_fn is not None,
+            },
+        )
+        if tag is None and not (Path(load_dir) / "latest").exists():
+            return None, None
         name = None if tag is None else str(tag)
         path, state = self.reference.load_checkpoint(str(load_dir), name, only_module)
         if set(state) != {"client", "counts"}:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from zharness.comm import Comm
 from zharness.compat.deepspeed_engine.communication import init_distributed
 from zharness.compat.deepspeed_engine.configuration import half_dtype, read_config
+from zharness.errors import UsageError
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardLayout, all_gather_full_tensor
+from zharness.reference.unshard import UnshardedParam
 
 _OWNER = "ds_owner"
 _ATTRIBUTES = (_OWNER, "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist")
@@ -66,6 +68,23 @@ def unmark(parameter: nn.Parameter) -> None:
 def find_owner(parameter: Any) -> Any:
     """Return the owner of ``parameter``, or None for a tensor that is not sharded."""
     return getattr(parameter, _OWNER, None)
+
+
+def find_parameter(value: Any) -> Any:
+    """Return the Parameter of which ``value`` is a read at stage 3, and any other Parameter or object unchanged.
+
+    There ``model.weight`` is a gathered tensor, not the Parameter; autograd's node of the read knows the Parameter.
+    Raises UsageError for any other tensor, such as a read of a frozen Parameter or one under ``torch.no_grad``.
+    """
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return value
+    read = getattr(value.grad_fn, "unsharded_param", None)
+    if isinstance(read, UnshardedParam) and value.shape == read.model_param.layout.shape:
+        return read.model_param.parameter
+    raise UsageError(
+        f"a tensor of shape {tuple(value.shape)} is no Parameter of an engine; at stage 3 a module's attribute is the "
+        "gathered tensor, so take the Parameter from model.parameters() or model.named_parameters()"
+    )
 
 
 class EngineOwner:
@@ -159,16 +178,16 @@ def set_status(parameters: Sequence[nn.Parameter], status: ZeroParamStatus) -> I
 class GatheredParameters:
     """Context manager that makes sharded Parameters full, and keeps the edits of rank ``modifier_rank``, or none.
 
-    ``params`` is a Parameter or an iterable of Parameters. Those that are not sharded are left alone.
+    ``params`` is a Parameter or an iterable of Parameters. Those that are not sharded are left alone. Raises UsageError
+    for a tensor that is no Parameter, nor a read of one that ``find_parameter`` knows.
     """
 
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        candidates: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        self._parameters: list[Any] = (
-            list(dict.fromkeys(p for p in candidates if find_owner(p) is not None)) if enabled else []
-        )
+        supplied: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        candidates = [find_parameter(value) for value in supplied] if enabled else []
+        self._parameters: list[Any] = list(dict.fromkeys(p for p in candidates if find_owner(p) is not None))
         self._modifier_rank = modifier_rank
         self._stack = ExitStack()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zharness.compat.deepspeed_engine.parameters import find_parameter
 from zharness.reference.inspection.tensor_access import TensorAccess
 
 _ACCESS = "ds_access"
@@ -40,8 +41,9 @@ def detach_access(parameter: nn.Parameter) -> None:
 
 
 def _find(parameter: Any) -> ParamAccess | None:
-    """Return the tensors of a trained Parameter of an engine, or None."""
-    return getattr(parameter, _ACCESS, None) if parameter.requires_grad else None
+    """Return the tensors of a trained Parameter of an engine, or None. Raises UsageError for any other tensor."""
+    found = find_parameter(parameter)
+    return getattr(found, _ACCESS, None) if found.requires_grad else None
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

@@ -32,18 +32,21 @@ SKIP_MESSAGES = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 @contextmanager
 def exit_codes_as_outcomes(expected_code: int = 0) -> Iterator[None]:
-    """Context manager that translates ``sys.exit`` in a test: the codes of TEST_SKIPS skip it, as PyTorch's classes do.
+    """Translate ``sys.exit`` in a test inside the block: ``expected_code`` passes, and codes of TEST_SKIPS skip it.
 
-    Raises AssertionError for any other code than ``expected_code``.
+    Raises AssertionError for any other code, and for a test that returns although ``expected_code`` is not 0.
     """
     try:
         yield
     except SystemExit as error:
         code = error.code or 0
+        if code == expected_code:
+            return
         if code in SKIP_MESSAGES:
             raise unittest.SkipTest(SKIP_MESSAGES[int(code)]) from None
-        if code != expected_code:
-            raise AssertionError(f"the test called sys.exit({code!r}); expected the code {expected_code}") from error
+        raise AssertionError(f"the test called sys.exit({code!r}); expected the code {expected_code}") from error
+    if expected_code != 0:
+        raise AssertionError(f"the test returned without sys.exit; expected the code {expected_code}")
 
 
 def list_markers(test_class: Any, test_name: str, isolation: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
