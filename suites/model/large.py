@@ -23,6 +23,13 @@ def of_half_a_gib() -> Any:
     return nn.Sequential(nn.Linear(5, 1 << 14), nn.Linear(1 << 14, 1 << 13)), draw, score
 
 
+def adapter_on_frozen_layers() -> Any:
+    """Return a bf16 model of 0.75 GiB, of which 32 thousand weights are trained."""
+    frozen = [nn.Linear(1 << 12, 1 << 12, bias=False, dtype=torch.bfloat16) for _ in range(24)]
+    base = nn.Sequential(*frozen).requires_grad_(False)
+    return nn.Sequential(base, nn.Linear(1 << 12, 8, bias=False, dtype=torch.bfloat16)), draw, score
+
+
 def reading_its_weights() -> Any:
     """Return a model of 0.5 GiB from a factory that reads a number from a weight."""
     first = nn.Linear(5, 1 << 14)

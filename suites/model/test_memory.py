@@ -22,10 +22,12 @@ LARGE = "suites.model.large"
 REFUSED = "expected no law to run"
 
 
-def run_model(factory: str, before: Callable[[], None] = lambda: None) -> subprocess.CompletedProcess[str]:
+def run_model(
+    factory: str, before: Callable[[], None] = lambda: None, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run `zharness model` on a factory of ``large.py`` in a process that calls ``before`` first."""
     return subprocess.run(
-        [sys.executable, "-m", "zharness", "model", f"{LARGE}:{factory}", "--stage", "0", "--jobs", "1"],
+        [sys.executable, "-m", "zharness", "model", f"{LARGE}:{factory}", "--stage", "0", "--jobs", "1", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,6 +54,27 @@ def test_a_limit_of_the_shell_refuses_a_rank_that_is_too_large() -> None:
     done = run_model("of_half_a_gib", limit)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "a model of 0.5 GiB needs about 5.9 GiB in one rank, but the limits of this shell" in done.stderr
+    assert "--ignore-memory-limit" in done.stderr, "the sentence names the way out"
+
+
+def test_a_user_may_run_a_model_that_seems_too_large() -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (4 * GIB, 4 * GIB))
+
+    done = run_model("of_half_a_gib", limit, ("--ignore-memory-limit", "--only", "training.forward_alone"))
+    warning = next(line for line in done.stderr.splitlines() if line.startswith("WARNING"))
+    assert "needs about 5.9 GiB in one rank, but the limits of this shell" in warning
+    assert "1 cells" in done.stderr, "the law is announced after the warning"
+
+
+def test_frozen_parameters_have_no_gradients_optimizer_state_or_master_weights() -> None:
+    size = estimate_size(f"{LARGE}:adapter_on_frozen_layers", "bf16").size
+    assert size is not None
+    assert (size.trained_parameters, size.frozen_bytes) == (8 << 12, 24 << 25)
+    assert size.estimate_memory(2) < 15 * GIB, "with moments and master weights for all of them it was 39 GiB"
+    trained = ModelSize(size.parameters, size.parameter_bytes, has_masters=True)
+    assert trained.estimate_memory(2) > 39 * GIB
+    assert size.judge_bytes() > size.frozen_parameters * 8, "the judge copies frozen weights to float64 as well"
 
 
 @pytest.fixture

@@ -69,6 +69,11 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     help="Number of cells to run at the same time; by default one per core, if memory allows.",
 )
 @click.option(
+    "--ignore-memory-limit",
+    is_flag=True,
+    help="Print a warning instead of refusing a model that needs more memory than is free.",
+)
+@click.option(
     "--against",
     type=OUTPUT,
     metavar="RECORD",
@@ -89,6 +94,7 @@ def model(
     seed: int,
     timeout: float,
     jobs: int | None,
+    ignore_memory_limit: bool,
     against: Path | None,
     jsonl: Path | None,
     html: Path | None,
@@ -120,7 +126,9 @@ def model(
             "zharness model starts its own ranks, so torchrun must not start it; run it without torchrun, or run "
             "`zharness check` under torchrun"
         )
-    matrix = ModelMatrix(factories, engines, configs or ("",), stages, world_size, dtype, steps, only)
+    matrix = ModelMatrix(
+        factories, engines, configs or ("",), stages, world_size, dtype, steps, only, ignore_memory_limit
+    )
     for request in matrix.expand():
         if not is_user_model(request.model):
             raise UsageError(

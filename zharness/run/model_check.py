@@ -26,7 +26,14 @@ from zharness.run.model_facts import (
     describe_model_run,
     measure_model,
 )
-from zharness.run.model_memory import SizeEstimate, estimate_size, require_fitting
+from zharness.run.model_memory import (
+    IGNORE_OPTION,
+    ModelSize,
+    SizeEstimate,
+    estimate_size,
+    explain_current_limit,
+    require_fitting,
+)
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
 from zharness.world.limits import available_memory
@@ -49,7 +56,8 @@ class ModelCheckRequest:
 
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
     it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
-    is empty, every law that applies to any model runs.
+    is empty, every law that applies to any model runs. ``ignore_memory_limit`` turns the refusal of a model that does
+    not fit into memory into a line of output.
     """
 
     model: str
@@ -60,6 +68,7 @@ class ModelCheckRequest:
     dtype: str = ""
     steps: int = 3
     only: tuple[str, ...] = ()
+    ignore_memory_limit: bool = False
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -127,11 +136,19 @@ def check_model_on(
     )
     report_configuration(check_request, report_status)
     (first,) = lanes.take(1)
-    require_estimated_to_fit(first, request, report_status)
+    ignore_limit = check_request.ignore_memory_limit
+    size = require_estimated_to_fit(first, request, ignore_limit, report_status)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
     facts: ModelFacts = first.call_in_judge(
-        measure_model, check_request.model, request.dtypes[0], check_request.config, check_request.world_size
+        measure_model,
+        check_request.model,
+        request.dtypes[0],
+        check_request.config,
+        check_request.world_size,
+        ignore_limit,
     )
+    if size is None and ignore_limit:
+        warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
     cells = plan_model_cells(request, check_request, facts, first.claims)
     failed_builds = build_engines(first, cells)
@@ -172,20 +189,33 @@ def choose_nearest_stage(
     return replace(request, stages=(nearest,))
 
 
-def require_estimated_to_fit(runner: Runner, request: Request, report_status: ReportStatus) -> None:
-    """Raise UsageError for a model that does not fit into memory, before the model is built.
+def require_estimated_to_fit(
+    runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
+) -> ModelSize | None:
+    """Return the size of a model before it is built, and raise UsageError if it does not fit into memory.
 
-    If its factory cannot run without memory, a line says so; the model is then measured when it has been built.
+    With ``ignore_memory_limit`` a line says that it does not fit. If its factory cannot run without memory, a line says
+    so and None is returned; the model is then measured when it has been built.
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
-    if estimate.size is not None:
-        require_fitting(model, estimate.size, world_size)
-    else:
+    if estimate.size is None:
         report_status(
             f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
             f"memory ({estimate.reason})"
         )
+    elif ignore_memory_limit:
+        warn_if_too_large(model, estimate.size, world_size, report_status)
+    else:
+        require_fitting(model, estimate.size, world_size)
+    return estimate.size
+
+
+def warn_if_too_large(model: str, size: ModelSize, world_size: int, report_status: ReportStatus) -> None:
+    """Say in a line that the model does not fit into memory, if that is so."""
+    reason = explain_current_limit(size, world_size)
+    if reason:
+        report_status(f"WARNING {model}: {reason}; the laws run nevertheless because of {IGNORE_OPTION}")
 
 
 def announce_unused_parameters(

@@ -117,14 +117,16 @@ def time_fastest_run(function: Callable[[], object], tries: int = 3) -> float:
     return min(durations)
 
 
-def measure_model(name: str, dtype: str, engine_variant: str, world_size: int = 2) -> ModelFacts:
+def measure_model(
+    name: str, dtype: str, engine_variant: str, world_size: int = 2, ignore_memory_limit: bool = False
+) -> ModelFacts:
     """Build the model, which ``world_size`` ranks will train, run it in plain PyTorch, and return its facts.
 
     Call this function in a process of its own. Raises UsageError, with the reason, if the model cannot be judged or is
-    too large.
+    too large; ``ignore_memory_limit`` allows a model that is too large.
     """
     spec = model_spec(name)
-    model = build_within_memory(spec, SEED, dtype, world_size)
+    model = build_within_memory(spec, SEED, dtype, world_size, ignore_memory_limit)
     require_runnable_norms(name, model)
     require_finite_weights(name, model)
     require_real_parameters(name, model)

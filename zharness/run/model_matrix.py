@@ -47,7 +47,7 @@ class ModelMatrix:
     """The models, engines and configuration files of which every combination is checked in the same way.
 
     ``models`` are paths of factories, or patterns such as ``package.module:gpt*``. A file of the empty name stands for
-    no configuration.
+    no configuration. ``ignore_memory_limit`` lets models run that do not fit into memory.
     """
 
     models: tuple[str, ...]
@@ -58,6 +58,7 @@ class ModelMatrix:
     dtype: str = ""
     steps: int = 3
     only: tuple[str, ...] = ()
+    ignore_memory_limit: bool = False
 
     def expand(self) -> list[ModelCheckRequest]:
         """Return a request for each combination, those of one engine one after the other.
@@ -66,7 +67,17 @@ class ModelMatrix:
         """
         names = dict.fromkeys(name for model in self.models for name in list_factories(model))
         return [
-            ModelCheckRequest(name, config, engine, self.stages, self.world_size, self.dtype, self.steps, self.only)
+            ModelCheckRequest(
+                name,
+                config,
+                engine,
+                self.stages,
+                self.world_size,
+                self.dtype,
+                self.steps,
+                self.only,
+                self.ignore_memory_limit,
+            )
             for engine, name, config in product(self.engines, names, self.configs)
         ]
 

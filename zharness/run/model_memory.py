@@ -6,6 +6,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -24,42 +25,66 @@ PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without
 # Copies of the model in memory at once, counted from the code. A rank: the factory's model, a copy of the initial
 # state, one that is being recorded, and weights and gradients of two engines; in the dtype of the optimizer two moments
 # of both engines and, for low precision, their master weights. The judge: weights, local gradients, evidence; in
-# float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than this.
+# float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than this. A frozen
+# parameter has no gradients, optimizer state, master weights or expected updates: of the float64 copies there remains
+# that of the weights, in which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py).
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
+RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
+IGNORE_OPTION = "--ignore-memory-limit"
+IGNORE_HINT = f"`zharness model {IGNORE_OPTION}` runs the laws nevertheless"
 OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The number of elements of a model's parameters, the bytes that they take, and whether cells lower their dtype."""
+    """The number of elements of a model's parameters, the bytes that they take, and whether cells lower their dtype.
+
+    ``frozen_parameters`` and ``frozen_bytes`` are the part of them that does not require a gradient.
+    """
 
     parameters: int
     parameter_bytes: int
     has_masters: bool = False
+    frozen_parameters: int = 0
+    frozen_bytes: int = 0
 
     @classmethod
     def measure(cls, model: nn.Module, dtype: str) -> ModelSize:
         """Return the size of ``model``, which is trained in ``dtype``; a tied parameter counts once."""
         parameters = list(model.parameters())
+        frozen = [p for p in parameters if not p.requires_grad]
         return cls(
             sum(p.numel() for p in parameters),
             sum(p.numel() * p.element_size() for p in parameters),
             dtype in LOW_PRECISION_DTYPES,
+            sum(p.numel() for p in frozen),
+            sum(p.numel() * p.element_size() for p in frozen),
         )
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return the number of elements that require a gradient."""
+        return self.parameters - self.frozen_parameters
+
+    @property
+    def trained_bytes(self) -> int:
+        """Return the bytes of the parameters that require a gradient."""
+        return self.parameter_bytes - self.frozen_bytes
 
     def rank_bytes(self) -> int:
         """Return the memory of one rank, in bytes."""
-        optimizer_bytes = max(self.parameter_bytes, FLOAT32_BYTES * self.parameters)
+        optimizer_bytes = max(self.trained_bytes, FLOAT32_BYTES * self.trained_parameters)
         copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
-        return RANK_COPIES * self.parameter_bytes + copies * optimizer_bytes + PROCESS_BYTES
+        weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * self.frozen_bytes
+        return weights + copies * optimizer_bytes + PROCESS_BYTES
 
     def judge_bytes(self) -> int:
         """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
-        return (
-            JUDGE_COPIES * self.parameter_bytes + JUDGE_FLOAT64_COPIES * FLOAT64_BYTES * self.parameters + PROCESS_BYTES
-        )
+        weights = JUDGE_COPIES * self.trained_bytes + JUDGE_FROZEN_COPIES * self.frozen_bytes
+        wide = JUDGE_FLOAT64_COPIES * self.trained_parameters + JUDGE_FROZEN_FLOAT64_COPIES * self.frozen_parameters
+        return weights + FLOAT64_BYTES * wide + PROCESS_BYTES
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
@@ -122,14 +147,17 @@ def send_and_exit(function: Callable[[], SizeEstimate], pipe: BinaryIO, parent: 
         os._exit(0)
 
 
-def build_within_memory(spec: ModelSpec, seed: int, dtype: str, world_size: int) -> nn.Module:
+def build_within_memory(
+    spec: ModelSpec, seed: int, dtype: str, world_size: int, ignore_memory_limit: bool = False
+) -> nn.Module:
     """Build a model, whose factory may allocate what is free and no more, and require that all processes fit.
 
-    Raises UsageError if the memory does not suffice for the factory, or for the laws.
+    With ``ignore_memory_limit`` the factory may try to allocate more, and nothing is required. Raises UsageError if the
+    memory does not suffice for the factory, or for the laws.
     """
     free = available_memory()
     try:
-        with limit_process_memory(free):
+        with nullcontext() if ignore_memory_limit else limit_process_memory(free):
             model = spec.model(seed)
     except (UsageError, RuntimeError, MemoryError) as error:
         if isinstance(error.__cause__ or error, MemoryError) or OUT_OF_MEMORY in str(error):
@@ -138,15 +166,21 @@ def build_within_memory(spec: ModelSpec, seed: int, dtype: str, world_size: int)
                 "layers, or a machine with more memory"
             ) from error
         raise
-    require_fitting(spec.name, ModelSize.measure(model, dtype), world_size)
+    if not ignore_memory_limit:
+        require_fitting(spec.name, ModelSize.measure(model, dtype), world_size)
     return model
 
 
 def require_fitting(name: str, size: ModelSize, world_size: int) -> None:
     """Raise UsageError if a model of this size does not fit into the free memory, or a rank into its own limit."""
-    reason = explain_too_large(size, world_size, available_memory(), process_memory_left())
+    reason = explain_current_limit(size, world_size)
     if reason:
-        raise UsageError(f"{name}: {reason}")
+        raise UsageError(f"{name}: {reason}; {IGNORE_HINT}")
+
+
+def explain_current_limit(size: ModelSize, world_size: int) -> str:
+    """Explain why a model of this size does not fit now, or return an empty string if it does."""
+    return explain_too_large(size, world_size, available_memory(), process_memory_left())
 
 
 def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, process_bytes: float | None = None) -> str:
