@@ -23,6 +23,11 @@ def of_half_a_gib() -> Any:
     return nn.Sequential(nn.Linear(5, 1 << 14), nn.Linear(1 << 14, 1 << 13)), draw, score
 
 
+def of_64_mib() -> Any:
+    """Return a model of 64 MiB, which needs 1.0 GiB in one rank."""
+    return nn.Sequential(nn.Linear(5, 1 << 12), nn.Linear(1 << 12, 1 << 12)), draw, score
+
+
 def adapter_on_frozen_layers() -> Any:
     """Return a bf16 model of 0.75 GiB, of which 32 thousand weights are trained."""
     frozen = [nn.Linear(1 << 12, 1 << 12, bias=False, dtype=torch.bfloat16) for _ in range(24)]

@@ -59,11 +59,11 @@ def test_a_limit_of_the_shell_refuses_a_rank_that_is_too_large() -> None:
 
 def test_a_user_may_run_a_model_that_seems_too_large() -> None:
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (4 * GIB, 4 * GIB))
+        resource.setrlimit(resource.RLIMIT_DATA, (GIB * 3 // 4, GIB * 3 // 4))
 
-    done = run_model("of_half_a_gib", limit, ("--ignore-memory-limit", "--only", "training.forward_alone"))
+    done = run_model("of_64_mib", limit, ("--ignore-memory-limit", "--only", "training.forward_alone"))
     warning = next(line for line in done.stderr.splitlines() if line.startswith("WARNING"))
-    assert "needs about 5.9 GiB in one rank, but the limits of this shell" in warning
+    assert "needs about 1.0 GiB in one rank, but the limits of this shell" in warning
     assert "1 cells" in done.stderr, "the law is announced after the warning"
 
 

@@ -18,13 +18,13 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankProcesses:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_passing_test_runs_the_same_examples_on_every_rank(ranks: RankProcesses, world_size: int) -> None:
     source = """
-        @settings(max_examples=40)
+        @settings(max_examples=15)
         @given(x=st.integers(), flags=st.lists(st.booleans()))
         def test_it(x, flags):
             record(x, flags)
     """
     seen = ranks.run_equal(source, world_size=world_size)[0].examples
-    assert len(seen) == 40
+    assert len(seen) == 15
     assert ranks.run_equal(source, world_size=world_size)[0].examples == seen  # the next run has the same examples
 
 

@@ -42,7 +42,7 @@ from zharness.engines.protocol import (
     Piece,
     Reduction,
 )
-from zharness.errors import ConfigError, EngineContractError, EngineRefusal, UsageError
+from zharness.errors import ConfigError, EngineContractError, EngineRefusal
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
@@ -194,7 +194,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
     def load(self, path: Path) -> None:
         loaded_path, _ = self._engine.load_checkpoint(str(path))
         if loaded_path is None:
-            raise UsageError(f"{path} contains no checkpoint that DeepSpeed can load at this stage and world size")
+            # Not an error of the harness: a rank sees this too while another rank crashes in its load.
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint in {path} for this stage and world size")
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._reader.state_dict(self.module)

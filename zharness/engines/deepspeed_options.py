@@ -228,7 +228,19 @@ OTHER_OPTIONS: Mapping[str, StagedOption] = {
             Feature.NO_SYNC: "every backward accumulates locally until step()",
         },
         excludes={"overlap_comm": "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"},
-        laws=frozenset({"window.*", "idle.*", "batches.*", "values.*", "engines.*"}),
+        laws=frozenset(
+            {
+                "window.*",
+                "idle.*",
+                "batches.*",
+                "engines.*",
+                "values.discarded",
+                "values.norm_of_tiny",
+                "values.not_finite",
+                "values.schedule",
+                "values.zero_loss*",
+            }
+        ),
         laws_reason="gradients are reduced in step(), before which the other laws read them",
     ),
 }

@@ -105,7 +105,7 @@ def mean_loss(losses: Sequence[Tensor]) -> float:
 def total_norm(grads: Mapping[str, Tensor]) -> Tensor:
     """Return the 2-norm of all elements of all gradients together, in float64."""
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
-    return torch.stack(norms).square().sum().sqrt()
+    return torch.stack(norms).square().sum().sqrt() if norms else torch.zeros((), dtype=torch.float64)
 
 
 def total_norm_and_bound(
