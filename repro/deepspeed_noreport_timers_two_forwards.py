@@ -2,7 +2,7 @@
 
 id: timers-two-forwards
 engine: deepspeed
-symptom: AssertionError "timer has already been started" in one loss.backward() of two forwards, with wall_clock_breakdown
+symptom: AssertionError "timer has already been started" in a backward of two forwards, with wall_clock_breakdown
 reported: no report known
 affects: >=0.19.8
 fixed: not yet
