@@ -11,6 +11,7 @@ from zharness.names import STAGES
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
 from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
+from zharness.workload.user_model import is_user_model
 
 
 def describe_unmatched_failures(
@@ -36,6 +37,7 @@ def describe_unmatched_failures(
             for entry in expected_failures_for(engine, user_failures)
             if entry.applies_to_version(version)
             and not any(entry is match for match in matched)
+            and not (entry.models and all(map(is_user_model, entry.models)))  # no run has every model of users
             and is_fully_run(list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine)
         ]
     return descriptions
