@@ -23,12 +23,13 @@ from zharness.engines.deepspeed_build import (
     COALESCE,
     initialize,
     json_overrides,
+    offload_and_reload,
     require_buildable,
     require_sharding_optimizer,
     save_universal,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
+from zharness.engines.deepspeed_options import OFFLOAD_STATES, UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -141,7 +142,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                 "engine.scale(loss).backward(): this adapter cannot count a plain loss.backward()"
             )
         self._coalesce_block.close()
+        ends_window = self._engine.is_gradient_accumulation_boundary()
         self._engine.step()
+        if self._config.options.get(OFFLOAD_STATES) and ends_window:
+            offload_and_reload(self._engine, self._config.stage)
         if self._backward_count >= self._config.accumulation_steps:
             self._backward_count = 0
 
