@@ -181,11 +181,13 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         return self._layout
 
     def observe(self) -> Observations:
-        scale = self._reader.loss_scale()
+        scale, rates = self._reader.loss_scale(), self._engine.get_lr()
+        if any(isinstance(rate, list) for rate in rates):
+            raise EngineContractError(f"get_lr() returned {rates}, which has to be a number for each parameter group")
         return Observations(
             loss_scale=Absent("the fp32 optimizer of stage 0 has no loss scaler") if scale is None else scale,
             skipped_steps=int(self._engine.skipped_steps),
-            learning_rates=tuple(float(rate) for rate in self._engine.get_lr()),
+            learning_rates=tuple(float(rate) for rate in rates),
             masters=self._reader.masters() or Absent("the optimizer works on copies in the parameters' own dtype"),
         )
 

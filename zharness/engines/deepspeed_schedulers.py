@@ -41,8 +41,12 @@ def range_test(rates: Sequence[float], *, staircase: bool) -> tuple[str, Mapping
 
 def one_cycle(rates: Sequence[float], **params: Any) -> tuple[str, Mapping[str, Any]]:
     """Return OneCycle, which rises in two steps from the rate of each group to its quadruple, and falls in two."""
-    cycle = {"cycle_min_lr": list(rates), "cycle_max_lr": [4 * rate for rate in rates], "cycle_momentum": False}
-    return "OneCycle", {**cycle, "cycle_first_step_size": 2, "cycle_second_step_size": 2, **params}
+    least, largest = list(rates), [4 * rate for rate in rates]
+    bounds: dict[str, Any] = {"cycle_min_lr": least, "cycle_max_lr": largest}
+    if len(rates) == 1:  # a number works in all releases, a list in the newest
+        bounds = {"cycle_min_lr": least[0], "cycle_max_lr": largest[0]}
+    sizes = {"cycle_first_step_size": 2, "cycle_second_step_size": 2}
+    return "OneCycle", {**bounds, **sizes, "cycle_momentum": False, **params}
 
 
 # By the factors of the schedule, of which the first two of a warm-up are those of the steps -1 and 0.
