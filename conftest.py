@@ -28,12 +28,6 @@ def pytest_configure(config):
         pin_to_cores(assign_cores(int(number), worker["workercount"]))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_xdist_auto_num_workers(config):
-    """Return two workers for each core: a third of the time of one worker is spent waiting for its ranks."""
-    return 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path, parent):
     """Collect each script in `repro/` as a test that runs it with torchrun, instead of importing it as a module."""

@@ -19,7 +19,7 @@ SCRIPTS = sorted(REPRO_FOLDER.glob("*.py"))
 MAX_LINES = 80
 MARKS = ("repro: ", "SIGNATURE", "signature:", "symptom:", "zharness")
 # Without DeepSpeed and FSDP: a line that is printed, an error that is raised, an assertion before which a check stood.
-RUN = ("47260", "143580", "exception-in-backward", "state-outlives-load")
+RUN = ("47260", "exception-in-backward", "state-outlives-load")
 MADE_UP = '''"""A made-up bug of two lines.
 
 id: made-up

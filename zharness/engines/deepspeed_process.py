@@ -27,14 +27,17 @@ _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 _AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 
+_HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"  # in deepspeed.utils.groups
+
 
 class DeepSpeedGlobalState:
     """The process-wide state that a DeepSpeed engine changes and ``engine.destroy()`` does not restore.
 
-    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, and the flags of torch_autocast,
-    which later engines would read. The original values are saved before the first engine is built. The last engine to
-    close restores the function, and the last engine with ``autocast`` to close restores the flags, so that open engines
-    keep the values that they were built with. An engine that is garbage-collected without being closed no longer counts
+    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process group of hpZ, which
+    later engines would use without asking for it, and the flags of torch_autocast, which they would read. The original
+    values are saved before the first engine is built. The last engine to close restores the function and removes the
+    group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
+    they were built with. An engine that is garbage-collected without being closed no longer counts
     as open.
     """
 
@@ -62,6 +65,9 @@ class DeepSpeedGlobalState:
                 setattr(self._autocast_module, name, value)
         if not DeepSpeedGlobalState._open_engines:
             torch.nn.functional.linear = linear
+            groups = importlib.import_module("deepspeed.utils.groups")
+            if hasattr(groups, _HPZ_GROUP):
+                setattr(groups, _HPZ_GROUP, None)
             DeepSpeedGlobalState._originals = None
 
 

@@ -1,0 +1,82 @@
+"""After an engine with hpZ was destroyed, an engine of the same process without hpZ keeps secondary copies of weights.
+
+id: hpz-outlives-destroy
+engine: deepspeed
+symptom: an engine built after one with zero_hpz_partition_size was destroyed keeps secondary copies of weights
+reported: no report known
+affects: >=0.19.8
+fixed: not yet
+ranks: 2
+law: state.several_saves
+signature: an engine without hpZ has secondary copies of weights
+ok: repro: no secondary copies without hpZ OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_hpz_outlives_destroy.py
+
+The process group of hpZ is a global variable that destroy() does not reset, and a later engine at stage 3 takes it
+whatever its own zero_hpz_partition_size is. The later engine then has the memory, and the bugs, of hpZ; under zero.Init
+an engine with hpZ raises "ZeRO parameter intra parallel group is already initialized".
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "an engine without hpZ has secondary copies of weights"
+OK = "repro: no secondary copies without hpZ OK."
+
+
+def build_engine(hpz_size):
+    # Without the threshold a model this small stays whole on every rank.
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": hpz_size}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+    model = nn.Linear(2, 2).to(deepspeed.accelerator.get_accelerator().current_device_name())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def main():
+    deepspeed.init_distributed()
+    first = build_engine(hpz_size=2)
+    tokens = torch.ones(1, 2, device=first.device)
+    first.backward(first(tokens).sum())
+    first.step()
+    first.destroy()
+    second = build_engine(hpz_size=1)
+    second(tokens)
+    if any(parameter.ds_secondary_tensor is not None for parameter in second.module.parameters()):
+        print(f"repro: REPRODUCED: {SIGNATURE}\n", end="", flush=True)
+        return 1
+    if torch.distributed.get_rank() == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
