@@ -23,12 +23,13 @@ from zharness.engines.deepspeed_build import (
     COALESCE,
     initialize,
     json_overrides,
+    offload_and_reload,
     require_buildable,
     require_sharding_optimizer,
     save_universal,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_options import UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
+from zharness.engines.deepspeed_options import OFFLOAD_STATES, UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -141,7 +142,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                 "engine.scale(loss).backward(): this adapter cannot count a plain loss.backward()"
             )
         self._coalesce_block.close()
+        ends_window = self._engine.is_gradient_accumulation_boundary()
         self._engine.step()
+        if self._config.options.get(OFFLOAD_STATES) and ends_window:
+            offload_and_reload(self._engine, self._config.stage)
         if self._backward_count >= self._config.accumulation_steps:
             self._backward_count = 0
 
@@ -177,11 +181,13 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         return self._layout
 
     def observe(self) -> Observations:
-        scale = self._reader.loss_scale()
+        scale, rates = self._reader.loss_scale(), self._engine.get_lr()
+        if any(isinstance(rate, list) for rate in rates):
+            raise EngineContractError(f"get_lr() returned {rates}, which has to be a number for each parameter group")
         return Observations(
             loss_scale=Absent("the fp32 optimizer of stage 0 has no loss scaler") if scale is None else scale,
             skipped_steps=int(self._engine.skipped_steps),
-            learning_rates=tuple(float(rate) for rate in self._engine.get_lr()),
+            learning_rates=tuple(float(rate) for rate in rates),
             masters=self._reader.masters() or Absent("the optimizer works on copies in the parameters' own dtype"),
         )
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,10 +20,13 @@ from zharness.engines.deepspeed_options import (
     JSON_OPTIMIZER,
     JSON_SCHEDULER,
     LEAF_MODULES,
+    OFFLOAD_STATES,
+    TENSOR_RATES,
     UNIVERSAL_CHECKPOINT,
     UNSCALED_BACKWARD,
     ZERO_INIT,
 )
+from zharness.engines.deepspeed_schedulers import json_scheduler
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import ConfigError, EngineContractError
@@ -38,6 +42,8 @@ ADAPTER_OPTIONS = (
     JSON_OPTIMIZER,
     JSON_SCHEDULER,
     LEAF_MODULES,
+    OFFLOAD_STATES,
+    TENSOR_RATES,
     UNIVERSAL_CHECKPOINT,
     UNSCALED_BACKWARD,
     ZERO_INIT,
@@ -92,30 +98,17 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
         deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
     if config.options.get(ZERO_INIT):
         deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
-    scheduler = json_scheduler(config.optimizer) if config.options.get(JSON_SCHEDULER) else {}
+    groups = optimizers.param_groups(trained, config.optimizer)
+    scheduler = json_scheduler(config.optimizer, groups) if config.options.get(JSON_SCHEDULER) else {}
     scheduling = {} if scheduler else {"lr_scheduler": partial(optimizers.schedule, spec=config.optimizer)}
     ds_config = merge_options(ds_config, scheduler)
     if config.options.get(JSON_OPTIMIZER):
-        groups = optimizers.param_groups(trained, config.optimizer)
         return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0]
     optimizer = build_optimizer(trained, config)
+    if config.options.get(TENSOR_RATES):
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **scheduling)[0]
-
-
-# DeepSpeed's schedules with two warm-up steps. Their first two factors are those of the steps -1 and 0.
-_WARM_UP = {"warmup_num_steps": 2, "warmup_type": "linear"}
-_SCHEDULERS: Mapping[tuple[float, ...], tuple[str, Mapping[str, Any]]] = {
-    (0.0, 0.0, 0.5, 1.0): ("WarmupLR", {**_WARM_UP, "warmup_min_lr": 0.0}),
-    (0.0, 0.0, 0.5, 0.5, 0.0): ("WarmupCosineLR", {**_WARM_UP, "total_num_steps": 4, "cos_min_ratio": 0.0}),
-}
-
-
-def json_scheduler(spec: OptimizerSpec) -> dict[str, Any]:
-    """Return the section ``scheduler`` that has the schedule of ``spec``, or nothing if DeepSpeed has no such one."""
-    if spec.schedule not in _SCHEDULERS:
-        return {}
-    name, params = _SCHEDULERS[spec.schedule]
-    return {"scheduler": {"type": name, "params": dict(params)}}
 
 
 def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
@@ -136,6 +129,17 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
         adamw_mode=spec.name == "adamw",
         **{**_CPU_ADAM_DEFAULTS[spec.name], **spec.args},
     )
+
+
+def offload_and_reload(engine: Any, stage: int) -> None:
+    """Move the states of ``engine`` away and back, which must not change a number.
+
+    Stage 3 moves masters and optimizer state of DeepSpeed's FusedAdam only, so that they stay there.
+    """
+    kinds: Any = importlib.import_module("deepspeed.runtime.zero.offload_config").OffloadStateTypeEnum
+    moved = [kinds.lp_params, kinds.lp_grads, kinds.contiguous_grad_buffer] if stage == 3 else None
+    engine.offload_states(include=moved, pin_memory=False)
+    engine.reload_states()
 
 
 def leaf_classes(model: nn.Module) -> Sequence[type[nn.Module]]:

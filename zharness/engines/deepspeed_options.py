@@ -22,6 +22,8 @@ CPU_ADAM = "cpu_adam"  # build DeepSpeedCPUAdam in place of torch's Adam and Ada
 JSON_OPTIMIZER = "json_optimizer"  # let DeepSpeed build the optimizer from the section "optimizer"
 LEAF_MODULES = "leaf_modules"  # make leaf modules with deepspeed.utils.set_z3_leaf_modules
 JSON_SCHEDULER = "json_scheduler"  # let DeepSpeed build a warm-up schedule from the section "scheduler"
+OFFLOAD_STATES = "offload_states"  # call offload_states() and reload_states() after each step
+TENSOR_RATES = "tensor_rates"  # give the optimizer learning rates that are tensors
 UNSCALED_BACKWARD = "unscaled_backward"  # divide the loss by the caller, and pass scale_wrt_gas=False
 UNIVERSAL_CHECKPOINT = "universal_checkpoint"  # convert what is saved with ds_to_universal, and load the result
 ZERO_INIT = "zero_init"  # partition the model with deepspeed.zero.Init before initialize
@@ -92,6 +94,19 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
         laws=_LAWS_OF_CPU_ADAM,
         laws_reason="the other laws use another optimizer, or replay torch's own operations, from which "
         "DeepSpeedCPUAdam differs by a few units in the last place",
+    ),
+    "offload_states": staged(
+        SHARDED,
+        {OFFLOAD_STATES: True},
+        excludes={
+            **dict.fromkeys(
+                ("offload_param", "offload_param_nvme"),
+                "'Moving states across devices is not supported for offloaded parameters' (engine.py)",
+            ),
+            **dict.fromkeys(
+                ("accumulate_fp32", "immediate_grad_update"), "BF16_Optimizer of stage 1 has no offload_states"
+            ),
+        },
     ),
     "offload_param": staged(STAGE_3, zero_optimization(offload_param={"device": "cpu"})),
     "offload_nvme": staged(STAGE_3, offload_optimizer("nvme", nvme_path=_SWAP_FOLDER), absent=missing_for_nvme()),
@@ -208,6 +223,10 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     "sanity_checks": staged(STAGE_3, zero_optimization(enable_sanity_checks=True)),
 }
 
+# The variants whose schedules DeepSpeed's own schedulers have.
+_SCHEDULED = frozenset(f"training.optimizer_options-*_{name}*" for name in ("warm_up", "range_test", "one_cycle"))
+_OTHER_SCHEDULES = "the schedules of the other laws are not those of DeepSpeed's own schedulers"
+
 OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "json_optimizer": staged(frozenset({0, 1, 2, 3}), {JSON_OPTIMIZER: True}),
     "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}),
@@ -215,10 +234,14 @@ OTHER_OPTIONS: Mapping[str, StagedOption] = {
     # Given a whole model, zero.Init partitions it and leaves its dtype.
     "zero_init": staged(STAGE_3, {ZERO_INIT: True}, dtypes=frozenset({"fp32"})),
     "json_scheduler": staged(
+        frozenset({0, 1, 2, 3}), {JSON_SCHEDULER: True}, laws=_SCHEDULED, laws_reason=_OTHER_SCHEDULES
+    ),
+    "json_scheduler_tensor_rates": staged(
         frozenset({0, 1, 2, 3}),
-        {JSON_SCHEDULER: True},
-        laws=frozenset({"training.optimizer_options-*_warm_up*"}),
-        laws_reason="the schedules of the other laws are not those of DeepSpeed's own schedulers",
+        {JSON_SCHEDULER: True, TENSOR_RATES: True},
+        excludes={"json_optimizer": "a learning rate in JSON is a number"},
+        laws=_SCHEDULED,
+        laws_reason=_OTHER_SCHEDULES,
     ),
     "step_is_boundary": staged(
         frozenset({0, 1, 2, 3}),

@@ -54,6 +54,13 @@ ADDITIONS: tuple[Addition, ...] = (
         option_keys=("zero_optimization.enable_sanity_checks",),
     ),
     Addition(
+        summary="offload_states() at stages 1 and 2",
+        first_release="0.18.0",
+        pull_request=7421,
+        option_keys=("offload_states",),
+        stages=(1, 2),
+    ),
+    Addition(
         summary="loss scale of torch_autocast at stage 0",
         first_release="0.18.0",
         pull_request=7619,

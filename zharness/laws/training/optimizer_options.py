@@ -51,14 +51,30 @@ class OptionRun:
 
 
 DECAYING_SGD = {**RATE, "momentum": 0.5, "weight_decay": 0.1}
-OTHER_RATE = GroupSpec("*bias", {"lr": 3e-2})
+POWER_OF_TWO = {"lr": 2.0**-6}
+DOUBLE_RATE = GroupSpec("*bias", {"lr": 2.0**-5})  # the schedules have to keep the rate of each group
 CLIP = 1e-2  # far below the norm of the gradients
+
+# The schedules of DeepSpeed's schedulers, with steps behind the end of each. All rates are exact.
+SCHEDULES: Mapping[str, tuple[float, ...]] = {
+    "sgd_warm_up": (0.0, 0.0, 0.5, 1.0),
+    "sgd_warm_up_shortest": (0.0, 0.0, 1.0, 1.0),
+    "sgd_warm_up_decay": (0.0, 0.0, 0.5, 1.0, 0.5, 0.0, 0.0),
+    "sgd_warm_up_cosine": (0.0, 0.0, 0.5, 0.5, 0.0, 0.0),
+    "sgd_range_test": (1.0, 1.5, 2.0, 2.5),
+    "sgd_range_test_stairs": (1.0, 1.0, 2.0, 2.0, 3.0),
+    "sgd_one_cycle": (1.0, 2.5, 4.0, 2.5, 1.0, 0.5),
+    "sgd_one_cycle_stairs": (1.0, 1.0, 4.0, 1.0, 1.0),
+}
+
+ONE_GROUP = (
+    "sgd_one_cycle_stairs"  # several groups would hide wrong stairs behind OneCycle's failure on a list of rates
+)
 
 # Beside the features that every run needs.
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
     "sgd_rate_rises_from_0": (Feature.SCHEDULE,),
-    "sgd_warm_up": (Feature.SCHEDULE, Feature.PARAM_GROUPS),
-    "sgd_warm_up_cosine": (Feature.SCHEDULE, Feature.PARAM_GROUPS),
+    **dict.fromkeys(SCHEDULES, (Feature.SCHEDULE, Feature.PARAM_GROUPS)),
     "sgd_decay_clipped": (Feature.CLIP,),
     "adamw_group_of_one": (Feature.PARAM_GROUPS,),
     "sgd_zero_loss": (Feature.SCHEDULE, Feature.CLIP),
@@ -68,13 +84,11 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
 RUNS: Mapping[str, OptionRun] = {
     **{name: OptionRun(spec) for name, spec in SPECS.items()},
     "sgd_rate_rises_from_0": OptionRun(OptimizerSpec("sgd", {**RATE, "momentum": 0.5}, schedule=(0.0, 0.5, 1.0)), 3),
-    # Each group has its own rate, which the warm-up has to keep.
     **{
-        name: OptionRun(OptimizerSpec("sgd", RATE, (OTHER_RATE,), schedule), len(schedule))
-        for name, schedule in {
-            "sgd_warm_up": (0.0, 0.0, 0.5, 1.0),
-            "sgd_warm_up_cosine": (0.0, 0.0, 0.5, 0.5, 0.0),
-        }.items()
+        name: OptionRun(
+            OptimizerSpec("sgd", POWER_OF_TWO, () if name == ONE_GROUP else (DOUBLE_RATE,), schedule), len(schedule)
+        )
+        for name, schedule in SCHEDULES.items()
     },
     "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP),
     "adamw_group_of_one": OptionRun(
