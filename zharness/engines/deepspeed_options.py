@@ -104,6 +104,10 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
                 "'Moving states across devices is not supported for offloaded parameters' (engine.py)",
             ),
             **dict.fromkeys(
+                ("offload_optimizer", "offload_unpinned", "offload_nvme", "cpu_adam"),
+                "'not supported for offloaded optimizer states' (engine.py of 0.18.4)",
+            ),
+            **dict.fromkeys(
                 ("accumulate_fp32", "immediate_grad_update"), "BF16_Optimizer of stage 1 has no offload_states"
             ),
         },

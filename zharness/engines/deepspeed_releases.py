@@ -61,6 +61,12 @@ ADDITIONS: tuple[Addition, ...] = (
         stages=(1, 2),
     ),
     Addition(
+        summary="offload_states() at stage 3 without DeepSpeed's FusedAdam",
+        first_release="0.19.0",
+        option_keys=("offload_states",),
+        stages=(3,),
+    ),
+    Addition(
         summary="loss scale of torch_autocast at stage 0",
         first_release="0.18.0",
         pull_request=7619,
