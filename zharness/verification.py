@@ -84,6 +84,7 @@ def verify(
     only: tuple[str, ...] = (),
     timeout: float = 300.0,
     jobs: int = 0,
+    ignore_memory_limit: bool = False,
 ) -> Verification:
     """Check ``engine`` on your model against every law that applies to any model.
 
@@ -97,9 +98,9 @@ def verify(
 
     ``config`` is DeepSpeed's JSON, as a dictionary or a path. ``engine`` may name a release (``deepspeed==0.18.8``) or
     a checkout. ``steps`` is the number of optimizer steps of the law model.configured. ``only`` are names or patterns
-    of laws, if not all of them are to run. ``timeout`` is the time
-    limit for the ranks of one law, in seconds. ``jobs`` is the number of laws that run at the same time; 0 selects as
-    many as fit into memory.
+    of laws, if not all of them are to run. ``timeout`` is the time limit for the ranks of one law, in seconds. ``jobs``
+    is the number of laws that run at the same time; 0 selects as many as fit into memory. ``ignore_memory_limit`` runs
+    a model that seems too large.
 
     Ranks are forks of this process: call this function before CUDA is initialised. Raises UsageError, before any law
     runs, for a model that cannot be judged, does not fit into memory, or draws numbers that torch.manual_seed does not
@@ -113,7 +114,9 @@ def verify(
     config_name = ""
     try:
         config_name = resolve_config_name(config)
-        check_request = ModelCheckRequest(name, config_name, engine, stages, world_size, dtype, steps, only)
+        check_request = ModelCheckRequest(
+            name, config_name, engine, stages, world_size, dtype, steps, only, ignore_memory_limit
+        )
         records = check_model(check_request, options, lambda: None, prepare_rank_environment)
     finally:
         user_model.unregister_factory(name)

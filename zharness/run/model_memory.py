@@ -33,7 +33,7 @@ JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
 RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 IGNORE_OPTION = "--ignore-memory-limit"
-IGNORE_HINT = f"`zharness model {IGNORE_OPTION}` runs the laws nevertheless"
+IGNORE_HINT = f"`zharness model {IGNORE_OPTION}`, or verify(..., ignore_memory_limit=True), runs the laws nevertheless"
 OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
 
@@ -163,7 +163,7 @@ def build_within_memory(
         if isinstance(error.__cause__ or error, MemoryError) or OUT_OF_MEMORY in str(error):
             raise UsageError(
                 f"{spec.name}: the factory needs more memory than the {free / GIB:.1f} GiB that are free; use fewer "
-                "layers, or a machine with more memory"
+                f"layers, or a machine with more memory; {IGNORE_HINT}"
             ) from error
         raise
     if not ignore_memory_limit:
