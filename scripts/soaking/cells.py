@@ -1,8 +1,10 @@
 """Run thousands of cells with new seeds on correct engines and count the false alarms.
 
     python scripts/soak.py cells --cells 10000 --jsonl clean.jsonl
+    python scripts/soak.py cells --cells 10000 --settings --jsonl settings.jsonl
 
-Each seed contributes a sample of the whole matrix. Cells that are in the file are not run again.
+Each seed contributes a sample of the whole matrix, or with `--settings` a sample of all laws under the engine options,
+accumulation windows and calls of backward of the covering array. Cells that are in the file are not run again.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", default="1,2,3,4", help="(%(default)s)")
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
+    parser.add_argument(
+        "--settings", action="store_true", help="draw the cells of `zharness check --depth 3` that have a setting"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (%(default)s)")
     parser.add_argument(
@@ -69,14 +74,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell]:
-    """Return every cell that its engine supports."""
+    """Return every cell that its engine supports, or with ``--settings`` those of the covering array at depth 3."""
     request = Request(
         tuple(options.checks),
         engines=tuple(options.engines or ENGINES),
         world_sizes=parse_integers(options.world_size),
         dtypes=tuple(options.dtype.split(",")),
+        depth=3 if options.settings else 1,
     )
-    return [cell for cell in plan(request, runner.claims) if not cell.unsupported_reason]
+    cells = [cell for cell in plan(request, runner.claims) if not cell.unsupported_reason]
+    return [cell for cell in cells if cell.cell.engine_variant] if options.settings else cells
 
 
 def soak(
