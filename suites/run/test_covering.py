@@ -16,7 +16,7 @@ from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
-from zharness.run.covering import list_pairs
+from zharness.run.covering import list_pairs, pair_kind
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 
@@ -98,6 +98,9 @@ def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None
         if not all(cell.unsupported_reason for cell in alone):
             assert frozenset((law, ("option", option))) in covering.covered, (law, option)
     assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
+    models = {value for pair in covering.covered for value in pair if isinstance(value, tuple) and value[0] == "model"}
+    assert all(frozenset((model, ("window", "1"))) in covering.covered for model in models)
+    assert any(pair_kind(pair) == "model x option" for pair in covering.covered)
 
 
 @pytest.mark.parametrize("depth", [2, 3])

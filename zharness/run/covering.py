@@ -4,7 +4,8 @@ The axes are the engine's options, the stage, the accumulation window, the call 
 dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
 options that allpairspy leaves out gets a setting of its own. Each law then takes the settings that cover the most pairs
 that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults replace these
-values.
+values. The model of a cell is one of its law's models, taken in turns; a pair of a model and another value counts if
+some cell of a law and a setting has it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Axes:
 
 
 def list_values(cell: Cell) -> tuple[Value, ...]:
-    """Return the value of ``cell`` on each axis."""
+    """Return the value of ``cell`` on each axis. A cell of the array has no model yet."""
     setting = cell_setting(cell.engine_variant)
     return (
         *(("option", name) for name in setting.options),
@@ -115,6 +116,7 @@ def list_values(cell: Cell) -> tuple[Value, ...]:
         ("call", setting.backward_call.value),
         ("world size", cell.world_size),
         ("dtype", cell.dtype),
+        *((("model", cell.model),) if cell.model else ()),
     )
 
 
