@@ -1,30 +1,26 @@
 """Check the models of the zoo on every engine, and write the table of docs/your-model.md.
 
     python scripts/zoo.py --jsonl zoo.jsonl [--engine NAME ...] [--model NAME ...] [--only LAW ...] [--write]
-    python scripts/zoo.py --jsonl planted.jsonl --planted [--model NAME ...] [--write]
 
-Every law that applies to a user's model runs, in fp32 on 2 ranks, unless --only names laws. A model whose laws the file
-has on an engine is not run again. ``--write`` puts the table of the whole file between the marks in docs/your-model.md.
-The exit code is 1 if a verdict is neither a pass nor explained, or if a model compared no gradient.
-
-``--planted`` gives each model one mutant of zharness/mutants as its engine instead, chosen by the model's name, and the
-exit code is 1 if fewer than 95 % of the models are red. The laws for which the mutant was written run first, and all
-others only if these pass. Nothing is downloaded.
+Every law that applies to a user's model runs, in fp32 on 2 ranks, unless --only names laws. ``zoo.requests.jsonl``
+beside the file lists the models that were checked to the end, with engine, stages and laws: these are not run again,
+and all others are. ``--write`` puts the results into the table between the marks in docs/your-model.md; squares of
+which the file has no record stay as they are. The exit code is 1 if a verdict is neither a pass nor explained, or if a
+model compared no gradient. Nothing is downloaded. ``scripts/zoo_planted.py`` checks the models on broken engines.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import random
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,25 +28,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tabulate import tabulate
 
 from zharness.errors import UsageError
-from zharness.laws import get_law
-from zharness.laws.registry import LAWS
-from zharness.mutants import MUTANTS, Mutant, Target
-from zharness.names import matches_pattern
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.report.failures import render_failures
 from zharness.run import Record
-from zharness.run.check_loop import RunOptions, open_optional_record_file
+from zharness.run.check_loop import RunOptions
 from zharness.run.model_check import ModelCheckRequest
 from zharness.run.model_matrix import check_models
 from zharness.run.outcomes import count_outcomes
-from zharness.run.record import RecordFile
 from zharness.run.record_reader import load_records
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.world import Isolation
 
 PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
-TO_REACH = 0.95  # the share of planted faults that have to be found
-SPECIAL_VARIANTS = ("buffers", "idle")  # of state.resume; they show nothing on a model without such a tensor
 ENGINES = {"reference": (3,), "ddp": (0,), "zero1": (1,), "fsdp2": (3,), "deepspeed": (1, 2, 3)}
 MODELS = {
     "suites.model.tiny": ("perceptron",),
@@ -64,8 +53,8 @@ MODELS = {
         *("albert", "bart", "convnext", "distilbert", "gemma", "gpt_neox", "mamba", "opt", "qwen2", "resnet", "swin"),
     ),
 }
-WHOLE = ("training.grads", "training.sgd_step", "training.ranks_agree")  # each run of all laws has these
 NAMES = [name for names in MODELS.values() for name in names]
+COLUMNS = [(engine, stage) for engine, stages in ENGINES.items() for stage in stages]
 
 
 def main() -> int:
@@ -76,168 +65,166 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=0.0, help="start no model after this time (no limit)")
     parser.add_argument("--jsonl", type=Path, required=True)
-    parser.add_argument("--planted", action="store_true", help="give each model an engine with one planted fault")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a time limit loses no record
-    earlier = list(load_records([arguments.jsonl]).records) if arguments.jsonl.exists() else []
     deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
-    broken = 0
-    with records_appended(arguments.jsonl) as part, ExitStack() as stack:
-        open_sink = cache(lambda: open_optional_record_file(stack, part))
-        for engine in () if arguments.planted else arguments.engine or ENGINES:
-            requests = list_requests(engine, arguments.model or NAMES, tuple(arguments.only), earlier)
-            broken += check_on_engine(requests, arguments.jobs, open_sink, deadline)
-        for path in list_paths(arguments.model or NAMES) if arguments.planted else ():
-            if time.monotonic() < deadline:
-                check_planted(path, arguments.jobs, open_sink, earlier)
-    if arguments.planted:
-        return report_planted(load_records([arguments.jsonl]).records, arguments.write)
+    results, only, broken = ResultFile(arguments.jsonl), tuple(arguments.only), 0
+    for engine in arguments.engine or ENGINES:
+        requests = [ModelCheckRequest(path, engine=engine, stages=ENGINES[engine], only=only) for path in list_paths()]
+        wanted = [request for request in requests if request.model.partition(":")[2] in (arguments.model or NAMES)]
+        broken += check_on_engine([each for each in wanted if not results.has(each)], arguments.jobs, results, deadline)
     if arguments.write:
-        write_table("zoo", render_table(load_records([arguments.jsonl]).records))
+        write_table("zoo", render_table(results.load(), results.list_requests(), read_table("zoo")))
     return int(bool(broken))
 
 
-@contextmanager
-def records_appended(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file, whose content is appended to ``path`` at the end of the block."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        yield part
-    finally:
-        if part.exists():
-            with path.open("ab") as file:
-                file.write(part.read_bytes())
-            part.unlink()
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A model that was checked to the end on one engine: with which stages and laws, and why it was refused."""
+
+    model: str
+    engine: str
+    stages: tuple[int, ...]
+    only: tuple[str, ...]
+    refusal: str = ""
+
+    def covers(self, request: ModelCheckRequest, stage: int) -> bool:
+        """Return whether every cell of ``request`` at ``stage`` is one of this request's cells."""
+        same = (self.model, self.engine) == (request.model, request.engine) and stage in self.stages
+        return same and (not self.only or (bool(request.only) and set(self.only) >= set(request.only)))
 
 
-def list_paths(models: Sequence[str]) -> list[str]:
-    """Return the paths of the factories of ``models``."""
-    return [f"{module}:{name}" for module, names in MODELS.items() for name in names if name in models]
+class ResultFile:
+    """The file of records and the file beside it that lists the finished requests.
+
+    Both are written when a model is finished, so an interruption loses the records of one model, which runs again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.requests_path = path, path.with_suffix(".requests.jsonl")
+
+    def load(self) -> tuple[Record, ...]:
+        """Return the records of the file, which may be missing."""
+        return load_records([self.path]).records if self.path.exists() and self.path.stat().st_size else ()
+
+    def list_requests(self) -> list[FinishedRequest]:
+        """Return the finished requests in the order in which they ended."""
+        if not self.requests_path.exists():
+            return []
+        plain = map(json.loads, self.requests_path.read_text(encoding="utf-8").splitlines())
+        return [
+            FinishedRequest(**{**each, "stages": tuple(each["stages"]), "only": tuple(each["only"])}) for each in plain
+        ]
+
+    def has(self, request: ModelCheckRequest) -> bool:
+        """Return whether all cells of ``request`` have been run."""
+        finished = self.list_requests()
+        return all(any(each.covers(request, stage) for each in finished) for stage in request.stages)
+
+    def add(self, request: ModelCheckRequest, records: Iterable[Record], refusal: str = "") -> None:
+        """Append the records of a finished request, and the request."""
+        append_lines(self.path, (record.as_json() for record in records))
+        done = FinishedRequest(request.model, request.engine, request.stages, request.only, refusal)
+        append_lines(self.requests_path, [asdict(done)])
 
 
-def list_requests(
-    engine: str, models: Sequence[str], only: tuple[str, ...], earlier: Sequence[Record]
-) -> list[ModelCheckRequest]:
-    """Return a request for each model of which a wanted law has no record on the engine yet."""
-    wanted = [name for name in WHOLE if not only or any(matches_pattern(name, pattern) for pattern in only)]
-    requests = []
-    for path in list_paths(models):
-        found = {record.cell.law for record in earlier if (record.cell.engine, record.cell.model) == (engine, path)}
-        if not found.issuperset(wanted) or not found:
-            requests.append(ModelCheckRequest(path, engine=engine, stages=ENGINES[engine], only=only))
-    return requests
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append a line of JSON for each of ``lines`` in one write."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
-def check_on_engine(
-    requests: Sequence[ModelCheckRequest], jobs: int, open_sink: Callable[[], RecordFile | None], deadline: float
-) -> int:
+def list_paths() -> list[str]:
+    """Return the paths of all factories of the zoo."""
+    return [f"{module}:{name}" for module, names in MODELS.items() for name in names]
+
+
+def check_on_engine(requests: Sequence[ModelCheckRequest], jobs: int, results: ResultFile, deadline: float) -> int:
     """Check models on one engine; return the number of unexplained verdicts and of models without a gradient."""
-    options, refused, broken = RunOptions(timeout=120, jobs=jobs, isolation=Isolation.POOLED), [], 0
-    runs = check_models(requests, options, open_sink, prepare_rank_environment, lambda _line: None, refused)
-    for request, records in runs:
+    options, refused, broken = RunOptions(timeout=120, jobs=jobs, isolation=Isolation.POOLED), list[str](), 0
+    for request, records in check_each(requests, options, refused):
         counts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
         print(f"{request.model} on {request.engine}: {counts}", flush=True)
+        if not records and len(request.stages) > 1:  # one stage may have refused the model for all of them
+            parts = [replace(request, stages=(stage,)) for stage in request.stages]
+            broken += check_on_engine(parts, jobs, results, deadline)
+            continue
         wrong = [record for record in records if not record.is_expected or record.verdict.value == "error"]
         reason = explain_uncompared_gradients(records) if records else refused[-1]
         for text in filter(None, (render_failures(wrong), reason)):
             print(text, flush=True)
+        results.add(request, records, "" if records else reason)
         broken += len(wrong) + bool(reason)
         if time.monotonic() > deadline:
             break
     return broken
 
 
-def list_general_targets(mutant: Mutant) -> list[Target]:
-    """Return the cells that have to kill the mutant and whose law and variant apply to models of users, in fp32."""
-    return [
-        target
-        for target in mutant.targets
-        if target.variant in LAWS[target.law].user_model_variants
-        and not get_law(target.law).is_calibrated
-        and target.variant not in SPECIAL_VARIANTS
-        and (target.dtype, target.world_size, target.model) == ("fp32", 2, "mlp")
-    ]
-
-
-def draw_mutant(path: str) -> Mutant:
-    """Return the mutant of a model: a draw from those of whose targets one applies to any model."""
-    candidates = [mutant for _, mutant in sorted(MUTANTS.items()) if list_general_targets(mutant)]
-    return random.Random(path).choice(candidates)  # noqa: S311 - no secret
-
-
-def check_planted(path: str, jobs: int, open_sink: Callable[[], RecordFile | None], earlier: Sequence[Record]) -> None:
-    """Run the laws of the mutant's targets on the model, and all other laws if these find nothing."""
-    mutant = draw_mutant(path)
-    targets = list_general_targets(mutant)
-    stages = (mutant.stages[0] if targets[0].stage is None else targets[0].stage,)
-    if any((record.cell.model, record.cell.engine) == (path, mutant.engine) for record in earlier):
-        return
-    options = RunOptions(timeout=120, jobs=jobs, isolation=Isolation.POOLED)
-    for only in (tuple(dict.fromkeys(target.law for target in targets)), ()):
-        request = ModelCheckRequest(path, engine=mutant.engine, stages=stages, only=only)
-        try:
-            runs = list(check_models([request], options, open_sink, prepare_rank_environment, lambda _line: None, []))
-        except UsageError as error:
-            print(f"{path} on {mutant.name}: REFUSED {error}", flush=True)
-            continue
-        reds = [record for _, records in runs for record in records if record.verdict.is_broken]
-        print(f"{path} on {mutant.name}: {reds[0].cell.law if reds else 'not found'}", flush=True)
-        if reds:
-            return
-
-
-def report_planted(records: Sequence[Record], is_written: bool) -> int:
-    """Print the share of models that are red and the faults that were not found; return the exit code."""
-    rows, survivors = [], []
-    for path in list_paths(NAMES):
-        mutant = draw_mutant(path)
-        found = [record for record in records if (record.cell.model, record.cell.engine) == (path, mutant.engine)]
-        reds = list(dict.fromkeys(record.cell.law for record in found if record.verdict.is_broken))
-        if found:
-            rows.append([path.split(":")[1], mutant.name, mutant.over, ", ".join(reds) or "not found"])
-            survivors += [] if reds else [f"{path}: {mutant.name} is not found: {mutant.description}"]
-    share = 1 - len(survivors) / len(rows) if rows else 0.0
-    print(*survivors, f"{len(rows) - len(survivors)} of {len(rows)} planted faults are found ({share:.1%})", sep="\n")
-    if is_written:
-        write_table("planted", render_rows(rows, ["model", "planted fault", "in", "found by"]))
-    return int(share < TO_REACH)
+def check_each(
+    requests: Sequence[ModelCheckRequest], options: RunOptions, refused: list[str]
+) -> Iterable[tuple[ModelCheckRequest, list[Record]]]:
+    """Yield each request with its records. One that is refused has none, and its reason is added to ``refused``."""
+    try:
+        yield from check_models(requests, options, lambda: None, prepare_rank_environment, lambda _line: None, refused)
+    except UsageError as error:
+        if len(requests) != 1:
+            raise
+        refused.append(f"REFUSED {error}")
+        yield requests[0], []
 
 
 def write_table(mark: str, table: str) -> None:
     """Replace the table between the marks of the page."""
     page = PAGE.read_text(encoding="utf-8")
+    pattern = find_marks(mark)
+    PAGE.write_text(pattern.sub(lambda found: f"{found[1]}\n{table}\n{found[3]}", page), encoding="utf-8")
+
+
+def find_marks(mark: str) -> re.Pattern[str]:
+    """Return the pattern of a begin mark, the table, and an end mark."""
     begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    PAGE.write_text(pattern.sub(lambda _: f"{begin}\n{table}\n{end}", page), encoding="utf-8")
+    return re.compile(f"({re.escape(begin)})(.*?)({re.escape(end)})", re.DOTALL)
 
 
-def render_table(records: Sequence[Record]) -> str:
-    """Return a row for each model and a column for each engine and stage; unsupported cells are left out."""
-    columns = [(engine, stage) for engine, stages in ENGINES.items() for stage in stages]
+def read_table(mark: str) -> dict[tuple[str, str], str]:
+    """Return the table that the page has now, as squares by row and column."""
+    found = find_marks(mark).search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None, f"{PAGE} has marks of {mark}"
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2].strip().splitlines()]
+    header, body = lines[0], lines[2:]
+    return {(row[0], column): text for row in body for column, text in zip(header[1:], row[1:], strict=True)}
+
+
+def render_table(
+    records: Sequence[Record], finished: Sequence[FinishedRequest], earlier: Mapping[tuple[str, str], str]
+) -> str:
+    """Return a row for each model and a column for each engine and stage; squares without a record keep their text."""
     latest = {record.cell: record for record in records}.values()
+    refused = {(each.model, each.engine, stage) for each in finished if each.refusal for stage in each.stages}
     body = []
-    for module, names in MODELS.items():
-        for name in names:
-            found = [record for record in latest if record.cell.model == f"{module}:{name}"]
-            squares = [describe_square([r for r in found if (r.cell.engine, r.cell.stage) == key]) for key in columns]
-            body.append([name, *squares])
-    return render_rows(body, ["model", *(f"{engine} {stage}" for engine, stage in columns)])
+    for path in list_paths():
+        name, squares = path.partition(":")[2], []
+        for engine, stage in COLUMNS:
+            found = [r for r in latest if (r.cell.model, r.cell.engine, r.cell.stage) == (path, engine, stage)]
+            text = describe_square(found) or ("refused" if (path, engine, stage) in refused else "")
+            squares.append(text or earlier.get((name, f"{engine} {stage}"), "not run"))
+        body.append([name, *squares])
+    return render_rows(body, ["model", *(f"{engine} {stage}" for engine, stage in COLUMNS)])
 
 
 def render_rows(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     """Return a table in Markdown, without the spaces that align its columns."""
-    table = tabulate(rows, headers, tablefmt="github")
+    table = tabulate(rows, headers, tablefmt="github", disable_numparse=True)
     return "\n".join(re.sub(r" +", " ", re.sub(r"-{3,}", "---", line)) for line in table.splitlines())
 
 
 def describe_square(records: Sequence[Record]) -> str:
-    """Return the number of passes, and the number of each other outcome."""
+    """Return the number of passes and of each other outcome but unsupported; empty without a record."""
     counts = count_outcomes(records)
     counts.pop("unsupported", None)
     passes = counts.pop("pass", 0)
-    others = "".join(f", {count} {outcome}" for outcome, count in counts.items())
-    return f"{passes}{others}" if records else "not run"
+    return f"{passes}{''.join(f', {count} {outcome}' for outcome, count in counts.items())}" if records else ""
 
 
 if __name__ == "__main__":

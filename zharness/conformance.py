@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from zharness.engines import EngineFactory
 from zharness.errors import UsageError
 from zharness.releases.rank_environment import prepare_rank_environment
+from zharness.run.arguments import require_at_least, require_names, require_tuples
 from zharness.run.plan import Request, choose_patterns, plan
 from zharness.run.record import Record
 from zharness.run.runner import Runner
@@ -41,6 +43,8 @@ def check_engine(
     import pytest
 
     from zharness.run.pytest_cells import describe_problem
+
+    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant)
 
     @pytest.mark.cells(
         importable_engine_name(factory),
@@ -77,10 +81,21 @@ def run_laws(
     of one cell, in seconds. Raises UsageError for a factory, law, stage, dtype or model that does not exist, or if both
     ``laws`` and ``checks`` are given.
     """
+    require_request_types(laws, checks, stages, world_sizes, dtypes, models, variant)
+    require_at_least(1, timeout=timeout)
     name = importable_engine_name(factory)
     request = Request(choose_patterns(laws, checks), (name,), stages, world_sizes, dtypes, models, variant)
     with Runner({name: prepare_rank_environment(name)}, timeout, isolation=Isolation.POOLED) as runner:
         return [runner.run(planned) for planned in plan(request, runner.claims)]
+
+
+def require_request_types(
+    laws: Any, checks: Any, stages: Any, world_sizes: Any, dtypes: Any, models: Any, variant: Any
+) -> None:
+    """Raise UsageError for an argument of ``check_engine`` or ``run_laws`` that has another type."""
+    require_tuples(str, laws=laws, checks=checks, dtypes=dtypes, models=models)
+    require_tuples(int, stages=stages, world_sizes=world_sizes)
+    require_names(variant=variant)
 
 
 def importable_engine_name(factory: EngineFactory | str) -> str:

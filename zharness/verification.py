@@ -19,12 +19,14 @@ from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.matrix import render_matrix
 from zharness.run import Record, Verdict, configuration
+from zharness.run.arguments import require_at_least, require_integers, require_names, require_tuples
 from zharness.run.check_loop import RunOptions
 from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import open_record_file
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.workload import user_model
 from zharness.workload.models import SAMPLES, collect_tensors, map_tensors
+from zharness.workload.transformers_batches import find_draw
 from zharness.world import Isolation, is_rank
 
 
@@ -108,6 +110,12 @@ def verify(
     """
     if is_rank():
         raise UsageError("verify() starts its own ranks, so call it in a script or in a test without ranks")
+    require_names(engine=engine)
+    require_tuples(int, stages=stages)
+    require_integers(world_size=world_size, steps=steps, jobs=jobs)
+    require_tuples(str, only=only)
+    require_at_least(1, steps=steps, timeout=timeout)
+    require_at_least(0, jobs=jobs)
     began = time.monotonic()
     options = RunOptions(timeout=timeout, jobs=jobs, isolation=Isolation.POOLED)
     name = register_model(model, batch, loss)
@@ -133,6 +141,16 @@ def register_model(model: Any, batch: Any, loss: Any) -> str:
     if isinstance(model, str) and batch is None and loss is None:
         return model
     factory = user_model.resolve_factory(model) if isinstance(model, str) else model
+    if isinstance(factory, type) and issubclass(factory, nn.Module):
+        raise UsageError(
+            f"verify() got the class {factory.__name__}; expected a module, or a function that builds one, such as "
+            f"lambda: {factory.__name__}(...)"
+        )
+    if isinstance(model, nn.Module) and batch is None and find_draw(model, SAMPLES) is None:
+        raise UsageError(
+            f"verify() got a {type(model).__name__} without a batch; expected its inputs as batch=..., a tensor, a "
+            "tuple or a dict of tensors, or a function batch(generator)"
+        )
     if not callable(factory):
         raise UsageError(
             f"verify() got {user_model.describe_value(model)}; expected a module, a function that builds one, or the "
@@ -187,8 +205,10 @@ def resolve_config_name(config: Mapping[str, Any] | str | Path | None) -> str:
     """Return the name that a configuration has in cell ids; register a dictionary under that name."""
     if config is None:
         return ""
-    if not isinstance(config, Mapping):
+    if isinstance(config, (str, Path)):
         return str(config)
+    if not isinstance(config, Mapping):
+        raise UsageError(f"verify() got config={config!r}; expected a dictionary, or the path of a JSON file")
     name = f"{user_model.IN_PROCESS_PACKAGE}:{config_fingerprint(config)}{configuration.SUFFIX}"
     configuration.register_config(name, config)
     return name

@@ -1,4 +1,4 @@
-"""Forty wrong usages: each gets one sentence with what was given and what to do, exit code 2, and no traceback."""
+"""Eighty wrong usages: each gets one sentence with what was given and what to do, exit code 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for arguments in json.load(sys.stdin):
 print(json.dumps(done))
 """
 CELL = "training.grads[reference-zero3-w2-fp32-mlp]"
-ODD = "suites.cli.odd_factories"
+ODD, TINY = "suites.cli.odd_factories", "suites.model.tiny:perceptron"
 
 # The command line, and what its sentence has to say.
 WRONG: dict[str, tuple[str, ...]] = {
@@ -46,6 +46,12 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --dtype bf61": ("unknown dtype 'bf61'", "did you mean 'bf16'? Allowed: fp32"),
     "check --variant tiny_bucket": ("unknown variant of engine 'reference'", "did you mean 'tiny_buckets'?"),
     "check --isolation pool": ("got 'pool'", "did you mean 'pooled'?"),
+    "check 'training.grads[reference{tiny}-zero3-w2-fp32-mlp]'": ("variant of engine 'reference': 'tiny'", "allowed: "),
+    "list": ("missing argument", "Choose from: engines, laws", "zharness list --help"),
+    "mutants --scope target": ("got 'target'", "did you mean 'targets'?"),
+    "hunt ddp --bogus": ("no such option '--bogus'", "zharness hunt --help"),
+    "program 'x(2) linear(2) | q'": ("unknown verb 'q'", "allowed: f, b"),
+    "repro 7352 --on ddp": ("reproduction 7352 runs on deepspeed, not on ddp", "pass --on deepspeed"),
     "check 'training.grad[reference-zero3-w2-fp32-mlp]'": ("did you mean 'training.grads'?",),
     "check 'training.grads[refrence-zero3-w2-fp32-mlp]'": ("did you mean 'reference'?",),
     "check 'training.grads[reference-zero3-w2-fp32-mlpp]'": ("unknown model 'mlpp'", "did you mean 'mlp'?"),
@@ -65,11 +71,23 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --world-size 0": ("world size 0 cannot be started here", "allowed: 1 to"),
     "check --world-size 99999": ("world size 99999 cannot be started", "allowed: 1 to"),
     "check --world-size ''": ("got ''", "expected integers separated by commas"),
+    "check --depth 9": ("9 is not in the range 1<=x<=3",),
+    "program 'x(2) linear(2) | f b' --world-size 0": ("world size 0 cannot be started", "allowed: 1 to"),
+    "hunt reference --stage 9": ("unknown stage '9'", "allowed: 0, 1, 2, 3"),
+    "shrink 'training.grads[ddp-zero0-w2-fp32-mlp]' --seconds -1": ("-1.0 is not in the range",),
+    "export 'training.grads[ddp-zero0-w2-fp32-mlp]' --seed x": ("'x' is not a valid integer",),
+    "repro 7352 --on deepspeed==x": ("got release 'x'", "such as 0.18.8"),
     "check --jobs -1": ("-1 is not in the range",),
     "check --timeout 0": ("0.0 is not in the range",),
     # combinations
     "check torch_func --model transformer": ("nothing to run", "zharness list"),
     "check --variant tiny_buckets --depth 2": ("depth 2", "leave out the variant"),
+    "repro": ("no reproduction was named", "`zharness repro 7352`"),
+    "shrink": ("missing argument", "zharness shrink --help"),
+    "program 'x(2) linear(2)'": ("not a program", "as in 'x(3) linear(2) relu | f b s'"),
+    "hunt": ("missing argument 'ENGINE'", "zharness hunt --help"),
+    "report": ("missing argument", "zharness report --help"),
+    "check --jsonl": ("option '--jsonl' requires an argument", "zharness check --help"),
     "export": ("no cell id was given", "training.grads["),
     "program --clip 1": ("--clip", "give a program"),
     "releases --list --clean": ("both --list and --clean", "expected one of them"),
@@ -78,6 +96,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --html /no/such/place": ("cannot write '/no/such/place'",),
     "check training.grads --stage 0 --model exact --jsonl /dev/full": ("'/dev/full': No space left on device",),
     "check --expected-failures /no/such/file": ("cannot read expected failures from '/no/such/file'",),
+    "report README.md": ("found no record in README.md", "`zharness check --jsonl FILE`"),
+    "check training.grads --expected-failures README.md": ("README.md is not valid TOML",),
+    "export 'training.grads[ddp-zero0-w2-fp32-mlp]' -o /no/such/x.py": ("cannot write '/no/such/x.py'",),
     "report /no/such/file": ("'/no/such/file' does not exist",),
     # packages and factories
     "check --engine no.such:factory": ("cannot import 'no.such'", "package.module:factory"),
@@ -87,6 +108,14 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --engine fsdp2==1.0": ("fsdp2==1.0 is not the installed release", "pip install torch==1.0"),
     "model": ("missing argument", "zharness model --help"),
     "model my_model": ("got 'my_model'", "expected package.module:factory"),
+    f"model {TINY} --only training.grad": ("unknown law 'training.grad'", "did you mean 'training.grads'?"),
+    f"model {TINY} --config no.json": ("cannot read the configuration 'no.json'", "No such file"),
+    f"model {TINY} --config README.md": ("got the configuration 'README.md'", "ends in .json"),
+    f"model {TINY} --against no.jsonl": ("cannot read 'no.jsonl'", "`zharness check --jsonl`"),
+    f"model {TINY} --world-size 0": ("0 is not in the range x>=1", "zharness model --help"),
+    f"model {TINY} --steps 0": ("'--steps': 0 is not in the range",),
+    "model suites.model.tiny:x*": ("unknown factory of suites.model.tiny 'x*'", "allowed: perceptron"),
+    "model suites/model/tiny.py:perceptron": ("expected package.module:factory",),
     "model no.such:factory": ("cannot import 'no.such'",),
     f"model {ODD}:on_meta": ("'weight'", "on the device meta", "build it without torch.device('meta')"),
     f"model {ODD}:exits": ("called sys.exit('no licence')", "remove the exit"),

@@ -53,7 +53,7 @@ def fails() -> Any:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (fails, "raised KeyError: 'weights'"),
-    "returns something else": (lambda: {"model": 1}, "returned a dict of model: a int; expected a model"),
+    "returns something else": (lambda: {"model": 1}, "returned a dict of model: an int; expected a model"),
     "no batch": (lambda: nn.Linear(2, 2), "without a batch function"),
     "batch is no function": (lambda: (nn.Linear(2, 2), torch.ones(2)), "expected a model"),
     "nothing trains": (lambda: (nn.Identity(), len), "no parameter that requires a gradient"),

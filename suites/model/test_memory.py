@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from suites.meta.documents import ROOT
 from zharness.errors import UsageError
 from zharness.run.model_facts import measure_model
-from zharness.run.model_memory import GIB, ModelSize, estimate_size, explain_too_large
+from zharness.run.model_memory import GIB, ModelSize, build_within_memory, estimate_size, explain_too_large
+from zharness.workload import model_spec
 from zharness.world import limits
 
 LARGE = "suites.model.large"
@@ -133,6 +136,17 @@ def test_a_factory_that_reads_its_weights_is_measured_when_it_is_built(monkeypat
     monkeypatch.setattr("zharness.run.model_memory.available_memory", lambda: 2 * GIB)
     with pytest.raises(UsageError, match=r"a model of 0\.5 GiB needs about"):
         measure_model(f"{LARGE}:reading_its_weights", "fp32", "")
+
+
+def test_a_factory_without_memory_is_not_told_to_ignore_the_limit_again() -> None:
+    def raise_out_of_memory() -> nn.Module:
+        raise MemoryError
+
+    spec = replace(model_spec("exact"), name="huge", build=raise_out_of_memory)
+    with pytest.raises(UsageError, match=r"the factory needs more memory .* --ignore-memory-limit"):
+        build_within_memory(spec, 0, "fp32", 2)
+    with pytest.raises(UsageError, match=r"or a machine with more memory$"):
+        build_within_memory(spec, 0, "fp32", 2, ignore_memory_limit=True)
 
 
 def test_a_factory_that_ends_its_process_has_no_estimate() -> None:

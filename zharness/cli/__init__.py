@@ -290,11 +290,14 @@ def program(
     from zharness.run.program_search import SearchOptions
     from zharness.workload.legal_programs import UNLIMITED_OUTPUTS
     from zharness.workload.programs import Program
+    from zharness.world.limits import check_world_size
 
     if clip is not None and not clip < float("inf"):
         raise UsageError(f"--clip: got {clip}; expected a finite number above 0")
     settings = Program((), (), optimizer=optimizer, clip=clip, window=window, reduction=reduction)
     settings = replace(settings, window_owner=window_owner, options=engine_options)
+    for size in world_sizes:
+        check_world_size(size)
     if texts:
         return run_given_programs(
             texts, engine, stages, world_sizes, dtypes, settings, timeout, prepare_rank_environment
@@ -343,8 +346,9 @@ def main() -> None:
 def render_click_error(error: click.ClickException) -> str:
     """Render an error of the command line as one sentence that names the page of help."""
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "zharness"
-    message = error.format_message().rstrip(".")
+    named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in cli.commands else ""  # click's parser sets no context
+    command = context.command_path if context is not None else f"zharness {named}".strip()
+    message = " ".join(error.format_message().split()).rstrip(".")
     return f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, find_close_names
 from zharness.reference.deepspeed_json.schema import Section
 from zharness.reference.deepspeed_json.sections import TOP_LEVEL
 
@@ -130,8 +129,8 @@ def require_known_keys(name: str, options: Mapping[str, Any], section: Section, 
     known = {*section.supported_keys, *section.ignored_keys, *section.fixed_keys, *section.disabled_sections}
     for key, value in options.items():
         if key not in known:
-            near = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            near = find_close_names(key, sorted(known))
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; known: {', '.join(sorted(known))}"
             raise ConfigError(f"config {name!r}: DeepSpeed's JSON has no key {prefix + key!r}{hint}")
         rule = section.supported_keys.get(key)
         if rule is not None and isinstance(rule.parse, Section) and isinstance(value, Mapping):

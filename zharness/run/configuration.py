@@ -116,7 +116,8 @@ def load_json_object(name: str) -> Mapping[str, Any]:
     try:
         content = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the configuration {name!r} as a JSON file: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the configuration {name!r} as a JSON file: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {name!r} contains a {type(content).__name__}; expected one JSON object")
     return content

@@ -161,9 +161,10 @@ def build_within_memory(
             model = spec.model(seed)
     except (UsageError, RuntimeError, MemoryError) as error:
         if isinstance(error.__cause__ or error, MemoryError) or OUT_OF_MEMORY in str(error):
+            hint = "" if ignore_memory_limit else f"; {IGNORE_HINT}"
             raise UsageError(
                 f"{spec.name}: the factory needs more memory than the {free / GIB:.1f} GiB that are free; use fewer "
-                f"layers, or a machine with more memory; {IGNORE_HINT}"
+                f"layers, or a machine with more memory{hint}"
             ) from error
         raise
     if not ignore_memory_limit:

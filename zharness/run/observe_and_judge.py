@@ -313,7 +313,7 @@ def raise_as_usage_error(subject: str) -> Iterator[None]:
     """Convert an exception of the user's code in the ``with`` block to a UsageError that begins with ``subject``."""
     try:
         yield
-    except EngineContractError as error:
+    except (EngineContractError, UsageError) as error:  # these messages are written for the user
         raise UsageError(f"{subject}: {error}") from error
     except Exception as error:
         raise UsageError(f"{subject} raised {type(error).__name__}: {error}") from error

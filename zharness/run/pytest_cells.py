@@ -66,10 +66,10 @@ def plan_marked_cells(
         get_environment(engine)  # raises UsageError for a release that cannot be installed
         marked_stages = request.stages or stages
         selected = tuple(stage for stage in marked_stages if stage in (stages or marked_stages))
-        # With --engine, a stage that the engine does not have is an error; without it, the marker is left out.
+        # A stage that the engine does not have is an error, unless --stage alone asks for it.
+        is_named = bool(engine_names or not stages)
         if not marked_stages or (
-            selected
-            and (engine_names or first_buildable_claims(engine, selected, claims).stages.intersection(selected))
+            selected and (is_named or first_buildable_claims(engine, selected, claims).stages.intersection(selected))
         ):
             narrowed = replace(request, stages=selected, engine_variant=variant or request.engine_variant)
             planned.extend(plan(narrowed, claims))

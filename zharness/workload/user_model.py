@@ -191,10 +191,12 @@ class UserModel:
 
     def loss(self, output: Any, batch: Any) -> Tensor:
         """Return the loss of ``output``. Raises UsageError if the loss is not a scalar that requires a gradient."""
-        loss = self.get_parts().score(output, batch)
+        parts = self.get_parts()
+        loss = parts.score(output, batch)
         if not isinstance(loss, Tensor) or loss.dim() or (not loss.requires_grad and torch.is_grad_enabled()):
+            hint = "; give a loss function, because the model returns no loss" if parts.score is default_loss else ""
             raise UsageError(
-                f"{self.name}: the loss is {describe_value(loss)}; expected a scalar tensor that requires a gradient"
+                f"the loss is {describe_value(loss)}; expected a scalar tensor that requires a gradient{hint}"
             )
         return loss
 
@@ -292,4 +294,5 @@ def describe_value(obj: Any) -> str:
         return f"a {type(obj).__name__} of ({', '.join(map(describe_value, obj))})"
     if isinstance(obj, dict):
         return f"a dict of {', '.join(f'{key}: {describe_value(value)}' for key, value in obj.items())}"
-    return "None" if obj is None else f"a {type(obj).__name__}"
+    name = type(obj).__name__
+    return "None" if obj is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zharness.errors import ConfigError
+from zharness.errors import ConfigError, find_close_names
 
 ValueParser = Callable[[str, Any], Any]
 _DTYPES = {
@@ -87,8 +86,9 @@ class Section:
                 raise ConfigError(f"the reference engine does not support {path!r}; remove or disable the section")
             return
         known = (*self.supported_keys, *self.fixed_keys, *sorted(self.ignored_keys | self.disabled_sections))
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"supported: {', '.join(sorted(self.supported_keys))}"
+        near = find_close_names(key, known)
+        supported = ", ".join(sorted(self.supported_keys))
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"supported: {supported}"
         raise ConfigError(f"the reference engine does not support {path!r}; {hint}")
 
     def iter_ignored_keys(self, path: str = "") -> Iterator[str]:
