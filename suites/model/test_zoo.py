@@ -68,6 +68,17 @@ def test_a_wrong_window_differs_from_its_micro_batches_alone(record: Record) -> 
     assert record.verdict is (Verdict.PASS if is_right else Verdict.FAIL), record.cause
 
 
+@pytest.mark.cells(
+    "zharness.mutants:counts_evaluations",
+    stages=(0,),
+    checks=("training.accumulation",),
+    models=("suites.model.tiny:perceptron",),
+)
+def test_an_evaluation_within_a_window_counts_as_no_micro_batch(record: Record) -> None:
+    expected = Verdict.FAIL if record.cell.variant == "engine" else Verdict.PASS  # the caller counts itself
+    assert record.verdict is expected, record.cause
+
+
 @pytest.mark.cells("reference", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:raises",))
 def test_a_crash_names_the_line_that_raised(record: Record) -> None:
     assert record.verdict is Verdict.CRASH

@@ -26,18 +26,21 @@ def accumulate(
     window: range,
     label: str,
     backward: Callable[[Tensor], object],
+    after_first: Callable[[], object] = lambda: None,
 ) -> None:
     """Run forward and ``backward`` for every micro-batch of ``window``, but no optimizer step at the end.
 
     The losses are recorded under ``label``. If the caller owns the accumulation, each loss is divided by the number of
     micro-batches. If the engine owns the accumulation, ``engine.step()`` is called after each micro-batch except the
-    last.
+    last. ``after_first`` is called behind the first micro-batch.
     """
     for micro in window:
         loss = ctx.loss(engine, micro, label)
         backward(loss if owner is AccumulationOwner.ENGINE else loss / len(window))
         if owner is AccumulationOwner.ENGINE and micro != window[-1]:
             engine.step()
+        if micro == window[0]:
+            after_first()
 
 
 def judge_engine_divided_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,7 +66,9 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
             range(boundary * steps, (boundary + 1) * steps),
             backward_calls[boundary % len(backward_calls)],
         )
-        accumulate(ctx, engine, owner, window, f"loss-{label}", backward)
+        # A user's model has no other law with a window in which an evaluation runs.
+        between = partial(evaluate, ctx, engine, window[0]) if is_user_model(ctx.spec.name) else lambda: None
+        accumulate(ctx, engine, owner, window, f"loss-{label}", backward, between)
         ctx.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
         if clip is not None:
@@ -74,6 +77,12 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
         engine.zero_grad()
     ctx.record_training_state(engine, NUM_BOUNDARIES, f"-{label}")
     engine.close()
+
+
+def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
+    """Run a forward of micro-batch ``micro`` under no_grad."""
+    with torch.no_grad():
+        ctx.batch(micro).feed(engine)
 
 
 def choose_backward_calls(
