@@ -3,8 +3,8 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, cell, names, comm, step_summary, torch_private
-    1  world, workload, reference
+    0  errors, mesh, names, comm, step_summary, torch_private
+    1  cell, world, workload, reference
     2  engines
     3  pytest_ranks, parity
     4  law_kit
@@ -23,15 +23,15 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
-2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py`` from the laws
-   (``laws/registry.py``, ``law_kit/law.py``), the engines (``engines/registry.py``) and the models
-   (``workload/model_lookup.py``, ``workload/user_model.py``). ``run/claims.py`` asks each engine for its capabilities
-   (``engines/capabilities.py``, ``engines/option_keys.py``, ``engines/reference.py``),
-   ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting of a cell, and
-   ``run/unmatched_failures.py`` finds expected failures that match no cell, and ``run/missing_claims.py`` says which
-   claims would add cells. A run without a pattern adds cells that cover pairs (the module ``run.covering``), says which
-   pairs no cell can have (``run.claimed_pairs``), and finds expected failures for options under which no cell failed
-   (``run.stale_failures``).
+2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, with the axes
+   of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
+   (``engines/registry.py``) and the models (``workload/model_lookup.py``, ``workload/user_model.py``).
+   ``run/claims.py`` asks each engine for its capabilities (``engines/capabilities.py``, ``engines/option_keys.py``,
+   ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting
+   of a cell, and ``run/unmatched_failures.py`` finds expected failures that match no cell, and
+   ``run/missing_claims.py`` says which claims would add cells. A run without a pattern adds cells that cover pairs (the
+   module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures for
+   options under which no cell failed (``run.stale_failures``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks

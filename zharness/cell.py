@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 
 from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH, Mesh
 
 _ID = re.compile(
     r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
-    r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)-(?P<dtype>[a-z]+\d+)"
+    r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)(?:\.(?P<mesh>[a-z_]+\d+(?:\.[a-z_]+\d+)*))?-(?P<dtype>[a-z]+\d+)"
     r"-(?P<model>\w+|[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?)(?:-(?P<variant>\w+))?\]"
 )
 
@@ -23,7 +24,8 @@ class Cell:
     release was requested. ``model`` is the name of one of zharness's models or ``package.module:factory``, followed by
     ``(key=value)`` if arguments make the model smaller. ``variant`` is the name of the law variant, or empty.
     ``engine_variant`` is the name of a set of engine options, which must not change any number that the engine
-    computes, or the name of a configuration file; it may be empty.
+    computes, or the name of a configuration file; it may be empty. ``mesh`` has the axes of parallelism beside data
+    parallelism.
     """
 
     law: str
@@ -34,6 +36,7 @@ class Cell:
     model: str
     variant: str = ""
     engine_variant: str = ""
+    mesh: Mesh = DEFAULT_MESH
 
     @property
     def engine_label(self) -> str:
@@ -41,22 +44,28 @@ class Cell:
         return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
 
     @property
+    def world_label(self) -> str:
+        """The world size and the mesh as they appear in the cell's id: ``w2``, or ``w4.tp2`` on a mesh."""
+        return f"w{self.world_size}.{self.mesh.label}" if self.mesh.sizes else f"w{self.world_size}"
+
+    @property
     def id(self) -> str:
         """The cell's id, ``group.law[engine-zero3-w2-fp32-model]``, which is also its pytest id.
 
         If the cell has a law variant, ``-variant`` follows the model. If it has an engine variant, ``{engine_variant}``
-        follows the engine.
+        follows the engine. If it has a mesh, the axes follow the world size: ``w4.tp2``.
         """
         tail = f"-{self.variant}" if self.variant else ""
-        return f"{self.law}[{self.engine_label}-zero{self.stage}-w{self.world_size}-{self.dtype}-{self.model}{tail}]"
+        return f"{self.law}[{self.engine_label}-zero{self.stage}-{self.world_label}-{self.dtype}-{self.model}{tail}]"
 
     def seed(self, salt: int = 0) -> int:
         """Return a 31-bit seed that is derived from the cell's id and ``salt``.
 
         Cells that differ only in law, engine, stage or variants get the same seed, so that they train the same model on
-        the same data and their numbers can be compared. Another ``salt`` gives another seed.
+        the same data and their numbers can be compared. So do cells of meshes with equally many micro-batches in a
+        step, such as w4.tp2 and w2. Another ``salt`` gives another seed.
         """
-        key = f"{self.model}-w{self.world_size}-{self.dtype}-{salt}"
+        key = f"{self.model}-w{self.mesh.data_size(self.world_size)}-{self.dtype}-{salt}"
         return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
     @classmethod
@@ -78,6 +87,7 @@ class Cell:
             model=fields["model"],
             variant=fields["variant"] or "",
             engine_variant=fields["engine_variant"] or "",
+            mesh=Mesh.parse(fields["mesh"] or ""),
         )
 
 

@@ -24,7 +24,7 @@ PLACE = TensorLocation("", Part.LOCAL_GRADIENT)
 
 
 def build_baseline(name: str, seed: int = 0) -> Baseline:
-    return Baseline(model_spec(name), seed=seed, world_size=1)
+    return Baseline(model_spec(name), seed=seed, data_size=1)
 
 
 def judged(baseline: Baseline, grads: dict[str, Tensor]) -> Comparison:

@@ -194,7 +194,7 @@ def test_a_wrong_gradient_that_was_reduced_in_bf16_and_is_held_in_fp32_is_recogn
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_exact_model_is_certified_where_ranks_are_a_power_of_two(world_size: int) -> None:
-    baseline = Baseline(model_spec("exact"), seed=5, world_size=world_size)
+    baseline = Baseline(model_spec("exact"), seed=5, data_size=world_size)
     assert certify_exactness(baseline, range(2), torch.float32)
     assert not certify_exactness(baseline, range(3), torch.float32), "a third is not exact"
     assert not certify_exactness(baseline, range(1), torch.bfloat16), "8 bits do not hold it"
@@ -202,7 +202,7 @@ def test_the_exact_model_is_certified_where_ranks_are_a_power_of_two(world_size:
 
 @pytest.mark.parametrize("name", sorted(name for name, spec in MODELS.items() if not spec.exact))
 def test_no_other_model_is_certified(name: str) -> None:
-    assert not certify_exactness(Baseline(model_spec(name), seed=5, world_size=2), range(1), torch.float32)
+    assert not certify_exactness(Baseline(model_spec(name), seed=5, data_size=2), range(1), torch.float32)
 
 
 def test_evidence_survives_the_file_without_pickled_code(tmp_path) -> None:
@@ -251,7 +251,7 @@ def test_what_an_update_would_lose_is_measured_against_the_update() -> None:
     ],
 )
 def test_where_exactness_does_not_apply_it_says_why(world_size: int, dtype: torch.dtype, why: str) -> None:
-    found = certify_exactness(Baseline(model_spec("exact"), seed=5, world_size=world_size), range(1), dtype)
+    found = certify_exactness(Baseline(model_spec("exact"), seed=5, data_size=world_size), range(1), dtype)
     assert bool(found) is not bool(why)
     assert why in found.reason
 

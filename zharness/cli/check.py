@@ -30,6 +30,13 @@ from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_opti
     help="World sizes: the numbers of ranks on which each law runs.",
 )
 @click.option(
+    "--mesh",
+    default="",
+    metavar="tp2,...",
+    help="Axes of parallelism beside data parallelism, with their sizes (docs/mesh.md); the rest of the world is data "
+    "parallel.",
+)
+@click.option(
     "--dtype",
     "dtypes",
     callback=parse_name_option,
@@ -82,6 +89,7 @@ def check(
     engines: tuple[str, ...],
     stages: tuple[int, ...],
     world_sizes: tuple[int, ...],
+    mesh: str,
     dtypes: tuple[str, ...],
     models: tuple[str, ...],
     engine_variant: str,
@@ -106,6 +114,7 @@ def check(
 
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.laws import DTYPES
+    from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
@@ -125,9 +134,10 @@ def check(
         dtypes or ("fp32",),
         models,
         engine_variant,
-        depth or (1 if patterns or engine_variant else 2),
+        depth or (1 if patterns or engine_variant or mesh else 2),
         sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
         dtypes or tuple(DTYPES),
+        Mesh.parse(mesh),
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_expected_failures(expected_failures)

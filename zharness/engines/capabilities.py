@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
+from zharness.mesh import REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,6 +165,8 @@ class Capabilities:
     - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
       a loss does not use every parameter; it is empty if the engine needs none.
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
+    - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
+      data parallelism that every engine has.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -182,6 +185,7 @@ class Capabilities:
     unused_parameters_option: str = ""
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
+    mesh_axes: frozenset[str] = frozenset()
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
@@ -210,6 +214,17 @@ class Capabilities:
             if option.world_size_factor == 1
             and not (option.dtypes or option.laws or option.absent or option.changes_numbers or option.known_bug)
         }
+
+    def on_mesh(self, mesh: Mesh) -> Capabilities:
+        """Return the capabilities on ``mesh``: tp splits matrix products, whose sums torch then rounds in other places.
+
+        So tp counts as kernels of the engine's own, which only tiers X and C judge.
+        """
+        found = replace(self, replicas=max(self.replicas, mesh.size(REPLICATE)))
+        if TENSOR not in mesh.axes:
+            return found
+        reason = "tensor parallelism adds parts of a matrix product over ranks"
+        return replace(found, own_kernels=dict.fromkeys(self.stages, reason))
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""

@@ -37,6 +37,7 @@ from zharness.engines.fsdp2_options import (
 )
 from zharness.engines.fsdp_groups import BLOCK, LEAF, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
+from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     TORCH_REFUSES,
@@ -48,9 +49,11 @@ from zharness.engines.torch_engine import (
     validate_config,
 )
 from zharness.errors import ConfigError
+from zharness.mesh import REPLICATE, SHARD, TENSOR, Mesh
 from zharness.reference.client.meta_init import infer_device
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 # Stage 3 is ``reshard_after_forward=True``: weights are resharded after forward and unsharded again in backward. Stage
@@ -115,6 +118,7 @@ CAPABILITIES = Capabilities(
     absent="" if IS_TORCH_SUPPORTED else explain_unsupported_torch(torch.__version__),
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
+    mesh_axes=frozenset({REPLICATE, TENSOR}),
 )
 
 
@@ -136,11 +140,15 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     validate_config(config, CAPABILITIES, OPTIONS)
     build_precision_policy(config)  # raises ConfigError for an unknown dtype before anything is sharded
     device = infer_device(model, Comm())
-    mesh = build_mesh(config, device)
+    refuse_options_on_mesh(config)
+    devices = build_device_mesh(config.mesh, device) if config.mesh.sizes else None
+    mesh = build_mesh(config, device) if devices is None else select_data_axes(devices, config.mesh)
     values = initial_state_on_rank0(model, device)
     ignored = ignored_parameters(model, config.options.get("ignored_params", False))
     register_all_reduce_hooks(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaf_parameters(model).items() if name not in ignored}
+    if devices is not None:
+        split_modules(model, config, devices)
     ignored_argument = ignored_params_argument(ignored.values(), fully_shard)
     for module in fully_sharded_modules(model, config.options):
         fully_shard(
@@ -165,7 +173,9 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         params=params,
         full_tensor=gather_full_tensor,
         compute_dtype=PARAM_DTYPES[config.dtype],
-        layout={name: shard_pieces(tuple(shape), mesh.size(-1), replicas) for name, shape in shapes.items()},
+        layout={name: shard_pieces(tuple(shape), mesh.size(-1), replicas) for name, shape in shapes.items()}
+        if devices is None
+        else find_owners(params),
         drop_gradients=partial(call_each, reset, sync.drop_unreduced_gradients),
         release=partial(reshard, sharded),
         checkpoint_format=SHARDED_FORMAT,
@@ -175,6 +185,18 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     if config.options.get("reduce_scatter_unused_params"):
         capabilities = replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: ZERO_FILL_REASON})
     return TorchEngine(model, capabilities, config, adapter)
+
+
+def refuse_options_on_mesh(config: EngineConfig) -> None:
+    """Raise ConfigError for an option that counts ranks and does not know the axes of a mesh."""
+    for name in ("replicas", "ignored_params"):
+        if config.mesh.sizes and config.options.get(name):
+            raise ConfigError(f"the option {name} cannot be set on the mesh {config.mesh.label}")
+
+
+def select_data_axes(devices: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """Return the part of the DeviceMesh over which ``fully_shard`` shards, and replicates if ``mesh`` says so."""
+    return devices[SHARD] if REPLICATE not in mesh.axes else devices[REPLICATE, SHARD]
 
 
 def call_each(*actions: Callable[[], None]) -> None:

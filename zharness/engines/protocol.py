@@ -19,6 +19,7 @@ from zharness.engines.capabilities import Capabilities as Capabilities
 from zharness.engines.capabilities import EngineOption as EngineOption
 from zharness.engines.capabilities import Feature as Feature
 from zharness.errors import EngineContractError
+from zharness.mesh import DEFAULT_MESH, Mesh
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,6 +70,8 @@ class EngineConfig:
 
     ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
     master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own options.
+    ``mesh`` has the axes of parallelism beside data parallelism. ``tp_plan`` says by the name of a module how the axis
+    tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``.
     """
 
     stage: int = 0
@@ -81,6 +84,8 @@ class EngineConfig:
     loss_scale: float = 1.0
     optimizer: OptimizerSpec = OptimizerSpec()
     options: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mesh = DEFAULT_MESH
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

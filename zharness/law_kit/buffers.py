@@ -35,12 +35,13 @@ def compare_buffers(
     wide = run_plain_forwards(ctx, step, params, before, wide=True) if own_kernels else expected
     runs = run_permuted_forwards(ctx, step, params, before) if own_kernels else []
     for rank, record in enumerate(records):
-        check_names("named_buffers() of the engine's module", expected[rank], record)
-        for name, plain in expected[rank].items():
+        at = ctx.data_coordinate(rank)
+        check_names("named_buffers() of the engine's module", expected[at], record)
+        for name, plain in expected[at].items():
             place = ctx.location(name, Part.FORWARD, step, rank)
             if own_kernels and plain.is_floating_point():
-                truth = wide[rank][name]
-                bound = bound_own_kernel([(narrow[rank][name], exact[rank][name]) for narrow, exact in runs])
+                truth = wide[at][name]
+                bound = bound_own_kernel([(narrow[at][name], exact[at][name]) for narrow, exact in runs])
                 comparison = compare_within_bound(place, truth, record[name], bound, Tier.CALIBRATED)
             else:
                 comparison = compare_bitwise(place, plain, record[name])
@@ -97,7 +98,7 @@ def run_plain_forwards(
     buffers = [dict(rank_buffers) for rank_buffers in before]
     for _ in range(ctx.setting.accumulation_steps):
         if ctx.claims.buffers is BufferPromise.FROM_RANK_0:
-            buffers = [buffers[0]] * ctx.world_size
+            buffers = [buffers[0]] * ctx.data_size
         buffers = [
             train_micro_batch(
                 ctx.baseline, permute(ctx.baseline.batch(rank, step), order_seed), params, rank_buffers, wide

@@ -13,6 +13,7 @@ from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.parity import Comparison, Part, RankEvidence, compare_bitwise, compare_ranks, compare_within_bound
 from zharness.parity.attribution import GradientTerms, SuspectedGradients, attribute_mismatch, fit_scale
 from zharness.parity.baseline import Baseline, LocalResult, LossWeighting, Objective
@@ -47,6 +48,7 @@ class JudgeContext:
     engine says that it reduces gradients; None means the cell's dtype. ``training`` is the training that the user
     configured. ``setting`` contains the cell's accumulation window; each micro-batch is repeated until the window is
     full. ``claims`` are the capabilities of the engine under the cell's options; the default claims every feature.
+    ``mesh`` has the axes beside data parallelism, along which ranks share a micro-batch.
     """
 
     baseline: Baseline
@@ -57,6 +59,7 @@ class JudgeContext:
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
     claims: Capabilities = CLAIMS_EVERY_FEATURE
+    mesh: Mesh = DEFAULT_MESH
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -77,9 +80,18 @@ class JudgeContext:
         return max(self.dtype, self.baseline.parameter_dtypes[name], key=unit_roundoff)
 
     @property
+    def data_size(self) -> int:
+        """The number of data coordinates, which is the number of different micro-batches in one step."""
+        return self.baseline.data_size
+
+    @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        return self.baseline.world_size
+        """The number of ranks that recorded evidence."""
+        return len(self.evidence)
+
+    def data_coordinate(self, rank: int) -> int:
+        """Return which of the ``data_size`` micro-batches ``rank`` got; ranks of one tp group share one."""
+        return self.mesh.data_coordinate(rank, self.world_size)
 
     def rank_records(self, label: str, step: int = 0) -> list[Mapping[str, Tensor]]:
         """Return a list with the tensors that each rank recorded under ``label`` at ``step``."""
@@ -97,19 +109,20 @@ class JudgeContext:
         return TensorLocation(name, part, step, rank, tuple(self.evidence[rank].layout.get(name, ())))
 
     def compare_losses(self, step: int, expected: Sequence[LocalResult], label: str = "loss") -> Iterator[Comparison]:
-        """Check that every rank's loss is bitwise equal to the baseline's loss on the same micro-batch."""
+        """Check that every rank's loss is bitwise equal to ``expected[data coordinate]`` on the same micro-batch."""
         for rank, record in enumerate(self.rank_records(label, step)):
-            local = expected[rank].loss
+            local = expected[self.data_coordinate(rank)].loss
             comparison = compare_bitwise(self.location("loss", Part.FORWARD, step, rank), local, record["loss"])
             yield attach_plain_values(comparison, partial(torch.clone, local))
 
     def compare_values(
         self, label: str, expected: Sequence[Mapping[str, Tensor]], step: int = 0
     ) -> Iterator[Comparison]:
-        """Check that each rank's tensors recorded under ``label`` are bitwise equal to the rank's expected tensors."""
+        """Check that each rank recorded under ``label`` what ``expected[data coordinate]`` has, bitwise."""
         for rank, record in enumerate(self.rank_records(label, step)):
-            check_names(label, expected[rank], record)
-            for name, tensor in expected[rank].items():
+            wanted = expected[self.data_coordinate(rank)]
+            check_names(label, wanted, record)
+            for name, tensor in wanted.items():
                 comparison = compare_bitwise(self.location(name, Part.LOCAL_GRADIENT, step, rank), tensor, record[name])
                 yield attach_plain_values(
                     add_scale_hint(comparison, tensor, record[name]), partial(torch.clone, tensor)
@@ -127,11 +140,11 @@ class JudgeContext:
     ) -> Iterator[Comparison]:
         """Compare every rank's full gradients with ``scale`` times the mean of all local gradients, and between ranks.
 
-        ``micros[m][rank]`` is the baseline's result on micro-batch m of that rank. If ``exact`` is true, the comparison
-        is bitwise. Otherwise it uses the rounding error bound of the reduction, and the note of the comparison says why
-        tier X does not apply. ``suspects[hint][loss]`` holds other local gradients; if a wrong gradient equals their
-        sum, the mismatch gets ``hint``. If ``explain`` is false, this method does not search for hints, because the
-        search takes many comparisons for a large gradient.
+        ``micros[m][at]`` is the baseline's result on micro-batch m of data coordinate ``at``. If ``exact`` is true, the
+        comparison is bitwise. Otherwise it uses the rounding error bound of the reduction, and the note of the
+        comparison says why tier X does not apply. ``suspects[hint][loss]`` holds other local gradients; if a wrong
+        gradient equals their sum, the mismatch gets ``hint``. If ``explain`` is false, this method does not search for
+        hints, because the search takes many comparisons for a large gradient.
         """
         records = self.rank_records(label, step)
         expected = {name for row in micros for local in row for name in local.grads}
@@ -190,7 +203,7 @@ class JudgeContext:
         """
         return [
             [get_grad_or_zeros(row[rank], name, micros) for row in micros] * self.setting.accumulation_steps
-            for rank in range(self.world_size)
+            for rank in range(self.data_size)
         ]
 
     def _compare_reduced_grad(
@@ -327,7 +340,7 @@ class JudgeContext:
 
         This is the case if there are at most two ranks, or if the sums do not round.
         """
-        return self.world_size <= 2 or bool(self.certify_exactness(range(1)))
+        return self.data_size <= 2 or bool(self.certify_exactness(range(1)))
 
     def compute_local_grads(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from torch import nn
 
@@ -17,6 +18,14 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.law_kit.training_run import TrainingRun, make_training_run
 from zharness.parity import Comparison, Tier
+
+
+class MeshSupport(Enum):
+    """The meshes on which a law is stated."""
+
+    DATA_PARALLEL = "the law is stated for data parallelism alone so far"
+    ANY = "the law counts micro-batches and not ranks, and does not ask who owns which elements"
+    ONLY = "the law is about a mesh of several axes"
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class Law:
     whether the law tests anything for a user's module; if it is None, the law applies to every module.
     ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
-    ``setting_support`` says for which accumulation windows and calls of backward the law is stated.
+    ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
+    ``mesh_support`` on which meshes.
     """
 
     name: str
@@ -90,6 +100,7 @@ class Law:
     compares_later_forwards: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
+    mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
 
     def get_variant(self, name: str) -> Variant:
         """Return the variant with this name. Raise UsageError if the law has no such variant."""

@@ -90,7 +90,7 @@ class ProgramJudge:
         elif act in (Act.INPUT_GRAD, Act.TRANSFORM):
             expected = [
                 {"input": self.compute_plain_input_grad(act, rank, caller.micro_batches_drawn)}
-                for rank in range(self.ctx.world_size)
+                for rank in range(self.ctx.data_size)
             ]
             yield from self.ctx.compare_values("input", expected, position)
         elif act is Act.LOOK:
@@ -159,7 +159,7 @@ class ProgramJudge:
             for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
-        self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.world_size)])
+        self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
             yield from self.compare_window_grads(position)
 
@@ -215,7 +215,7 @@ class ProgramJudge:
     @property
     def sum_factor(self) -> int:
         """The world size if the engine sums gradients over ranks, or 1 if it averages them."""
-        return self.ctx.world_size if self.program.reduction == Reduction.SUM.value else 1
+        return self.ctx.data_size if self.program.reduction == Reduction.SUM.value else 1
 
     @property
     def grad_scale(self) -> float:

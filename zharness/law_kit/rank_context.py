@@ -80,6 +80,16 @@ class RankContext:
         self._layout: Mapping[str, tuple[Piece, ...]] = {}
         self._contamination = ProcessConditions({}, ())
 
+    @property
+    def data_size(self) -> int:
+        """The number of data coordinates, which is the number of different micro-batches in one step."""
+        return self.config.mesh.data_size(self.world_size)
+
+    @property
+    def data_coordinate(self) -> int:
+        """The number of the micro-batch that this rank gets; ranks of one tp group share it."""
+        return self.config.mesh.data_coordinate(self.rank, self.world_size)
+
     def build_engine(self, **overrides: Any) -> Engine:
         """Build a new engine around the model with its initial weights. ``overrides`` replace fields of EngineConfig.
 
@@ -102,7 +112,7 @@ class RankContext:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's micro-batch number ``step``, on its device and in the cell's dtype."""
-        return self.spec.micro_batch(self.seed, self.rank, step).to(DTYPES[self.config.dtype], self.device)
+        return self.spec.micro_batch(self.seed, self.data_coordinate, step).to(DTYPES[self.config.dtype], self.device)
 
     def loss(self, call: Callable[..., Any] | Engine | nn.Module, step: int, label: str = "loss") -> Tensor:
         """Run the forward of this rank's micro-batch, record the loss under ``label``, and return the loss."""

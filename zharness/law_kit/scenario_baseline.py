@@ -155,5 +155,5 @@ def run_scenario_on_all_ranks(ctx: JudgeContext, scenario: Scenario) -> list[Sce
     repeats = ctx.setting.accumulation_steps
     return [
         run_exact_scenario(ctx.baseline, ctx.variant, scenario, rank, ctx.dtype, repeats)
-        for rank in range(ctx.world_size)
+        for rank in range(ctx.data_size)
     ]

@@ -36,8 +36,8 @@ def compare_scenario_grads(
 ) -> Iterator[Comparison]:
     """Compare the gradients that an engine recorded under ``label`` with the exact sum or the mean over ranks."""
     summed, setting = ctx.has_record(Reduction.SUM.value), ctx.rank_records("setting")[0]
-    scale = (ctx.world_size if summed else 1) / int(setting["divisor"])
-    exact = summed or division_exactness(ctx.world_size)
+    scale = (ctx.data_size if summed else 1) / int(setting["divisor"])
+    exact = summed or division_exactness(ctx.data_size)
     rank_grads = [getattr(result, label)[engine_index] for result in results]
     if setting["zeros"]:
         rank_grads = [{**zeros_for_unused_params(ctx, label, engine_index), **grads} for grads in rank_grads]

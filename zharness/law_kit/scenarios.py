@@ -157,7 +157,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
         owns = ctx.setting.owner is AccumulationOwner.ENGINE if repeats > 1 else micro_batches > 1 and claims_window
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = micro_batches if owns else 1
-        reduction = choose_exact_reduction(scenario.reduction, ctx.world_size, ctx.capabilities)
+        reduction = choose_exact_reduction(scenario.reduction, ctx.data_size, ctx.capabilities)
         ctx.record(reduction.value, {})
         engines = [
             ctx.build_engine(
@@ -205,7 +205,7 @@ def make_engine_participant(ctx: RankContext, engine: Engine, partner: Participa
     return Participant(
         call=engine,
         module=engine.module,
-        rank=ctx.rank,
+        rank=ctx.data_coordinate,
         variant=ctx.variant,
         spec=ctx.spec,
         get_batch=ctx.batch,

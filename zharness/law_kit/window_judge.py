@@ -53,8 +53,8 @@ class PlainRanks:
         self._scenario = scenario
         self._dtype = dtype
         self._participants = [
-            scale_losses(make_plain_participant(ctx.baseline, ctx.variant, rank, dtype, None), scenario, ctx.world_size)
-            for rank in range(ctx.world_size)
+            scale_losses(make_plain_participant(ctx.baseline, ctx.variant, rank, dtype, None), scenario, ctx.data_size)
+            for rank in range(ctx.data_size)
         ]
 
     def run_window(self, window: int, weights: Mapping[str, Tensor]) -> WindowResult:
@@ -143,7 +143,7 @@ def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResu
     if not is_exact:
         return grads
     # The sums first: a quotient by a world size of three would round.
-    terms = ctx.world_size * scenario.divisor
+    terms = ctx.data_size * scenario.divisor
     means = {name: sum_terms(name, result) / terms for name in grads}
     return {name: BoundedTensor(mean, torch.zeros_like(mean), ctx.dtype) for name, mean in means.items()}
 

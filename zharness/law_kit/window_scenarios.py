@@ -76,7 +76,7 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
         """Train every accumulation window, and record the weights before each window and after the last window."""
         scenario = scenarios[ctx.variant]
         # A mean that the engine computes before it adds several backwards rounds, unless it divides by a power of two.
-        exact = is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum
+        exact = is_power_of_two(ctx.data_size) or not ctx.capabilities.scaled_sum
         ctx.record("setting", {"exact": scalar(exact)})
         engine = ctx.build_engine(
             optimizer=scenario.optimizer,
@@ -100,7 +100,7 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
     participant = make_engine_participant(ctx, engine, None)
     if scenario.backward_call is not BackwardCall.ENGINE:
         participant = replace(participant, backward=partial(call_backward, engine, call=scenario.backward_call))
-    participant = scale_losses(participant, scenario, ctx.world_size)
+    participant = scale_losses(participant, scenario, ctx.data_size)
     engine_owns = scenario.owner is AccumulationOwner.ENGINE
     for window in range(scenario.windows):
         ctx.record(f"params{suffix}", engine.full_params(), window)

@@ -183,7 +183,7 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     if ctx.variant == OWN_GRADIENTS:
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
         return
-    share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.world_size
+    share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.data_size
     expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
         raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
@@ -201,7 +201,7 @@ def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torc
     """
     module = baseline.build_module().to(dtype)
     participants = [
-        make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.world_size)
+        make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.data_size)
     ]
     losses = [participant.loss(module(participant.inputs())) for participant in participants]
     torch.autograd.backward(grad_scale * add_gradient_penalty(torch.stack(losses).sum(), module, grad_scale)[0])

@@ -148,9 +148,9 @@ def observe_accumulation(ctx: RankContext) -> None:
     """Record the gradients of each rank's micro-batches alone, and those of a window that accumulates all of them."""
     owner = AccumulationOwner(ctx.variant)
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
-    for micro, chosen in product(range(WINDOW), range(ctx.world_size)):
-        number = micro * ctx.world_size + chosen
-        engine.backward(ctx.loss(engine, micro, f"loss-{number}") * float(chosen == ctx.rank))
+    for micro, chosen in product(range(WINDOW), range(ctx.data_size)):
+        number = micro * ctx.data_size + chosen
+        engine.backward(ctx.loss(engine, micro, f"loss-{number}") * float(chosen == ctx.data_coordinate))
         ctx.record("alone", engine.full_grads(), number)
         engine.step()
         engine.zero_grad()
@@ -163,7 +163,7 @@ def observe_accumulation(ctx: RankContext) -> None:
 
 def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients of the window with the mean of the engine's gradients of each micro-batch alone."""
-    size = ctx.world_size
+    size = ctx.data_size
     alone = [ctx.rank_records("alone", number)[0] for number in range(WINDOW * size)]
     windows = ctx.rank_records("grads")
     names = dict.fromkeys(name for grads in alone for name in grads)

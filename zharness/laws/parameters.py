@@ -198,7 +198,7 @@ def judge_branch_steps(ctx: JudgeContext, module: nn.Module) -> Iterator[Compari
 def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch: bool) -> set[str]:
     """Return the names of the plain model's parameters that get a gradient on some rank, even if it is zero."""
     module.zero_grad()
-    for rank in range(ctx.world_size):
+    for rank in range(ctx.data_size):
         batch = ctx.baseline.batch(rank, step)
         backward(ctx.baseline.spec.loss(module(batch.inputs, branch=branch), batch.target))
     return set(collect_grads(module))

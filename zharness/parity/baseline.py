@@ -37,7 +37,7 @@ def trained_dtype(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The plain model of ``spec``, with weights initialized from ``seed``, and the batches of ``world_size`` ranks.
+    """The plain model of ``spec``, with weights initialized from ``seed``, and ``data_size`` micro-batches a step.
 
     Batches, and parameters that require a gradient, are converted to ``dtype`` (``trained_dtype``). Backward runs on
     the loss times ``loss_scale``, and the gradients are then divided by ``loss_scale`` (in float32, unless the scale is
@@ -49,7 +49,7 @@ class Baseline:
 
     spec: ModelSpec
     seed: int
-    world_size: int
+    data_size: int
     dtype: torch.dtype = torch.float32
     loss_scale: float = 1.0
     autocast: torch.dtype | None = None
@@ -129,7 +129,7 @@ class Baseline:
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
         """Return the results of ``run_rank`` for all ranks, in rank order."""
-        return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.world_size)]
+        return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.data_size)]
 
 
 def autocast_context(dtype: torch.dtype | None) -> torch.autocast:

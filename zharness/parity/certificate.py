@@ -97,8 +97,8 @@ def certify_exact_model(
     baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective, repeats: int = 1
 ) -> Exactness:
     """Return the answer of ``certify_exactness`` for a model with integer weights, without the cache."""
-    terms = baseline.world_size * len(steps) * repeats
-    micro_batches = ((rank, step) for rank in range(baseline.world_size) for step in steps)
+    terms = baseline.data_size * len(steps) * repeats
+    micro_batches = ((rank, step) for rank in range(baseline.data_size) for step in steps)
     if not is_power_of_two(terms) or all(
         is_locally_exact(baseline, *position, terms, dtype, loss) for position in micro_batches
     ):

@@ -20,6 +20,7 @@ from zharness.engines.registry import capabilities, split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws
+from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
 from zharness.run.configuration import is_config_file
 from zharness.workload.user_model import is_user_model
@@ -33,7 +34,7 @@ VERDICTS = ("fail", "crash", "hang")
 REQUIRED_KEYS = ("upstream", "reason", "verdict", "signatures")
 LIST_KEYS: Mapping[str, type] = {
     **dict.fromkeys(("stages", "world_sizes"), int),
-    **dict.fromkeys(("dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
+    **dict.fromkeys(("meshes", "dtypes", "models", "variants", "engine_variants", "signatures", "details"), str),
     "unless_engine_variants": str,
 }
 FLAG_KEYS = ("user_models",)
@@ -48,8 +49,9 @@ class ExpectedFailure:
     """One entry of a file: the cells that are known to fail, the reason, and the expected verdict and cause.
 
     The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
-    An empty tuple matches every value. Each text of ``engine_variants`` is one part of a setting, or several joined by
-    ``+`` that a cell has to have together; cells with one of ``unless_engine_variants`` are not covered.
+    An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. Each text of
+    ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has to have together; cells
+    with one of ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
     ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
     tracebacks and output of the ranks; use it if the cause says little, as a KeyError does. A cell that fails in
@@ -72,6 +74,7 @@ class ExpectedFailure:
     releases: str = ""
     stages: tuple[int, ...] = ()
     world_sizes: tuple[int, ...] = ()
+    meshes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
@@ -96,6 +99,7 @@ class ExpectedFailure:
         narrowed = (
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
+            (self.meshes or (DEFAULT_MESH.label,), cell.mesh.label),
             (self.dtypes, cell.dtype),
             (() if is_any_model else self.models, cell.model),
             (() if is_any_model else self.variants, cell.variant),

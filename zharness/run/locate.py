@@ -22,10 +22,10 @@ def can_locate_divergence(mismatch: Mismatch | None, cell: Cell, capabilities: C
     """Return whether a mismatch can be traced through modules.
 
     The trace runs one rank's part of a step with the initial weights and the mismatch's micro-batch. So the mismatch
-    has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, and no program
-    of engine verbs may have changed the weights.
+    has to be in a part that a rank computes without other ranks, the engine has to use torch's kernels, no program of
+    engine verbs may have changed the weights, and no axis of a mesh may split the outputs of modules.
     """
-    if mismatch is None or get_law(cell.law).steps_are_verbs:
+    if mismatch is None or get_law(cell.law).steps_are_verbs or cell.mesh.sizes:
         return False
     return mismatch.part in LOCAL_PARTS and cell.stage not in capabilities.own_kernels
 

@@ -23,6 +23,7 @@ from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
@@ -81,13 +82,16 @@ def build_cell_context(
     Recorded tensors are written into ``evidence_dir``. If ``evidence_dir`` is None, they are written into a temporary
     file and discarded.
     """
+    spec = model_spec(cell.model)
     config = EngineConfig(
         stage=cell.stage,
         dtype=cell.dtype,
         loss_scale=LOSS_SCALES[cell.dtype],
         options=merge_options(engine_options(cell, capabilities), options),
+        mesh=cell.mesh,
+        tp_plan=spec.tp_plan,
     )
-    spec, training = model_spec(cell.model), configuration_for(cell.engine_variant).training
+    training = configuration_for(cell.engine_variant).training
     return build_rank_context(
         cell.engine,
         spec,
@@ -120,7 +124,7 @@ def claims_with_setting(cell: Cell, capabilities: Capabilities) -> Capabilities:
 
     A configuration file does not change the capabilities.
     """
-    return capabilities.with_options(cell_setting(cell.engine_variant).options)
+    return capabilities.with_options(cell_setting(cell.engine_variant).options).on_mesh(cell.mesh)
 
 
 def build_rank_context(
@@ -159,7 +163,7 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
     """Build the baseline of a cell."""
     spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.dtype], LOSS_SCALES[cell.dtype]
     autocast = configuration_for(cell.engine_variant).autocast_dtype
-    return Baseline(spec, cell.seed(salt), cell.world_size, dtype, scale, autocast)
+    return Baseline(spec, cell.seed(salt), cell.mesh.data_size(cell.world_size), dtype, scale, autocast)
 
 
 def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
@@ -192,7 +196,7 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
     conditions = read_process_conditions()
     require_clean_torch(conditions)
     claims = claims_with_setting(cell, capabilities)
-    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, claims, cell.variant)
+    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, claims, cell.variant, cell.mesh)
     config = configuration_on(cell.engine, cell.engine_variant)
     ctx = replace(
         ctx,
@@ -206,17 +210,23 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
 
 
 def build_judge_context(
-    baseline: Baseline, evidence_dir: Path, dtype: str, capabilities: Capabilities, variant: str = ""
+    baseline: Baseline,
+    evidence_dir: Path,
+    dtype: str,
+    capabilities: Capabilities,
+    variant: str = "",
+    mesh: Mesh = DEFAULT_MESH,
 ) -> JudgeContext:
     """Read the evidence of every rank from ``evidence_dir``, and combine it with the baseline."""
     reduce_dtype = capabilities.reduce_dtypes.get(dtype)
     return JudgeContext(
         baseline=baseline,
-        evidence=tuple(read_evidence(evidence_dir, rank) for rank in range(baseline.world_size)),
+        evidence=tuple(read_evidence(evidence_dir, rank) for rank in range(mesh.world_size(baseline.data_size))),
         dtype=DTYPES[dtype],
         variant=variant,
         declared_reduce_dtype=None if reduce_dtype is None else DTYPES[reduce_dtype],
         claims=capabilities,
+        mesh=mesh,
     )
 
 
@@ -227,6 +237,7 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
     judgement = summarize_comparisons(compared)
     if judgement.mismatch is None:
         return judgement
+    judgement = replace(judgement, mismatch=add_coordinates(judgement.mismatch, ctx))
     try:
         curves = training_curves(ctx, law)
         exhibit = build_mismatch_report(compared, remaining, ctx.baseline.parameter_names, curves)
@@ -234,6 +245,15 @@ def judge_law(ctx: JudgeContext, law: Law) -> Judgement:
         note = f"the report shows no evidence, because building it raised {type(error).__name__}: {error}"
         return replace(judgement, notes=(*judgement.notes, note))
     return replace(judgement, exhibit=exhibit)
+
+
+def add_coordinates(mismatch: Mismatch, ctx: JudgeContext) -> Mismatch:
+    """Add to the hint of a mismatch where on the mesh the rank is that saw it; nothing on the default mesh."""
+    where = ctx.mesh.describe_rank(mismatch.seen_on, ctx.world_size)
+    if not where:
+        return mismatch
+    hint = f"{mismatch.hint}; " if mismatch.hint else ""
+    return replace(mismatch, hint=f"{hint}rank {mismatch.seen_on} is {where}")
 
 
 def training_curves(ctx: JudgeContext, law: Law) -> Mapping[str, TrainingCurve]:

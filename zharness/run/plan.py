@@ -13,12 +13,14 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
+from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_axes, require_tp_plan
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
@@ -35,6 +37,7 @@ class Request:
     For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` of 2 or
     3, cells are added that cover pairs of laws, engine options, accumulation windows, calls of backward, world sizes
     and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they take.
+    ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells.
     """
 
     patterns: tuple[str, ...] = ()
@@ -47,6 +50,7 @@ class Request:
     depth: int = 1
     array_world_sizes: tuple[int, ...] = ()
     array_dtypes: tuple[str, ...] = ()
+    mesh: Mesh = DEFAULT_MESH
 
 
 @dataclass(frozen=True)
@@ -133,13 +137,16 @@ def validate_request(request: Request) -> None:
             f"got the variant {request.engine_variant!r} and depth {request.depth}; a covering array chooses the "
             "options of its cells itself: leave out the variant, or use depth 1"
         )
+    if request.mesh.sizes and request.depth > 1:
+        raise UsageError(f"got the mesh {request.mesh.label} and depth {request.depth}; on a mesh, use depth 1")
     for engine in request.engines:
         engines.require(engine)
     require_stages(request.stages)
     require_dtypes(request.dtypes, DTYPES)
     for model in request.models:
-        model_spec(model)
+        require_tp_plan(model, request.mesh)
     for world_size in request.world_sizes:
+        request.mesh.shape(world_size)  # raises UsageError if the mesh does not fit
         check_world_size(world_size)
     find_laws(tuple(pattern for pattern in request.patterns if not is_cell_id(pattern)))
     for pattern in filter(is_cell_id, request.patterns):
@@ -150,13 +157,15 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     """Plan a cell that the request names by its id. Raises UsageError if the matrix has no such cell."""
     law = get_law(cell.law)
     law.required_features(cell.variant)  # raises UsageError for an unknown variant
-    validate_request(Request((), (cell.engine,), (cell.stage,), (cell.world_size,), (cell.dtype,), (cell.model,)))
+    axes = ((cell.engine,), (cell.stage,), (cell.world_size,), (cell.dtype,), (cell.model,))
+    validate_request(Request((), *axes, mesh=cell.mesh))
     if is_user_model(cell.model):
         require_any_model_law(law, cell)
     elif cell.model not in law.models:
         raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
+    require_axes(cell.engine, cell.mesh, claims(cell.engine, stages[0]))
     return plan_cell(law, cell, claims(cell.engine, stages[0]))
 
 
@@ -164,6 +173,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
     """Yield every cell of one engine. Raises UsageError for a stage or variant that the engine does not have."""
     engine_stages = select_stages(engine, request.stages, claims)
     require_variant(engine, request.engine_variant, engine_stages, claims)
+    require_axes(engine, request.mesh, claims(engine, engine_stages[0]))
     for stage in request.stages or engine_stages:
         capabilities = claims(engine, stage) if stage in engine_stages else None
         for law in laws:
@@ -239,11 +249,15 @@ def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsL
 
 
 def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:
-    """Yield the cells of one law at one stage."""
+    """Yield the cells of one law at one stage. A law about meshes has no cell on data parallelism alone."""
+    if needs_mesh(law) and not request.mesh.sizes:
+        return
     for world_size in request.world_sizes:
         for dtype in request.dtypes:
             for model, variant in select_models(law, request.models):
-                yield Cell(law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant)
+                yield Cell(
+                    law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant, request.mesh
+                )
 
 
 def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -275,7 +289,7 @@ def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
     if not_stated:
         return PlannedCell(cell, not_stated)
     setting = cell_setting(cell.engine_variant)
-    with_options = capabilities.with_options(setting.options)
+    with_options = capabilities.with_options(setting.options).on_mesh(cell.mesh)
     not_comparable = reason_not_comparable(law, cell, with_options)
     for feature in (*setting.required_features(), *law.required_features(cell.variant)):
         refusal = with_options.refusal(feature)
@@ -294,6 +308,8 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the matrix excludes this cell regardless of the engine's features, or '' if it does not."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
+    if reason := reason_mesh_not_stated(law, cell):
+        return reason
     reason = reason_setting_not_stated(law, cell, capabilities)
     if reason:
         return reason
@@ -347,7 +363,8 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
         )
     if kernels is not None and not exact and not is_tolerant:
         return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
+    terms = cell.mesh.data_size(cell.world_size)
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
-    if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(cell.world_size):
-        return f"a mean over {cell.world_size} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"
+    if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(terms):
+        return f"a mean over {terms} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"
     return ""

@@ -314,7 +314,7 @@ def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]
 
 
 class RankPool(NamedTuple):
-    """A pool of ranks, on which the cells of one engine, stage, world size, configuration file and factory run."""
+    """A pool of ranks, on which the cells of one engine, stage, world, configuration file and factory run."""
 
     engine: str
     world_size: int
@@ -323,7 +323,7 @@ class RankPool(NamedTuple):
 
 def rank_pool(cell: Cell) -> RankPool:
     """Return the pool whose ranks run ``cell``, unless the cell runs on fresh ranks."""
-    name = f"stage {cell.stage} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
+    name = f"stage {cell.stage} {cell.mesh.label} {pool_variant(cell.engine_variant)} {factory_path(cell.model)}"
     return RankPool(cell.engine, cell.world_size, name)
 
 

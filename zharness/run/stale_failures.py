@@ -77,5 +77,6 @@ def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set
         {law.name for law in find_laws(entry.laws) if law.models} <= attempted
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
+        and {*entry.meshes} <= {cell.mesh.label for cell in cells}
         and {*entry.dtypes} <= {cell.dtype for cell in cells}
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from itertools import product
 
 from zharness.cell import Cell
 from zharness.engines.registry import split_release
 from zharness.laws import DTYPES
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
@@ -68,7 +70,8 @@ def iter_covered_cells(
     stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)
     if not stages:
         return
-    for engine_variant in expected_failure.engine_variants or ("",):
+    settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
+    for engine_variant, mesh in settings:
         request = Request(
             patterns=expected_failure.laws,
             engines=(engine,),
@@ -76,6 +79,7 @@ def iter_covered_cells(
             world_sizes=expected_failure.world_sizes or (2,),
             dtypes=expected_failure.dtypes or tuple(DTYPES),
             engine_variant=engine_variant,
+            mesh=Mesh.parse(mesh),
         )
         for cell in plan(request, claims):
             if expected_failure.covers_cell(cell.cell, version):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,8 @@ class ModelSpec:
     ``build()`` returns the model, and is called with torch's generator seeded. ``batch(generator)`` draws a
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
-    verifies this claim.
+    verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
+    ``rowwise``; a model without a plan has no cells on the axis tp.
     """
 
     name: str
@@ -115,6 +116,7 @@ class ModelSpec:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Any, Any], Tensor]
     exact: bool = False
+    tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
         """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
@@ -210,6 +212,11 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan={
+                "first": "colwise_gather_output",
+                "second": "colwise_gather_output",
+                "last": "rowwise_split_input",
+            },
         ),
         ModelSpec(
             name="blocks",

@@ -33,7 +33,7 @@ SCENARIO = WindowScenario(train, windows=2)
 
 def observe_one_closed(ctx: RankContext) -> None:
     """Train two engines, close the first at the point that the law variant names, and then train a third engine."""
-    ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum)})
+    ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.data_size) or not ctx.capabilities.scaled_sum)})
     first, second = (ctx.build_engine(optimizer=UNIT_LR_SGD) for _ in range(2))
     if ctx.variant != BEFORE_STEPS:
         train_windows(ctx, first, SCENARIO, FIRST)

@@ -76,12 +76,12 @@ def make_ordinary_scenario(variant: str) -> WindowScenario:
 def observe_not_finite(ctx: RankContext) -> None:
     """Make a step with gradients that are not finite, load the weights from before it, and make an ordinary step."""
     bad, ordinary = make_bad_scenario(ctx.variant), make_ordinary_scenario(ctx.variant)
-    ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.world_size) or not ctx.capabilities.scaled_sum)})
+    ctx.record("setting", {"exact": scalar(is_power_of_two(ctx.data_size) or not ctx.capabilities.scaled_sum)})
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=ordinary.clip)
     with shared_folder() as folder:
         engine.save(folder)
         ctx.record("initial", engine.full_params())
-        bad.train(scale_losses(make_engine_participant(ctx, engine, None), bad, ctx.world_size), 0, 0)
+        bad.train(scale_losses(make_engine_participant(ctx, engine, None), bad, ctx.data_size), 0, 0)
         outcome = step_and_classify(engine)
         norm = engine.grad_norm() if ordinary.clip is not None and outcome is Outcome.APPLIED else None
         ctx.record("outcome", {"outcome": scalar(outcome)} | ({} if norm is None else {"norm": scalar(norm)}))
@@ -128,7 +128,7 @@ def compute_stepped_weights(ctx: JudgeContext, initial: Mapping[str, Tensor], cl
     """Return the weights after SGD with a learning rate of 1 subtracted the mean gradients, clipped as torch clips."""
     result = PlainRanks(ctx, make_bad_scenario(ctx.variant), ctx.dtype).run_window(0, initial)
     names = {name for grads in result.grads[0] for name in grads}
-    means = {name: sum_terms(name, result) / ctx.world_size for name in names}
+    means = {name: sum_terms(name, result) / ctx.data_size for name in names}
     factor = torch.ones(()) if clip is None else compute_clip_factor(clip, total_norm(means))
     return {
         name: weight.double() - means[name] * factor if name in means else weight for name, weight in initial.items()

@@ -29,7 +29,7 @@ def observe_schedule(ctx: RankContext) -> None:
     ctx.record("rates", read_learning_rates(engine), 0)
     for step in range(STEPS):
         batch = ctx.batch(step)
-        is_changed = step == SPECIAL_STEP and (ctx.rank == 0 or ctx.variant == ZERO)
+        is_changed = step == SPECIAL_STEP and (ctx.data_coordinate == 0 or ctx.variant == ZERO)
         factor = FACTORS[ctx.variant] if is_changed else 1.0
         engine.backward(factor * sum_loss(engine(batch.inputs), batch.target))
         ctx.record("outcome", {"outcome": scalar(step_and_classify(engine))}, step)

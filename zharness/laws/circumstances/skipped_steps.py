@@ -46,7 +46,7 @@ def observe_skipped_step(ctx: RankContext) -> None:
     for step in range(STEPS):
         ctx.record_training_state(engine, step)
         for micro in range(run.window):
-            bad = step == BAD_STEP and micro == run.bad_micro and ctx.rank == 0
+            bad = step == BAD_STEP and micro == run.bad_micro and ctx.data_coordinate == 0
             loss = ctx.loss(engine, step * run.window + micro)
             engine.backward(loss * torch.inf if bad else loss)
             if micro + 1 < run.window:

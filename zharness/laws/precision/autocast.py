@@ -96,7 +96,7 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
     with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
         model(batch.inputs)
-    ranks = range(ctx.world_size)
+    ranks = range(ctx.data_size)
     for micro in (MICRO_BEFORE_STEP, 0):
         yield from ctx.compare_values("dtypes", [dtypes for _ in ranks], micro)
     yield from ctx.compare_losses(

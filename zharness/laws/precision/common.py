@@ -65,7 +65,7 @@ def compute_baseline_local(
 
 def compute_baseline_locals(ctx: JudgeContext, forward: bool = True, backward: bool = False) -> list[LocalResult]:
     """Return the baseline's loss and local gradients on micro-batch 0, for each rank."""
-    return [compute_baseline_local(ctx, rank, forward, backward) for rank in range(ctx.world_size)]
+    return [compute_baseline_local(ctx, rank, forward, backward) for rank in range(ctx.data_size)]
 
 
 def low_precision_parameters(baseline: Baseline, safe_modules: tuple[type[nn.Module], ...]) -> set[str]:

@@ -133,7 +133,9 @@ def observe_fp32_accumulation(ctx: RankContext) -> None:
         ctx.batch(0).to(LOW_DTYPE),
     )
     for factor in LOSS_FACTORS:
-        engine.backward(weigh_rank_0_loss(factor)(ctx.spec.loss(engine(batch.inputs), batch.target), ctx.rank))
+        engine.backward(
+            weigh_rank_0_loss(factor)(ctx.spec.loss(engine(batch.inputs), batch.target), ctx.data_coordinate)
+        )
     ctx.record("added", engine.full_grads())
     engine.close()
 
@@ -147,7 +149,7 @@ def judge_fp32_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
         low_ctx = replace(ctx, baseline=replace(ctx.baseline, dtype=LOW_DTYPE), dtype=LOW_DTYPE)
         shares = [low_ctx.compute_local_grads(0, weigh=weigh_rank_0_loss(factor)) for factor in LOSS_FACTORS]
         yield from low_ctx.compare_reduced_grads(
-            "added", shares, exact=division_exactness(ctx.world_size), scale=len(LOSS_FACTORS)
+            "added", shares, exact=division_exactness(ctx.data_size), scale=len(LOSS_FACTORS)
         )
 
 

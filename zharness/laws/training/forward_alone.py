@@ -63,7 +63,7 @@ def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tenso
     if ctx.variant not in MODES_WITHOUT_GRADIENT:
         return ctx.compute_local_grads(micro, params)
     with MODES_WITHOUT_GRADIENT[ctx.variant]():
-        return [ctx.baseline.run_forward(rank, micro, params) for rank in range(ctx.world_size)]
+        return [ctx.baseline.run_forward(rank, micro, params) for rank in range(ctx.data_size)]
 
 
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:

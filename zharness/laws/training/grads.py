@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
@@ -36,9 +36,9 @@ def judge_grads(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_one_hot_rank(ctx: RankContext) -> None:
     """Run one backward for each rank, in which all other ranks multiply their loss by zero."""
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
-    for rank_with_loss in range(ctx.world_size):
+    for rank_with_loss in range(ctx.data_size):
         loss = ctx.loss(engine, rank_with_loss)
-        ctx.backward(engine, loss, rank_with_loss, factor=float(ctx.rank == rank_with_loss))
+        ctx.backward(engine, loss, rank_with_loss, factor=float(ctx.data_coordinate == rank_with_loss))
         ctx.record("grads", engine.full_grads(), step=rank_with_loss)
         engine.step()
         engine.zero_grad()
@@ -47,13 +47,13 @@ def observe_one_hot_rank(ctx: RankContext) -> None:
 
 def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the gradients are bitwise equal to those of one rank, because all other ranks' gradients are zero."""
-    for chosen in range(ctx.world_size):
+    for chosen in range(ctx.data_size):
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
         narrow = max(ctx.dtype, ctx.reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
         # In a window an engine may add the gradient to the mean of earlier micro-batches, which every rank then has.
         exact = ctx.setting.accumulation_steps == 1 and single_term_mean_exactness(
-            local[chosen], ctx.world_size, narrow, ctx.baseline.loss_scale
+            local[chosen], ctx.data_size, narrow, ctx.baseline.loss_scale
         )
         yield from ctx.compare_reduced_grads("grads", [local], step=chosen, exact=exact)
 
@@ -75,6 +75,7 @@ LAWS = (
         steps=LawSteps(observe_grads),
         is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
+        mesh_support=MeshSupport.ANY,
         kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),
     Law(
@@ -88,6 +89,7 @@ LAWS = (
         steps=LawSteps(observe_one_hot_rank),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
+        mesh_support=MeshSupport.ANY,
         kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
     ),
 )

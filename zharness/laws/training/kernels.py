@@ -27,8 +27,8 @@ def observe_kernels(ctx: RankContext) -> None:
     Each of the first backwards gives the local gradient of one rank, divided by the world size.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
-    for chosen in range(ctx.world_size + 1):
-        counts = chosen in (ctx.rank, ctx.world_size)
+    for chosen in range(ctx.data_size + 1):
+        counts = chosen in (ctx.data_coordinate, ctx.data_size)
         engine.backward(ctx.loss(engine, 0, f"loss-{chosen}") * float(counts))
         ctx.record("grads", engine.full_grads(), chosen)
         engine.step()
@@ -43,7 +43,7 @@ def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare local gradients by tier C, and reduced gradients by tier S with the mean of the local gradients."""
-    size = ctx.world_size
+    size = ctx.data_size
     engine_grads = []
     for rank in range(size):
         calibrated = calibrate(ctx.baseline, rank)

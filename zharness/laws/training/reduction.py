@@ -28,7 +28,7 @@ def judge_sum_or_mean(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the mean reduction gives the mean of the ranks' gradients, and the sum reduction their sum."""
     local, exact = ctx.compute_local_grads(), ctx.certify_exactness(range(1))
     yield from ctx.compare_reduced_grads("grads-mean", [local], exact=exact)
-    yield from ctx.compare_reduced_grads("grads-sum", [local], exact=exact, scale=ctx.world_size)
+    yield from ctx.compare_reduced_grads("grads-sum", [local], exact=exact, scale=ctx.data_size)
 
 
 WINDOWS = (range(4), range(4, 8))

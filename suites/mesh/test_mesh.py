@@ -1,0 +1,102 @@
+"""Axes of a mesh are parsed and printed, ranks know their coordinates, and a bad mesh is refused in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from zharness.cell import Cell
+from zharness.engines import Capabilities
+from zharness.engines.registry import capabilities
+from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.run.expected_failures import ExpectedFailure
+from zharness.run.plan import Request, plan
+from zharness.run.runner import rank_pool
+
+
+def claims(engine: str, stage: int) -> Capabilities:
+    """Return the claims of a built-in engine."""
+    found = capabilities(engine, stage)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "label"), [("", ""), ("tp2", "tp2"), ("tp2,rep3", "rep3.tp2"), ("dp_replicate2.pp2", "pp2.rep2")]
+)
+def test_a_mesh_is_read_back_from_its_label(text: str, label: str) -> None:
+    mesh = Mesh.parse(text)
+    assert mesh.label == label
+    assert Mesh.parse(label) == mesh
+
+
+def test_ranks_of_a_tp_group_are_neighbours_and_share_a_micro_batch() -> None:
+    mesh = Mesh.parse("tp2")
+    assert [mesh.data_coordinate(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert mesh.describe_rank(2, 4) == "dp_shard 1, tp 0"
+    assert mesh.world_size(mesh.data_size(4)) == 4
+
+
+def test_replicas_of_the_data_get_micro_batches_of_their_own() -> None:
+    mesh = Mesh.parse("rep2,tp2")
+    assert [mesh.data_coordinate(rank, 8) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert mesh.coordinates(6, 8) == {"pp": 0, "dp_replicate": 1, "dp_shard": 1, "cp": 0, "tp": 0}
+
+
+def test_a_cell_of_one_axis_keeps_its_id_and_seed() -> None:
+    cell = Cell("training.grads", "fsdp2", 3, 2, "fp32", "exact")
+    assert cell.id == "training.grads[fsdp2-zero3-w2-fp32-exact]"
+    assert Cell.parse(cell.id) == cell
+    assert cell.seed() == 1086039428
+
+
+def test_a_cell_of_a_mesh_is_read_back_and_trains_the_numbers_of_its_data_size() -> None:
+    cell = Cell("training.grads", "fsdp2", 3, 4, "fp32", "exact", "", "one_group", Mesh.parse("tp2"))
+    assert cell.id == "training.grads[fsdp2{one_group}-zero3-w4.tp2-fp32-exact]"
+    assert Cell.parse(cell.id) == cell
+    assert cell.seed() == Cell("training.grads", "fsdp2", 3, 2, "fp32", "exact").seed()
+    assert rank_pool(cell) != rank_pool(Cell("training.grads", "fsdp2", 3, 4, "fp32", "exact"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp", "expected an axis and its size"),
+        ("tp0", "a size of 1 or more"),
+        ("tp2,tp2", "each axis once"),
+        ("width2", "unknown axis"),
+        ("shard2", "leave it out"),
+        ("ep2", "not supported yet"),
+    ],
+)
+def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Mesh.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("engine", "mesh", "size", "model", "words"),
+    [
+        ("fsdp2", "tp2", 3, "exact", "which the world size 3 is not"),
+        ("fsdp2", "pp2", 4, "exact", "fsdp2 does not claim the axis pp"),
+        ("ddp", "tp2", 4, "exact", "axes that it claims: none"),
+        ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),
+    ],
+)
+def test_a_mesh_that_cannot_run_is_refused_before_ranks_start(
+    engine: str, mesh: str, size: int, model: str, words: str
+) -> None:
+    request = Request(("training.grads",), (engine,), (), (size,), models=(model,), mesh=Mesh.parse(mesh))
+    with pytest.raises(UsageError, match=words):
+        plan(request, claims)
+
+
+def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() -> None:
+    entry = ExpectedFailure("fsdp2", "training.*", "https://example.org", "reason", "fail", ("signature",))
+    named = ExpectedFailure(
+        "fsdp2", "training.*", "https://example.org", "reason", "fail", ("signature",), meshes=("tp2",)
+    )
+    plain = Cell("training.grads", "fsdp2", 3, 2, "fp32", "exact", mesh=DEFAULT_MESH)
+    split = Cell("training.grads", "fsdp2", 3, 2, "fp32", "exact", mesh=Mesh.parse("tp2"))
+    assert [entry.covers_cell(cell, "2.13.0") for cell in (plain, split)] == [True, False]
+    assert [named.covers_cell(cell, "2.13.0") for cell in (plain, split)] == [False, True]

@@ -1,0 +1,104 @@
+"""Split a model's modules over the axis tp with torch's ``parallelize_module``, and find out which rank owns what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.protocol import EngineConfig, Piece
+from zharness.errors import ConfigError
+from zharness.mesh import DATA_AXES, TENSOR, Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What transformers' words for plans mean; the inputs and outputs of other modules are whole on every rank of tp.
+PLAN_WORDS = {
+    "colwise": "rows of the weight are split, and so is the last dimension of the output",
+    "colwise_gather_output": "rows of the weight are split, and the output is gathered",
+    "rowwise": "columns of the weight are split, as the input is; the outputs are summed",
+    "rowwise_split_input": "columns of the weight are split, and so is the input, which was whole; outputs are summed",
+}
+
+
+def build_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return the DeviceMesh of all ranks, with a dimension for ``dp_shard`` and for each axis that ``mesh`` names."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = mesh.shape(dist.get_world_size())
+    axes = tuple(axis for axis in shape if axis in (*mesh.axes, DATA_AXES[-1]))
+    return init_device_mesh(device.type, tuple(shape[axis] for axis in axes), mesh_dim_names=axes)
+
+
+def split_modules(model: nn.Module, config: EngineConfig, devices: DeviceMesh) -> None:
+    """Split the modules of the config's plan over the axis tp in place. This is a collective.
+
+    Raises ConfigError for an unknown word in the plan, and for a model without a plan.
+    """
+    if TENSOR not in config.mesh.axes:
+        return
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    if not config.tp_plan:
+        raise ConfigError("the config has the axis tp, but no tp_plan that says how it splits the model")
+    styles = {name: make_style(word) for name, word in config.tp_plan.items()}
+    parallelize_module(model, devices[TENSOR], styles)
+
+
+def make_style(word: str) -> Any:
+    """Return torch's ParallelStyle for a word of a plan. Raises ConfigError for an unknown word."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    match word:
+        case "colwise":
+            return ColwiseParallel()
+        case "colwise_gather_output":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "rowwise":
+            return RowwiseParallel()
+        case "rowwise_split_input":
+            return RowwiseParallel(input_layouts=Replicate())
+        case _:
+            raise ConfigError.unknown_name("word of a tp_plan", word, sorted(PLAN_WORDS))
+
+
+def find_owners(params: Mapping[str, Tensor]) -> dict[str, tuple[Piece, ...]]:
+    """Return the flat elements of each DTensor of ``params`` that each rank owns; replicas own the same elements.
+
+    Each rank gathers tensors filled with the ranks' numbers as the weights are gathered. This is a collective.
+    """
+    from torch.distributed.tensor import DTensor
+
+    seen = {
+        name: list_runs(gather_rank_numbers(param)) for name, param in params.items() if isinstance(param.data, DTensor)
+    }
+    views: list[Mapping[str, list[Piece]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(views, seen)
+    return {name: tuple(dict.fromkeys(piece for view in views for piece in view[name])) for name in seen}
+
+
+def gather_rank_numbers(param: Any) -> Tensor:
+    """Return a full tensor that holds, for each element of ``param``, the rank from which it was gathered."""
+    from torch.distributed.tensor import DTensor
+
+    local = torch.full_like(param.to_local(), dist.get_rank(), dtype=torch.int64)
+    placed = DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return placed.full_tensor().flatten()
+
+
+def list_runs(ranks: Tensor) -> list[Piece]:
+    """Return a piece for each run of equal numbers in ``ranks``."""
+    pieces, start = [], 0
+    for rank, run in groupby(ranks.tolist()):
+        stop = start + len(list(run))
+        pieces.append(Piece(rank, start, stop))
+        start = stop
+    return pieces

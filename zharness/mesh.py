@@ -1,0 +1,116 @@
+"""Define the mesh: the axes of parallelism beside plain data parallelism, and each rank's coordinates on them.
+
+The axes have torchtitan's names. What the named axes leave over of the world is data parallel (``dp_shard``). Ranks are
+in row-major order over the axes, as in ``init_device_mesh``, with neighbours on ``tp``. ::
+
+    world size 4, mesh tp2            tp 0    tp 1
+        dp_shard 0, micro-batch 0     rank 0  rank 1
+        dp_shard 1, micro-batch 1     rank 2  rank 3
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zharness.errors import UsageError
+
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+AXES = ("pp", REPLICATE, SHARD, "cp", TENSOR)  # outermost first
+DATA_AXES = (REPLICATE, SHARD)  # ranks that differ on them get different micro-batches
+SHORT_NAMES = {REPLICATE: "rep", SHARD: "shard"}
+_AXIS = re.compile(r"(?P<name>[a-z_]+?)(?P<size>\d+)")
+_NAMES = {**{axis: axis for axis in AXES}, **{short: axis for axis, short in SHORT_NAMES.items()}}
+_NOT_NAMED = {
+    SHARD: "is what the other axes leave over of the world; leave it out",
+    "ep": "is not supported yet: it divides the ranks of dp_shard, not the world",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Mesh:
+    """The named axes of a mesh with their sizes, in the order of AXES; the default has data parallelism alone."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Parse axes such as ``tp2`` or ``rep2,tp2``; '' is the default mesh. Raises UsageError for other text."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, re.split(r"[,.]", text)):
+            match = _AXIS.fullmatch(part)
+            if match is None:
+                raise UsageError(f"got {part!r} in the mesh {text!r}; expected an axis and its size, as in tp2")
+            name = _NAMES.get(match["name"], match["name"])
+            if name in _NOT_NAMED:
+                raise UsageError(f"got {part!r} in the mesh {text!r}; the axis {name} {_NOT_NAMED[name]}")
+            if name not in AXES:
+                raise UsageError.unknown_name(
+                    "axis of the mesh", match["name"], [name for name, axis in _NAMES.items() if axis != SHARD]
+                )
+            if name in sizes or int(match["size"]) < 1:
+                raise UsageError(f"got the mesh {text!r}; expected each axis once, with a size of 1 or more")
+            sizes[name] = int(match["size"])
+        return cls(tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
+
+    @property
+    def label(self) -> str:
+        """The axes as in a cell's id, ``rep2.tp2``; '' for the default mesh."""
+        return ".".join(f"{SHORT_NAMES.get(axis, axis)}{size}" for axis, size in self.sizes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the named axes."""
+        return tuple(axis for axis, _ in self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Return the size of a named axis, or 1 for an axis that the mesh does not name."""
+        return dict(self.sizes).get(axis, 1)
+
+    def explain_misfit(self, world_size: int) -> str:
+        """Return the reason why ``world_size`` ranks cannot form this mesh, or '' if they can."""
+        named = math.prod(size for _, size in self.sizes)
+        if world_size % named == 0:
+            return ""
+        return f"the mesh {self.label} has {named} ranks or a multiple, which the world size {world_size} is not"
+
+    def shape(self, world_size: int) -> Mapping[str, int]:
+        """Return the size of every axis, in the order of AXES. Raises UsageError if the mesh does not fit the world."""
+        if misfit := self.explain_misfit(world_size):
+            raise UsageError(misfit)
+        left_over = world_size // math.prod(size for _, size in self.sizes)
+        return {axis: left_over if axis == SHARD else self.size(axis) for axis in AXES}
+
+    def coordinates(self, rank: int, world_size: int) -> Mapping[str, int]:
+        """Return the coordinate of ``rank`` on every axis."""
+        found = {}
+        shape = self.shape(world_size)
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, shape[axis])
+        return {axis: found[axis] for axis in AXES}
+
+    def data_size(self, world_size: int) -> int:
+        """Return the number of different micro-batches of a step, which is the number of terms of a mean gradient."""
+        shape = self.shape(world_size)
+        return math.prod(shape[axis] for axis in DATA_AXES)
+
+    def world_size(self, data_size: int) -> int:
+        """Return the number of ranks of a mesh with ``data_size`` different micro-batches in a step."""
+        return data_size * math.prod(size for axis, size in self.sizes if axis not in DATA_AXES)
+
+    def data_coordinate(self, rank: int, world_size: int) -> int:
+        """Return which of the ``data_size`` micro-batches ``rank`` gets."""
+        shape, at = self.shape(world_size), self.coordinates(rank, world_size)
+        return at[REPLICATE] * shape[SHARD] + at[SHARD]
+
+    def describe_rank(self, rank: int, world_size: int) -> str:
+        """Return the coordinates of ``rank``, as ``dp_shard 1, tp 0``; '' on the default mesh."""
+        if not self.sizes:
+            return ""
+        shape, at = self.shape(world_size), self.coordinates(rank, world_size)
+        return ", ".join(f"{axis} {at[axis]}" for axis in AXES if shape[axis] > 1 or axis in self.axes)
+
+
+DEFAULT_MESH = Mesh()

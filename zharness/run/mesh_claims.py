@@ -1,0 +1,50 @@
+"""Decide whether an engine, a law and a model can have a cell on a mesh, before ranks start."""
+
+from __future__ import annotations
+
+from zharness.cell import Cell
+from zharness.engines import Capabilities
+from zharness.errors import UsageError
+from zharness.law_kit.law import MeshSupport
+from zharness.laws import Law
+from zharness.mesh import TENSOR, Mesh
+from zharness.workload import model_spec
+
+
+def needs_mesh(law: Law) -> bool:
+    """Return whether ``law`` has no cell on data parallelism alone."""
+    return law.mesh_support is MeshSupport.ONLY
+
+
+def explain_missing_plan(model: str, mesh: Mesh) -> str:
+    """Return the reason why ``model`` cannot be split over ``mesh``, or '' if it can.
+
+    Raises UsageError for an unknown model.
+    """
+    spec = model_spec(model)
+    if TENSOR not in mesh.axes or spec.tp_plan:
+        return ""
+    return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
+
+
+def require_tp_plan(model: str, mesh: Mesh) -> None:
+    """Raise UsageError if ``model`` is unknown, or cannot be split over ``mesh``."""
+    if reason := explain_missing_plan(model, mesh):
+        raise UsageError(reason)
+
+
+def require_axes(engine: str, mesh: Mesh, capabilities: Capabilities) -> None:
+    """Raise UsageError if ``mesh`` has an axis that ``engine`` does not claim."""
+    unclaimed = [axis for axis in mesh.axes if axis not in capabilities.mesh_axes]
+    if unclaimed:
+        claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
+        raise UsageError(f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}")
+
+
+def reason_mesh_not_stated(law: Law, cell: Cell) -> str:
+    """Return the reason why the law is not stated for the cell's mesh, or '' if it is."""
+    if needs_mesh(law) and not cell.mesh.sizes:
+        return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
+    if law.mesh_support is MeshSupport.DATA_PARALLEL and cell.mesh.sizes:
+        return f"{law.name} is not stated for the mesh {cell.mesh.label}: {law.mesh_support.value}"
+    return explain_missing_plan(cell.model, cell.mesh)
