@@ -104,18 +104,20 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._require_known_options()
         ds_config = json_config(config)
         self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
-        try:
-            self._engine: Any = initialize(deepspeed, model, config, ds_config)
-        except (AssertionError, ValueError, NotImplementedError) as error:
-            self._global_state.restore()
-            raise EngineRefusal(
-                f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
-            ) from error
-        require_sharding_optimizer(self._engine.optimizer, config.stage)
-        self.module: nn.Module = self._engine.module
-        links = RoundRobinLinks.build(self._engine.optimizer)
-        self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
-        self._layout = self._reader.layout()
+        with ExitStack() as undo:
+            undo.callback(self._global_state.restore)  # an engine that is not built must not leave its state to the next
+            try:
+                self._engine: Any = initialize(deepspeed, model, config, ds_config)
+            except (AssertionError, ValueError, NotImplementedError) as error:
+                raise EngineRefusal(
+                    f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
+                ) from error
+            require_sharding_optimizer(self._engine.optimizer, config.stage)
+            self.module: nn.Module = self._engine.module
+            links = RoundRobinLinks.build(self._engine.optimizer)
+            self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
+            self._layout = self._reader.layout()
+            undo.pop_all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare_accumulation()
@@ -217,9 +219,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             yield weights
 
     def close(self) -> None:
-        self._coalesce_block.close()
-        self._engine.destroy()
-        self._global_state.restore()
+        with ExitStack() as undo:
+            undo.callback(self._global_state.restore)
+            self._coalesce_block.close()
+            self._engine.destroy()
 
     def _require_known_options(self) -> None:
         """Raise ConfigError for an option or a reduction that this release lacks; it would ignore most of them."""

@@ -99,9 +99,11 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     if config.options.get(ZERO_INIT):
         deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
     groups = optimizers.param_groups(trained, config.optimizer)
-    scheduler = json_scheduler(config.optimizer, groups) if config.options.get(JSON_SCHEDULER) else {}
-    scheduling = {} if scheduler else {"lr_scheduler": partial(optimizers.schedule, spec=config.optimizer)}
-    ds_config = merge_options(ds_config, scheduler)
+    scheduling: dict[str, Any] = {}
+    if config.options.get(JSON_SCHEDULER):
+        ds_config = merge_options(ds_config, json_scheduler(config.optimizer, groups))
+    else:
+        scheduling["lr_scheduler"] = partial(optimizers.schedule, spec=config.optimizer)
     if config.options.get(JSON_OPTIMIZER):
         return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0]
     optimizer = build_optimizer(trained, config)

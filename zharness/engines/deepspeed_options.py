@@ -110,6 +110,8 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
             **dict.fromkeys(
                 ("accumulate_fp32", "immediate_grad_update"), "BF16_Optimizer of stage 1 has no offload_states"
             ),
+            "step_is_boundary": "is_gradient_accumulation_boundary() 'is True only while step() runs', so that the "
+            "adapter cannot ask it which step ends a window",
         },
     ),
     "offload_param": staged(STAGE_3, zero_optimization(offload_param={"device": "cpu"})),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -35,8 +36,8 @@ class DeepSpeedGlobalState:
 
     That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process group of hpZ, which
     later engines would use without asking for it, and the flags of torch_autocast, which they would read. The original
-    values are saved before the first engine is built. The last engine to close restores the function and removes the
-    group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
+    values are saved before the first engine is built. The last engine to close restores the function and destroys
+    the group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
     they were built with. An engine that is garbage-collected without being closed no longer counts
     as open.
     """
@@ -65,10 +66,17 @@ class DeepSpeedGlobalState:
                 setattr(self._autocast_module, name, value)
         if not DeepSpeedGlobalState._open_engines:
             torch.nn.functional.linear = linear
-            groups = importlib.import_module("deepspeed.utils.groups")
-            if hasattr(groups, _HPZ_GROUP):
-                setattr(groups, _HPZ_GROUP, None)
             DeepSpeedGlobalState._originals = None
+            destroy_hpz_group()
+
+
+def destroy_hpz_group() -> None:
+    """Destroy the process group of hpZ, if this process has one, and make DeepSpeed forget it."""
+    groups = sys.modules.get("deepspeed.utils.groups")
+    group = getattr(groups, _HPZ_GROUP, None)
+    if group is not None:
+        setattr(groups, _HPZ_GROUP, None)
+        dist.destroy_process_group(group)
 
 
 def import_autocast_module() -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""Write the section ``scheduler`` with which DeepSpeed builds the schedule of an OptimizerSpec, where it has one."""
+"""Write the section ``scheduler`` with which DeepSpeed builds the schedule of an OptimizerSpec."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zharness.engines.protocol import OptimizerSpec
+from zharness.errors import ConfigError
 
 # The name and the parameters of a scheduler, for the rates of the parameter groups.
 Scheduler = Callable[[Sequence[float]], tuple[str, Mapping[str, Any]]]
@@ -63,11 +64,14 @@ SCHEDULERS: Mapping[tuple[float, ...], Scheduler] = {
 
 
 def json_scheduler(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the section ``scheduler`` that has the schedule of ``spec``, or nothing if DeepSpeed has no such one.
+    """Return the section ``scheduler`` that has the schedule of ``spec``.
 
-    ``groups`` are the optimizer's parameter groups, whose rates DeepSpeed's schedulers need.
+    ``groups`` are the optimizer's parameter groups, whose rates DeepSpeed's schedulers need. Raises ConfigError for a
+    schedule that none of DeepSpeed's schedulers has.
     """
     if spec.schedule not in SCHEDULERS:
-        return {}
+        raise ConfigError(
+            f"got json_scheduler with the schedule {spec.schedule}, which none of DeepSpeed's schedulers has"
+        )
     name, params = SCHEDULERS[spec.schedule]([group.get("lr", spec.args["lr"]) for group in groups])
     return {"scheduler": {"type": name, "params": dict(params)}}
