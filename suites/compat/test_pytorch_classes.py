@@ -131,20 +131,15 @@ instantiate_parametrized_tests(TestProcesses)
 class TestCodes(ProcessTests):
     def setUp(self):
         super().setUp()
-        code = 75 if "skip" in self._testMethodName else 3
-        self.special_return_code_checks = {getattr(self, self._testMethodName).__wrapped__: code}
+        test = getattr(self, self._testMethodName).__wrapped__
+        self.special_return_code_checks = {test: 75 if "skip" in test.__name__ else 3}
+        self.skip_return_code_checks = [test] if "unchecked" in test.__name__ else []
 
-    def test_exits_as_expected(self):
-        sys.exit(3)
-
-    def test_exits_with_a_skip_code_as_expected(self):
-        sys.exit(75)
-
-    def test_exits_with_another_code(self):
-        sys.exit(4)
-
-    def test_returns(self):
-        pass
+    def test_exits_as_expected(self): sys.exit(3)
+    def test_exits_with_a_skip_code_as_expected(self): sys.exit(75)
+    def test_exits_with_another_code(self): sys.exit(4)
+    def test_exits_unchecked(self): sys.exit(5)
+    def test_returns(self): pass
 
 
 class TestSizes(DistributedTestBase):
@@ -313,11 +308,12 @@ def test_verdicts_of_processes(processes: SessionRun) -> None:
 
 
 def test_an_expected_exit_code_is_required(processes: SessionRun) -> None:
-    """A test that expects an exit code passes with that code only, and fails if it returns."""
+    """A test that expects an exit code passes with that code only; a code for skips skips it all the same."""
     assert processes.verdicts("TestCodes::") == {
         "test_exits_as_expected": "passed",
-        "test_exits_with_a_skip_code_as_expected": "passed",
+        "test_exits_with_a_skip_code_as_expected": "skipped",
         "test_exits_with_another_code": "failed",
+        "test_exits_unchecked": "passed",
         "test_returns": "failed",
     }
     assert "the test returned without sys.exit; expected the code 3" in processes.text("TestCodes::test_returns")

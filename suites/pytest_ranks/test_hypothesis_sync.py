@@ -18,13 +18,13 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankProcesses:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_passing_test_runs_the_same_examples_on_every_rank(ranks: RankProcesses, world_size: int) -> None:
     source = """
-        @settings(max_examples=15)
+        @settings(max_examples=40)
         @given(x=st.integers(), flags=st.lists(st.booleans()))
         def test_it(x, flags):
             record(x, flags)
     """
     seen = ranks.run_equal(source, world_size=world_size)[0].examples
-    assert len(seen) == 15
+    assert len(seen) == 40
     assert ranks.run_equal(source, world_size=world_size)[0].examples == seen  # the next run has the same examples
 
 
@@ -45,8 +45,7 @@ def test_a_failure_on_one_rank_shrinks_to_the_same_minimum_on_all(ranks: RankPro
     for rank in logs:
         assert "ExampleFailed: rank 1: ValueError: too much: 100" in rank.text
         assert "x=100" in rank.text
-    assert "in test_it" in logs[1].text
-    assert "in test_it" not in logs[0].text
+        assert "in test_it" in rank.text, "the traceback of the rank that failed"
 
 
 def test_ranks_that_fail_in_different_ways_are_each_named(ranks: RankProcesses) -> None:

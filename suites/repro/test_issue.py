@@ -18,7 +18,8 @@ from zharness.releases.repros import REPRO_FOLDER, ReproVerdict, parse_repro
 SCRIPTS = sorted(REPRO_FOLDER.glob("*.py"))
 MAX_LINES = 80
 MARKS = ("repro: ", "SIGNATURE", "signature:", "symptom:", "zharness")
-# Without DeepSpeed and FSDP: a line that is printed, an error that is raised, an assertion before which a check stood.
+# One script of each kind, without DeepSpeed and FSDP: a line that is printed, an error that is raised, an assertion
+# before which a check stood.
 RUN = ("47260", "exception-in-backward", "state-outlives-load")
 MADE_UP = '''"""A made-up bug of two lines.
 

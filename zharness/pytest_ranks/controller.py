@@ -17,6 +17,7 @@ from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.pytest_ranks import benchmarks, plugin_support, rank_coverage, remote_fixtures
 from zharness.pytest_ranks.inner_reports import merge_inner_reports
+from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExamples, run_all_examples
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.phase_replay import PhaseReplay
 from zharness.pytest_ranks.pool_teardown import make_pool_teardown_reports
@@ -167,10 +168,14 @@ class RankTestController:
 
         Keep the rank pool only if all of its ranks returned.
         """
-        if requirements.isolation is Isolation.FRESH:
-            return self._call_ranks(self._item_indices[item], None, requirements, test_dir)
-        next_index = None if nextitem is None else self._item_indices.get(nextitem)
-        outcome = self._call_ranks(self._item_indices[item], next_index, requirements, test_dir)
+        is_fresh = requirements.isolation is Isolation.FRESH
+        next_index = None if is_fresh or nextitem is None else self._item_indices.get(nextitem)
+        outcome = run_all_examples(
+            lambda known: self._call_ranks(self._item_indices[item], next_index, requirements, test_dir, known=known),
+            requirements.timeout,
+        )
+        if is_fresh:
+            return outcome
         previous_pool = self._pools.pop(get_pool_key(requirements), None)
         if previous_pool is not None and outcome.previous_outcome is not None:
             last_item = previous_pool.last_item
@@ -216,6 +221,7 @@ class RankTestController:
         requirements: RankRequirements,
         test_dir: Path,
         fixture: str = "",
+        known: KnownExamples = NO_EXAMPLES,
     ) -> GroupOutcome:
         """Make the rank server call the test runner on every rank.
 
@@ -227,6 +233,7 @@ class RankTestController:
                 next_index,
                 str(test_dir),
                 fixture,
+                *([known] if known.by_key else ()),
                 world_size=requirements.world_size,
                 timeout=requirements.timeout,
                 group=requirements.group,

@@ -27,6 +27,7 @@ class ExampleStatus(Enum):
     XFAILED = "xfailed"
     FAILED = "failed"
     STOPPED = "stopped"  # Hypothesis stopped the example in the middle of a draw
+    BLOCKED = "blocked"  # the rank waited for a rank that had left the example
     ENDED = "ended"
 
 
@@ -34,9 +35,9 @@ class ExampleStatus(Enum):
 class ExampleVerdict:
     """The verdict of one rank on one Hypothesis example.
 
-    ``origin`` is the key by which Hypothesis identifies the failure. ``arguments`` is the text of the drawn arguments.
-    ``choices`` is the text of all drawn values, including those of ``data()``. ``scores`` contains the values that the
-    test passed to ``target()``.
+    ``origin`` is the key by which Hypothesis identifies the failure, and ``traceback`` its traceback. ``arguments`` is
+    the text of the drawn arguments. ``choices`` is the text of all drawn values, including those of ``data()``.
+    ``scores`` contains the values that the test passed to ``target()``.
     """
 
     status: ExampleStatus
@@ -45,6 +46,7 @@ class ExampleVerdict:
     arguments: str = ""
     choices: str = ""
     scores: dict[str, float] = field(default_factory=dict)
+    traceback: str = ""
 
 
 def make_verdict(error: BaseException | None, arguments: str, example: Any) -> ExampleVerdict:
@@ -52,9 +54,14 @@ def make_verdict(error: BaseException | None, arguments: str, example: Any) -> E
     status = classify_error(error)
     origin = find_error_origin(error) if error is not None and status is ExampleStatus.FAILED else None
     text = summarize_error(error) if error is not None else ""
+    scores, trace = dict(example.target_observations), format_test_traceback(error)
+    return ExampleVerdict(status, text, origin, arguments, format_choices(example), scores, trace)
+
+
+def format_choices(example: Any) -> str:
+    """Format all values that have been drawn so far in ``example``, Hypothesis' ConjectureData."""
     drawn = getattr(example, "choices", None)  # older versions of Hypothesis have a buffer of bytes instead
-    choices = _truncate_text(repr(list(getattr(example, "buffer", ()) if drawn is None else drawn)))
-    return ExampleVerdict(status, text, origin, arguments, choices, dict(example.target_observations))
+    return _truncate_text(repr(list(getattr(example, "buffer", ()) if drawn is None else drawn)))
 
 
 def classify_error(error: BaseException | None) -> ExampleStatus:
@@ -127,6 +134,12 @@ def format_test_traceback(error: BaseException | None) -> str:
     if classify_error(error) is not ExampleStatus.FAILED or error is None or error.__traceback__ is None:
         return ""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))
+
+
+def find_common_failure(message: str) -> str:
+    """Return the line of an ExampleFailed that says which ranks failed and how; "" for a message of another error."""
+    before, _, failure = message.partition("ExampleFailed: ")
+    return failure.partition("\n")[0] if before in ("", f"{__package__}.hypothesis_sync.") else ""
 
 
 def describe_by_rank(

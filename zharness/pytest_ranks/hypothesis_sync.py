@@ -4,9 +4,8 @@ Every rank runs Hypothesis' whole engine. The engines draw the same examples bec
 depend on clocks, and see the same outcome of every example: the ranks exchange their verdicts on each example, and all
 raise the same outcome.
 
-A rank that leaves an example by an exception may leave its peers in a collective, where they wait until the test's
-time-out. Nothing interrupts them, because a peer that is only slower would lose its process groups. The report of the
-time-out shows the example and the exception, which the rank sends in a note.
+A rank that leaves an example by an exception may leave its peers in a collective, where they wait forever. The rank
+sends a note of its exception, and the test goes on, on new ranks (``known_examples.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import functools
 import hashlib
 import inspect
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,24 +21,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from zharness.errors import UsageError, WorldError
+from zharness.pytest_ranks.example_notes import note_while_waiting
 from zharness.pytest_ranks.example_verdict import (
     ExampleStatus,
     ExampleVerdict,
     describe_by_rank,
     format_arguments,
-    format_test_traceback,
+    format_choices,
     make_verdict,
     summarize_error,
 )
+from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExample, KnownExamples
 from zharness.pytest_ranks.phase_report import ExampleNote
-from zharness.world.current_rank import ExchangeMismatchError, current_rank, exchange_as, is_rank
-from zharness.world.messages import RankStatus
+from zharness.world.current_rank import ExchangeMismatchError, exchange_as
 
 if TYPE_CHECKING:
     from hypothesis import settings
 
 Exchange = Callable[[Any], list[Any]]
-NOTE_SECONDS = 0.5  # time for peers to send their verdicts before this rank sends a note of its exception
 
 
 class ExampleFailed(AssertionError):
@@ -77,54 +74,23 @@ def exchange_with_peers(value: Any) -> list[Any]:
     return exchange_as("a Hypothesis example", value)
 
 
-def send_note(note: ExampleNote) -> None:
-    """Send a note on an example to the pytest process."""
-    channel: Any = current_rank().channel  # every channel of a rank that runs tests sends notes
-    channel.note(RankStatus.OK, note, time.monotonic_ns())
-
-
 @contextmanager
-def note_while_waiting(error: BaseException | None, arguments: str) -> Iterator[None]:
-    """Send a note if this rank left an example by ``error`` and the block, which waits for the peers, takes long.
-
-    If the block ends nevertheless, a note without an error replaces the note.
-    """
-    if error is None or not is_rank():
-        yield
-        return
-    note = ExampleNote(arguments, summarize_error(error), format_test_traceback(error))
-    is_sent = threading.Event()
-
-    def send() -> None:
-        """Send the note, in the thread of the timer."""
-        send_note(note)
-        is_sent.set()
-
-    timer = threading.Timer(NOTE_SECONDS, send)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-    if is_sent.is_set():
-        send_note(ExampleNote(arguments, "", ""))
-
-
-@contextmanager
-def sync_examples(item: pytest.Item, exchange: Exchange = exchange_with_peers) -> Iterator[None]:
+def sync_examples(
+    item: pytest.Item, exchange: Exchange = exchange_with_peers, known: KnownExamples = NO_EXAMPLES
+) -> Iterator[None]:
     """Keep the Hypothesis test of ``item`` synchronized with the other ranks while the block runs.
 
     Every rank has to enter this block around the call phase of the same item. The block has no effect if the item is
-    not a Hypothesis test. The test keeps those of its settings that have the same effect on every rank; all patches are
-    undone at the end of the block. Raises UsageError for a kind of test that cannot run on several ranks,
-    ExamplesDiverged if the ranks draw different examples, and the error of ``exchange`` if another rank has ended.
+    not a Hypothesis test. The test's body does not run on ``known`` examples. The test keeps those of its settings that
+    have the same effect on every rank; all patches are undone at the end of the block. Raises UsageError for a kind of
+    test that cannot run on several ranks, ExamplesDiverged if the ranks draw different examples, and the error of
+    ``exchange`` if another rank has ended.
     """
     function = _get_hypothesis_test(item)
     if function is None:
         yield
         return
-    peers = _Peers(exchange)
+    peers = _Peers(exchange, known)
     with ExitStack() as patches:
         for owner, name, value in _list_patches(item, function, peers):
             patches.enter_context(_patch_attribute(owner, name, value))
@@ -150,8 +116,8 @@ def _get_hypothesis_test(item: pytest.Item) -> Any:
         )
     if inspect.iscoroutinefunction(function.hypothesis.inner_test):
         raise UsageError(f"{item.nodeid} is an async Hypothesis test; on several ranks only plain functions can run")
-    # Wrong use of @given yields a function without settings; calling it raises the same clear error on every rank.
-    return function if hasattr(function, "_hypothesis_internal_use_settings") else None
+    # Wrong use of @given yields a function without a seed; calling it raises the same clear error on every rank.
+    return function if hasattr(function, "_hypothesis_internal_use_seed") else None
 
 
 def _list_patches(item: pytest.Item, function: Any, peers: _Peers) -> Iterator[tuple[Any, str, Any]]:
@@ -227,6 +193,11 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         __tracebackhide__ = True
         # Format the arguments before the body runs, because it may modify them.
         arguments = format_arguments({name: value for name, value in kwargs.items() if name not in not_drawn})
+        example = _get_example_data()
+        before = format_choices(example)
+        key = f"{arguments} {before}"
+        if peers.known.rejects_new or peers.known.find(key) is not None:
+            return _repeat_outcome(peers.known, key, example)
         result, error = None, None
         try:
             result = inner(*args, **kwargs)
@@ -234,12 +205,15 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
             raise  # the exchange of the other ranks fails when this rank has ended
         except BaseException as caught:  # noqa: BLE001 - raised again below, or as the common outcome
             error = caught
-        example = _get_example_data()
-        with note_while_waiting(error, arguments):
-            verdicts = peers.compare(make_verdict(error, arguments, example))
+        verdict = make_verdict(error, arguments, example)
+        summary = summarize_error(error) if error is not None else ""
+        with note_while_waiting(ExampleNote(verdict, key, before, summary, tuple(peers.ended_examples))):
+            verdicts = peers.compare(verdict)
+        if verdict.choices == before:  # a body that draws values has to run again
+            peers.ended_examples.append(KnownExample(key, tuple(verdicts)))
         _merge_scores(verdicts, example)
         if len({(verdict.status, verdict.origin, verdict.choices) for verdict in verdicts}) > 1:
-            _raise_common_outcome(verdicts, format_test_traceback(error))
+            _raise_common_outcome(verdicts)
         if error is not None:
             # All ranks raise the same error. Raise the original: it shows the diff and matches xfail(raises=...).
             raise error
@@ -251,8 +225,10 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
 class _Peers:
     """All ranks of the test; this rank exchanges its verdicts with the other ranks through this object."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, known: KnownExamples) -> None:
         self.exchange = exchange
+        self.known = known
+        self.ended_examples: list[KnownExample] = []
 
     def compare(self, own_verdict: ExampleVerdict) -> list[ExampleVerdict]:
         """Return every rank's verdict on the example. Raises _EngineAborted if the ranks ran different examples."""
@@ -309,8 +285,22 @@ class _Peers:
                 return self.exchange(verdict)
 
 
-def _raise_common_outcome(verdicts: list[ExampleVerdict], local_traceback: str) -> NoReturn:
-    """Raise the same outcome on every rank when their verdicts differ.
+def _repeat_outcome(known: KnownExamples, key: str, example: Any) -> None:
+    """Give the running example the outcome that it had on earlier ranks; reject an example that is not known."""
+    __tracebackhide__ = True
+    import hypothesis
+
+    found = known.find(key)
+    if found is None:
+        hypothesis.reject()
+    verdicts = list(found.verdicts)
+    _merge_scores(verdicts, example)
+    if any(verdict.status is not ExampleStatus.PASSED for verdict in verdicts):
+        _raise_common_outcome(verdicts, _TIME_OVER_NOTE * known.rejects_new)
+
+
+def _raise_common_outcome(verdicts: list[ExampleVerdict], note: str = "") -> NoReturn:
+    """Raise the same outcome on every rank when their verdicts differ; ``note`` is added to a failure.
 
     FAILED on any rank takes precedence over XFAILED, SKIPPED and REJECTED, in this order.
     """
@@ -322,7 +312,10 @@ def _raise_common_outcome(verdicts: list[ExampleVerdict], local_traceback: str) 
     error: BaseException | None = None
     if ExampleStatus.FAILED in statuses:
         by_rank = describe_by_rank(verdicts, lambda verdict: verdict.text, ExampleStatus.FAILED)
-        error = ExampleFailed(f"{by_rank}\n{_NOT_SHRUNK_NOTE * drew_differently}{local_traceback}".rstrip())
+        blocked = describe_by_rank(verdicts, lambda verdict: verdict.text, ExampleStatus.BLOCKED)
+        tracebacks = {verdict.text: verdict.traceback for verdict in verdicts if verdict.status is ExampleStatus.FAILED}
+        notes = f"{blocked}\n" * bool(blocked) + _NOT_SHRUNK_NOTE * drew_differently + note
+        error = ExampleFailed(f"{by_rank}\n{notes}{''.join(tracebacks.values())}".rstrip())
     elif ExampleStatus.XFAILED in statuses:
         error = pytest.xfail.Exception(describe_by_rank(verdicts, lambda verdict: verdict.text, ExampleStatus.XFAILED))
     elif ExampleStatus.SKIPPED in statuses:
@@ -338,6 +331,9 @@ _NOT_SHRUNK_NOTE = (
     "not shrunk: some ranks failed before a draw that other ranks reached; "
     "draw before code that differs between ranks\n"
 )
+
+
+_TIME_OVER_NOTE = "perhaps not the smallest failure: the time of the test was over before Hypothesis had shrunk it\n"
 
 
 def _make_draw_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiverged:

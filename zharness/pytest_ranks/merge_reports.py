@@ -9,7 +9,6 @@ the ranks' output.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ from typing import Any, Literal
 import pytest
 
 from zharness.pytest_ranks import longreprs, merge_output
-from zharness.pytest_ranks.phase_report import PHASES, ExampleNote
+from zharness.pytest_ranks.example_notes import load_example_notes
+from zharness.pytest_ranks.example_verdict import find_common_failure
+from zharness.pytest_ranks.phase_report import PHASES
 from zharness.pytest_ranks.rank_problems import (
     ProblemKind,
     RankProblem,
@@ -33,7 +34,7 @@ from zharness.pytest_ranks.rank_problems import (
     select_failures,
 )
 from zharness.pytest_ranks.rank_text import first_line, format_rank_sentence, format_ranks, mask_addresses
-from zharness.world.outcome import GroupOutcome, RankEnd, RankOutcome
+from zharness.world.outcome import GroupOutcome, RankEnd
 from zharness.world.stacks import strip_harness_frames
 
 ProblemGroup = tuple[RankProblem, ...]  # equal problems of several ranks, one for each rank
@@ -194,7 +195,9 @@ def format_headline(result: JointResult, group: ProblemGroup) -> str:
         return format_rank_sentence(ranks, format_problem_message(result, problem))
     if isinstance(problem.report.longrepr, tuple):
         return describe_partial_skip(result, problem.phase)
-    return f"{format_ranks(ranks)}: {problem.message}"
+    crash = getattr(problem.report.longrepr, "reprcrash", None)
+    common = find_common_failure(str(getattr(crash, "message", "")))  # it names its ranks itself
+    return common or f"{format_ranks(ranks)}: {problem.message}"
 
 
 def describe_partial_skip(result: JointResult, phase: str) -> str:
@@ -313,16 +316,10 @@ def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str,
         if rank_result.outcome.end in (RankEnd.HUNG, RankEnd.STOPPED)
     ]
     return [
-        (f"rank {rank} left the example {last.example}", f"{last.error}\n{last.traceback}".strip())
+        (f"rank {rank} left the example {last.verdict.arguments}", f"{last.error}\n{last.verdict.traceback}".strip())
         for rank, (*_, last) in ((rank, found) for rank, found in notes if found)
         if last.error
     ]
-
-
-def load_example_notes(outcome: RankOutcome) -> list[ExampleNote]:
-    """Return the notes on Hypothesis examples that a rank sent, in order of time."""
-    payloads = (pickle.loads(note.payload) for note in outcome.notes)  # noqa: S301 - written by our own ranks
-    return [payload for payload in payloads if isinstance(payload, ExampleNote)]
 
 
 def make_stack_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:

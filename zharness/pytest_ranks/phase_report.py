@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zharness.pytest_ranks.example_verdict import ExampleVerdict
+    from zharness.pytest_ranks.known_examples import KnownExample
 
 PHASES = ("setup", "call", "teardown")
 
@@ -21,11 +25,15 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class ExampleNote:
-    """The error of a rank in a Hypothesis example that other ranks have not ended.
+    """The verdict of a rank on a Hypothesis example that other ranks have not ended.
 
-    ``example`` is the text of the drawn arguments. ``error`` is empty once all ranks have ended the example.
+    ``error`` is the text of the rank's exception; it is empty once all ranks have ended the example. ``key`` identifies
+    the example, and ``choices_before`` are the values that were drawn before the test's body began. ``ended_examples``
+    are the earlier examples that ran on these ranks.
     """
 
-    example: str
+    verdict: ExampleVerdict
+    key: str
+    choices_before: str
     error: str
-    traceback: str
+    ended_examples: tuple[KnownExample, ...] = ()

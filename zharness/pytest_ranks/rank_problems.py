@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from zharness.pytest_ranks.example_verdict import find_common_failure
 from zharness.pytest_ranks.phase_report import PHASES, PhaseReport
 from zharness.pytest_ranks.rank_text import first_line, mask_addresses
 from zharness.world.messages import RankNote
@@ -203,7 +204,7 @@ def get_report_message(report: pytest.TestReport) -> str:
         return str(longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(longrepr, "reprcrash", None)
     if crash is not None:
-        return str(crash.message)
+        return find_common_failure(str(crash.message)) or str(crash.message)
     # The failure is plain text for a missing fixture or an item of another plugin; pytest marks error lines with "E ".
     lines = str(longrepr or f"{report.outcome} without a message").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("E ")), first_line("\n".join(lines)))

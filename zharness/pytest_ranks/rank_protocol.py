@@ -21,6 +21,7 @@ from _pytest.runner import runtestprotocol  # pytest-forked and pytest-rerunfail
 
 from zharness.pytest_ranks import benchmarks, debug, hypothesis_sync, rank_coverage, remote_fixtures
 from zharness.pytest_ranks.inner_reports import make_inner_report
+from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExamples
 from zharness.pytest_ranks.listeners import silence_listeners
 from zharness.pytest_ranks.phase_replay import add_error
 from zharness.pytest_ranks.phase_report import PhaseReport
@@ -86,6 +87,7 @@ class PhaseReporter:
     wide_finalizers_before: list[tuple[str, int]] = field(default_factory=list)
     state_before_call: ProcessState | None = None
 
+    known_examples: KnownExamples = NO_EXAMPLES
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run setup, call and teardown of the item without logging: the pytest process logs the merged reports."""
@@ -107,7 +109,8 @@ class PhaseReporter:
         with self.mark_phase("call"):
             if self.wide_finalizers_before != count_wide_finalizers(item):
                 self.state_before_call = ProcessState.capture()
-            with hypothesis_sync.sync_examples(item), benchmarks.sync_benchmarks(item):
+            synced = hypothesis_sync.sync_examples(item, known=self.known_examples)
+            with synced, benchmarks.sync_benchmarks(item):
                 return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -222,11 +225,18 @@ class RankTestRunner:
         self._reporter = reporter  # None until this rank runs its first test
         self._until_rank_ends = ExitStack()
 
-    def __call__(self, index: int | None, next_index: int | None, test_dir: str, fixture: str = "") -> RankSideEffects:
+    def __call__(
+        self,
+        index: int | None,
+        next_index: int | None,
+        test_dir: str,
+        fixture: str = "",
+        known_examples: KnownExamples = NO_EXAMPLES,
+    ) -> RankSideEffects:
         """Run the item at ``index``, and keep the fixtures that the item at ``next_index`` needs too.
 
         If ``index`` is None, only tear down the fixtures that the item at ``next_index`` does not need. If ``fixture``
-        is the name of a remote fixture, only set up that fixture.
+        is the name of a remote fixture, only set up that fixture. ``known_examples`` of a Hypothesis test are not run.
         """
         items = self._session.items
         nextitem = None if next_index is None else items[next_index]
@@ -235,6 +245,7 @@ class RankTestRunner:
             return self._tear_down(reporter, nextitem)
         with remote_fixtures.limit_to_fixture(items[index], fixture):
             return self._run_item(reporter, items[index], nextitem, test_dir)
+        reporter.known_examples = known_examples
 
     def _run_item(
         self, reporter: PhaseReporter, item: pytest.Item, nextitem: pytest.Item | None, test_dir: str

@@ -13,6 +13,7 @@ from _pytest.runner import runtestprotocol  # as in rank_protocol.py
 from zharness.errors import UsageError
 from zharness.pytest_ranks.controller import RankTestController
 from zharness.pytest_ranks.inner_reports import merge_inner_reports
+from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExamples
 from zharness.pytest_ranks.listeners import restore_listeners, silence_listeners
 from zharness.pytest_ranks.merge_reports import merge_reports
 from zharness.pytest_ranks.rank_problems import load_phase_report
@@ -112,9 +113,10 @@ class TorchrunTestController(RankTestController):
         requirements: RankRequirements,
         test_dir: Path,
         fixture: str = "",
+        known: KnownExamples = NO_EXAMPLES,
     ) -> GroupOutcome:
         """Run the test on the ranks. If a rank failed only because another rank was lost, change its end to STOPPED."""
-        outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture)
+        outcome = super()._call_ranks(index, next_index, requirements, test_dir, fixture, known)
         return mark_cut_off_ranks(outcome) if self._leader.is_group_broken else outcome
 
     def _log_reports(

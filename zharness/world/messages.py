@@ -7,11 +7,17 @@ from enum import Enum
 
 
 class RankStatus(Enum):
-    """The state that a rank reports in a note: the rank continues, has failed, or has skipped the rest of the task."""
+    """The state that a rank reports in a note: the rank continues, has failed, or has skipped the rest of the task.
+
+    The last two states are those of a rank that waits in an exchange because it has ended a part of the task, such as a
+    Hypothesis example, earlier than other ranks: by a failure, or without one.
+    """
 
     OK = "fine"
     FAILED = "failed"
     SKIPPED = "left"
+    PART_FAILED = "failed a part"
+    PART_LEFT = "left a part"
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class StoreChannel:
 
     def note(self, status: RankStatus, payload: object, at_ns: int) -> None:
         """Send the witness a note, which is a report before the end of the task. The method pickles ``payload``."""
-        self.has_left = self.has_left or status is not RankStatus.OK
+        self.has_left = self.has_left or status in (RankStatus.FAILED, RankStatus.SKIPPED)
         self._witness_pipe.send(RankNote(self._rank, at_ns, status, pickle.dumps(payload)))
 
     def label(self, phase: str) -> None:

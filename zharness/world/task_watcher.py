@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -23,6 +24,7 @@ from zharness.world.messages import (
     RankStatus,
 )
 from zharness.world.outcome import CapturedOutput, GroupOutcome, RankEnd, RankOutcome
+from zharness.world.part_departures import CHECK_SECONDS, PartDepartures
 from zharness.world.postmortem import (
     CLOSED_PIPE_CAUSE,
     FATAL_ERROR_PREFIX,
@@ -66,6 +68,7 @@ class TaskWatcher:
         self._outcomes: dict[int, RankOutcome] = {}
         self._notes: dict[int, list[RankNote]] = {member.rank: [] for member in team.members}
         self._has_departures = False  # whether a rank skipped the rest of its task: others may wait for it forever
+        self._part_departures = PartDepartures()
         self._hang_phases: dict[int, str] = {}
         self._ended_ranks: set[int] = set()
         self._pipe_faults: dict[int, str] = {}  # how ranks broke their control pipe; read on after "it"
@@ -157,6 +160,9 @@ class TaskWatcher:
             elif message.status is RankStatus.SKIPPED and not self._has_departures:
                 self._has_departures = True
                 self._deadline.schedule_check(GRACE_SECONDS)
+            elif message.status in (RankStatus.PART_FAILED, RankStatus.PART_LEFT):
+                self._part_departures.add(member.rank, message.status)
+                self._deadline.schedule_check(0.0)
         elif isinstance(message, DeadlineHold):
             self._deadline.hold(member.rank, message.reason)
         elif isinstance(message, ExchangeRequest):
@@ -174,7 +180,10 @@ class TaskWatcher:
             ended = min(self._outcomes)
             member.send(ExchangeFailure(request.ordinal, f"rank {ended} ended before it took part in the exchange"))
             return
-        self._send_answers(self._coordinator.add_exchange_request(request))
+        answers = self._coordinator.add_exchange_request(request)
+        if answers:
+            self._part_departures.clear()
+        self._send_answers(answers)
 
     def _send_answers(self, answers: Mapping[int, ExchangeAnswer]) -> None:
         """Send every rank in ``answers`` its answer to an exchange."""
@@ -209,9 +218,10 @@ class TaskWatcher:
     def _check_ranks(self) -> None:
         """Check the running ranks; kill them, extend the deadline, or schedule another check.
 
-        The running ranks are killed in three cases. First, the deadline has passed and no build makes progress. Second,
+        The running ranks are killed in four cases. First, the deadline has passed and no build makes progress. Second,
         a rank has failed and all others wait in collectives or have used up their grace period. Third, a rank has
-        skipped the rest of its task and all others wait in collectives.
+        skipped the rest of its task and all others wait in collectives. Fourth, a rank has ended a part of its task,
+        which the others will never end.
         """
         running = [member for member in self._team.members if member.rank not in self._outcomes]
         if not running:  # all have outcomes, but some processes did not end after the shutdown message
@@ -232,8 +242,15 @@ class TaskWatcher:
                 self._kill_ranks(running, stacks)
         elif self._has_departures and all_wait:
             self._kill_ranks(running, stacks)
+        elif self._part_departures.block_others(frames, [member.pid for member in running]):
+            self._kill_ranks(running, stacks, RankEnd.STOPPED)
         else:
-            self._deadline.schedule_check(2 * GRACE_SECONDS)
+            self._schedule_next_check()
+
+    def _schedule_next_check(self) -> None:
+        """Schedule another check if some rank waits in an exchange or has skipped the rest of its task."""
+        seconds = 2 * GRACE_SECONDS if self._has_departures else math.inf
+        self._deadline.schedule_check(CHECK_SECONDS if self._part_departures else seconds)
 
     def _stop_all_but_failed_teardowns(self, running: list[TeamMember], stacks: dict[int, str]) -> None:
         """Kill the running ranks, but let failed ranks outside of collectives tear down until the time-out."""
@@ -250,7 +267,8 @@ class TaskWatcher:
 
     def _has_failure(self) -> bool:
         """Return whether a rank failed or skipped; ranks that are killed after that count as stopped, not as hung."""
-        has_bad_note = any(note.status is not RankStatus.OK for notes in self._notes.values() for note in notes)
+        bad = (RankStatus.FAILED, RankStatus.SKIPPED)
+        has_bad_note = any(note.status in bad for notes in self._notes.values() for note in notes)
         has_bad_outcome = any(not outcome.is_successful for outcome in self._outcomes.values())
         return has_bad_note or has_bad_outcome or bool(self._pipe_faults) or bool(self._coordinator.mismatch)
 
@@ -283,12 +301,12 @@ class TaskWatcher:
         with selectors.DefaultSelector() as empty_selector:
             empty_selector.select(seconds)
 
-    def _kill_ranks(self, members: list[TeamMember], stacks: dict[int, str]) -> None:
-        """Kill the ranks ``members`` and record each as hung, or as stopped if another rank failed.
+    def _kill_ranks(self, members: list[TeamMember], stacks: dict[int, str], end: RankEnd = RankEnd.HUNG) -> None:
+        """Kill the ranks ``members`` and record ``end`` for each, or that it was stopped if another rank failed.
 
         ``stacks`` contains the stacks that the ranks dumped, by rank.
         """
-        has_failure = self._has_failure()
+        has_failure = self._has_failure() or end is RankEnd.STOPPED
         for member in members:
             outcome = self._outcomes.get(member.rank)
             if outcome is None or not has_failure:

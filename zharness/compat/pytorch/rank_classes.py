@@ -31,21 +31,25 @@ SKIP_MESSAGES = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 
 
 @contextmanager
-def exit_codes_as_outcomes(expected_code: int = 0) -> Iterator[None]:
-    """Translate ``sys.exit`` in a test inside the block: ``expected_code`` passes, and codes of TEST_SKIPS skip it.
+def exit_codes_as_outcomes(expected_code: int | None = 0) -> Iterator[None]:
+    """Translate ``sys.exit`` in a test inside the block: codes of TEST_SKIPS skip it, and ``expected_code`` passes.
 
-    Raises AssertionError for any other code, and for a test that returns although ``expected_code`` is not 0.
+    A code of TEST_SKIPS skips the test even if it is expected, as in PyTorch's classes. Raises AssertionError for any
+    other code, and for a test that returns although ``expected_code`` is not 0. With None as ``expected_code``, a test
+    passes with any code and without one.
     """
     try:
         yield
     except SystemExit as error:
-        code = error.code or 0
-        if code == expected_code:
+        if expected_code is None:
             return
+        code = error.code or 0
         if code in SKIP_MESSAGES:
             raise unittest.SkipTest(SKIP_MESSAGES[int(code)]) from None
+        if code == expected_code:
+            return
         raise AssertionError(f"the test called sys.exit({code!r}); expected the code {expected_code}") from error
-    if expected_code != 0:
+    if expected_code not in (None, 0):
         raise AssertionError(f"the test returned without sys.exit; expected the code {expected_code}")
 
 
@@ -129,6 +133,7 @@ class RankTestCase:
     rank: int
     world_size: Any
     special_return_code_checks: ClassVar[dict[Any, int]]
+    skip_return_code_checks: ClassVar[list[Any]]
 
     @classmethod
     def _list_rank_markers(cls, test_name: str) -> list[pytest.MarkDecorator]:
@@ -158,7 +163,8 @@ class RankTestCase:
         """
         case: Any = self
         file_name = exchange(case.file_name)[0]
-        expected_code = case.special_return_code_checks.get(test, 0)
+        is_checked = test not in case.skip_return_code_checks
+        expected_code = case.special_return_code_checks.get(test, 0) if is_checked else None
         with exit_codes_as_outcomes(expected_code):
             type(case)._run(current_rank().rank, case._current_test_name(), file_name, None, **self._run_options())
         wait_for_ranks()  # tearDown of rank 0 may remove the file

@@ -1,0 +1,62 @@
+"""Detect that ranks wait forever for a rank that has ended a part of their task, such as a Hypothesis example."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from zharness.world.deadline import GRACE_SECONDS, LAST_GRACE_SECONDS
+from zharness.world.messages import RankStatus
+from zharness.world.progress import processor_seconds
+from zharness.world.stacks import StackFrame, find_waiting_collective, is_building
+
+CHECK_SECONDS = 0.25  # interval between two checks of the ranks that have not ended the part
+MAX_IDLE_CPU_SECONDS = 0.05  # processor time between two checks, all ranks together, that waiting ranks do not exceed
+
+
+class PartDepartures:
+    """The ranks that wait in an exchange because they have ended a part of the task by an exception."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[int, RankStatus] = {}
+        self._first_at = 0.0
+        self._last_sites: dict[int, str] = {}
+        self._last_cpu_seconds: float | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether any rank waits for others to end the part."""
+        return bool(self._statuses)
+
+    def add(self, rank: int, status: RankStatus) -> None:
+        """Add a rank that has ended the part by a failure (PART_FAILED) or without one (PART_LEFT)."""
+        if not self._statuses:
+            self._first_at = time.monotonic()
+        self._statuses[rank] = status
+
+    def clear(self) -> None:
+        """Forget all departures, because every rank has ended the part."""
+        self._statuses, self._last_sites = {}, {}
+
+    def block_others(self, frames: Mapping[int, tuple[StackFrame, ...]], processes: Collection[int]) -> bool:
+        """Return whether the other ranks will never end the part; ``frames`` are the stacks of the running ranks.
+
+        After a failure, the part fails whatever the others do. So they are blocked if all of them wait in collectives,
+        or if they have not ended the part within the grace period of a failed task and do not build an operator.
+        Without a failure, they are blocked if all of them wait in the same collectives as at the last check, and
+        ``processes`` have used no CPU time since then.
+        """
+        others = {rank: stack for rank, stack in frames.items() if rank not in self._statuses}
+        if not others or not self._statuses:
+            return False
+        sites = {rank: find_waiting_collective(stack) for rank, stack in others.items()}
+        if RankStatus.PART_FAILED in self._statuses.values():
+            is_late = time.monotonic() > self._first_at + GRACE_SECONDS + LAST_GRACE_SECONDS
+            return all(sites.values()) or (is_late and not any(map(is_building, others.values())))
+        used, is_same = processor_seconds(processes), sites == self._last_sites
+        is_idle = (
+            used is not None
+            and self._last_cpu_seconds is not None
+            and used - self._last_cpu_seconds < MAX_IDLE_CPU_SECONDS
+        )
+        self._last_sites, self._last_cpu_seconds = sites, used
+        return all(sites.values()) and is_same and is_idle
