@@ -61,7 +61,7 @@ def test_a_limit_of_the_shell_refuses_a_rank_that_is_too_large() -> None:
 
 
 def test_a_user_may_run_a_model_that_seems_too_large() -> None:
-    """Run a model of 64 MiB: only the estimate and the limit are compared, and the test before this has the large one."""
+    """Run a model of 64 MiB: only the estimate and the limit are compared; the test before this has the large one."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (GIB * 3 // 4, GIB * 3 // 4))

@@ -278,6 +278,6 @@ def test_a_plugin_that_runs_tests_itself_is_refused_in_one_sentence(pytestconfig
     pytestconfig.pluginmanager.register(plugin, "flaky")
     try:
         with pytest.raises(UsageError, match=r"tests on ranks cannot run beside the plugin flaky .* with -p no:flaky"):
-            refuse_unsupported_plugins(pytestconfig)
+            refuse_unsupported_plugins(pytestconfig, [])
     finally:
         pytestconfig.pluginmanager.unregister(plugin)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from suites.pytest_ranks.beside_plugins import run_beside
+from suites.pytest_ranks.beside_plugins import ON_RANKS, run_beside, start_beside
 
 LIFE = """
 import threading
@@ -83,6 +84,10 @@ PLUGINS = [
     pytest.param(("anyio.pytest_plugin",), (), id="anyio"),
     pytest.param(("pytest_mock",), (), id="mock"),
     pytest.param(("teamcity.pytest_plugin",), ("--teamcity",), id="teamcity"),
+    pytest.param(("pytest_repeat",), ("--count=2",), id="repeat"),
+    pytest.param(("pytest_sugar",), ("--force-sugar",), id="sugar"),
+    pytest.param(("pytest_bdd.plugin",), ("--gherkin-terminal-reporter",), id="bdd"),
+    pytest.param(("pytest_mpi.plugin",), (), id="mpi-pytest"),
     pytest.param((), ("--junitxml=report.xml",), id="junitxml"),
 ]
 
@@ -110,3 +115,151 @@ def check_reports(on_ranks: Path, without: Path) -> None:
         assert totals[0] == totals[1]
     for name in ("page.html", "log.jsonl"):
         assert (on_ranks / name).exists() == (without / name).exists()
+
+
+MODES = """
+@pytest.fixture
+def broken_setup():
+    raise OSError("planted")
+
+@ranks
+@pytest.mark.parametrize("value", [1, 2])
+def test_parameters(value):
+    assert value == 1
+
+@ranks
+@pytest.mark.xdist_group("one")
+def test_skips():
+    pytest.skip("planted")
+
+@ranks
+@pytest.mark.xdist_group("one")
+def test_fails_in_setup(broken_setup):
+    pass
+
+class TestScope:
+    @ranks
+    def test_meets(self):
+        if dist.is_initialized():
+            dist.barrier()
+
+    def test_without_ranks(self):
+        pass
+"""
+
+
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="every mode of xdist takes long: tox -e plugins")
+@pytest.mark.parametrize("mode", ["each", "load", "loadscope", "loadfile", "loadgroup", "worksteal"])
+def test_verdicts_are_those_without_ranks_in_every_mode_of_xdist(tmp_path: Path, mode: str) -> None:
+    beside = run_beside(tmp_path, MODES, "-n2", f"--dist={mode}", plugins=("xdist",))
+    beside.assert_same_verdicts(in_order=False)
+
+
+DOCTEST = """
+def double(number):
+    '''Double a number.
+
+    >>> double(2)
+    4
+    >>> double(3)
+    5
+    '''
+    return 2 * number
+
+@ranks
+def test_double():
+    assert double(1) == 2
+"""
+
+
+def test_doctests_beside_tests_on_ranks_are_unchanged(tmp_path: Path) -> None:
+    run_beside(tmp_path, DOCTEST, "--doctest-modules").assert_same_verdicts()
+
+
+FEATURE = """
+from pathlib import Path
+from pytest_bdd import given, parsers, scenario, then
+
+Path(__file__).with_name("it.feature").write_text('''
+Feature: sums
+  Scenario: right
+    Given two terms
+    Then the sum is 2
+  Scenario: wrong
+    Given two terms
+    Then the sum is 3
+''')
+
+@given("two terms", target_fixture="total")
+def total():
+    value = torch.ones(1) * (1 if dist.is_initialized() else 2)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value.item()
+
+@then(parsers.parse("the sum is {number:d}"))
+def check(total, number):
+    assert total == number
+
+@ranks
+@scenario("it.feature", "right")
+def test_right():
+    pass
+
+@ranks
+@scenario("it.feature", "wrong")
+def test_wrong():
+    pass
+"""
+
+
+def test_scenarios_of_pytest_bdd_run_on_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_bdd", reason="needs pytest-bdd: tox -e plugins")
+    beside = run_beside(tmp_path, FEATURE, "--cucumberjson=report.json", plugins=("pytest_bdd.plugin",))
+    beside.assert_same_verdicts()
+    expected = read_steps(tmp_path / "without ranks")
+    assert len(expected) == 2
+    for mode in beside.on_ranks:
+        assert read_steps(tmp_path / mode) == expected, mode
+
+
+def read_steps(folder: Path) -> list[tuple[str, list[str]]]:
+    """Return the name of every scenario in pytest-bdd's report, with the status of each of its steps."""
+    (feature,) = json.loads((folder / "report.json").read_text())
+    return [
+        (scenario["name"], [step["result"]["status"] for step in scenario["steps"]]) for scenario in feature["elements"]
+    ]
+
+
+MPI = """
+@pytest.mark.parallel(2)
+def test_of_mpi_pytest():
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.size == 2
+
+@ranks
+def test_on_ranks():
+    if dist.is_initialized():
+        dist.barrier()
+"""
+
+
+def test_mpi_pytest_runs_its_own_tests_beside_tests_on_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_mpi", reason="needs mpi-pytest: tox -e plugins")
+    run_beside(tmp_path / "apart", MPI, plugins=("pytest_mpi.plugin",)).assert_same_verdicts()
+    both = f"import pytest\n@{ON_RANKS}\n@pytest.mark.parallel(2)\ndef test_both():\n    pass\n"
+    refused = start_beside(tmp_path / "both", both, plugins=("pytest_mpi.plugin",)).finish()
+    assert refused.status == pytest.ExitCode.USAGE_ERROR
+    assert "test_both[w2] has the marker world_size and the marker parallel of mpi-pytest" in refused.output
+
+
+EDITOR = "suites.pytest_ranks.editor_plugin"
+
+
+def test_an_editor_hears_one_verdict_of_each_test(tmp_path: Path) -> None:
+    beside = run_beside(tmp_path, LIFE, plugins=(EDITOR,))
+    beside.assert_same_verdicts()
+    expected = (tmp_path / "without ranks" / "heard.txt").read_text()
+    for mode in beside.on_ranks:
+        heard = (tmp_path / mode / "heard.txt").read_text().replace("[w2-", "[").replace("[w2]", "")
+        assert heard == expected, mode

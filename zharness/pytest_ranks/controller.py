@@ -62,11 +62,11 @@ class RankTestController:
         self._item_indices = {item: index for index, item in enumerate(session.items)}
         self._test_numbers = count(1)
         self._pools: dict[tuple[str, int], ActivePool] = {}
-        item_requirements = map(get_rank_requirements, session.items)
-        all_requirements = [requirements for requirements in item_requirements if requirements is not None]
+        item_requirements = {item: get_rank_requirements(item) for item in session.items}
+        rank_tests = {item: found for item, found in item_requirements.items() if found is not None}
         check_item_world_sizes(session.items)
         self._base_dir = get_tmp_path_base(session.config)
-        plugin_support.refuse_unsupported_plugins(session.config)
+        plugin_support.refuse_unsupported_plugins(session.config, rank_tests)
         rerun_plugin = plugin_support.get_rerun_plugin(session.config)
         self._replay = PhaseReplay(session.config.pluginmanager, [rerun_plugin] if rerun_plugin else [])
         self._attempted_item: pytest.Item | None = None
@@ -75,7 +75,7 @@ class RankTestController:
         test_runner = RankTestRunner(session, self._terminal, main_process_plugins=(self,))
         if hasattr(session.config, "workerinput"):
             rank_coverage.silence_worker_coverage()
-        warm_engines = sorted({requirements.warm_engine for requirements in all_requirements})
+        warm_engines = sorted({requirements.warm_engine for requirements in rank_tests.values()})
         self._servers = {engine: self._make_server(engine, test_runner) for engine in warm_engines}
         # A server can be forked only now, before fixtures are set up; so fork the replacement of a killed one as well.
         self._spare_servers = {engine: self._make_server(engine, test_runner) for engine in warm_engines}
@@ -268,10 +268,12 @@ class RankTestController:
     ) -> None:
         """Log ``reports``, then benchmarks and the ranks' warnings. Equal warnings of several ranks are logged once."""
         for report in reports:
+            plugin_support.take_scenario(report)
             if item is self._attempted_item and type(report) is pytest.TestReport:
                 self._attempt_reports.append(report)  # the plugin that runs the test again logs it
             else:
                 item.ihook.pytest_runtest_logreport(report=report)
+                self._replay.show_failure(item, report)
         for effects in side_effects.values():
             benchmarks.add_results(item.config, effects.benchmarks)
         for warning in dict.fromkeys(

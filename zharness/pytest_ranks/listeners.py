@@ -19,6 +19,7 @@ FOLLOWED_HOOKS = (
         "pytest_fixture_setup",
         "pytest_fixture_post_finalizer",
         "pytest_exception_interact",
+        "pytest_report_teststatus",
     ),
 )
 
@@ -29,11 +30,14 @@ _silenced: list[tuple[Any, list[Any]]] = []  # each hook of which plugins are si
 def find_listeners(plugins: pytest.PytestPluginManager) -> list[object]:
     """Return the installed plugins that report on tests.
 
-    A plugin of pytest or of this package is not returned, nor a conftest.py, whose hooks also act on tests.
+    They hear about tests that have run, or wrap the hook that names a report's outcome for the terminal, as that of VS
+    Code does. A plugin of pytest or of this package is not returned, nor a conftest.py, whose hooks also act on tests.
     """
-    listening = {
-        id(impl.plugin): impl.plugin for name in LISTENING_HOOKS for impl in getattr(plugins.hook, name).get_hookimpls()
-    }
+    impls = [impl for name in LISTENING_HOOKS for impl in getattr(plugins.hook, name).get_hookimpls()]
+    impls += [
+        impl for impl in plugins.hook.pytest_report_teststatus.get_hookimpls() if impl.hookwrapper or impl.wrapper
+    ]
+    listening = {id(impl.plugin): impl.plugin for impl in impls}
     return [plugin for plugin in listening.values() if is_installed_plugin(plugin)]
 
 

@@ -3,8 +3,8 @@
 [Note: what a plugin of the pytest process sees]
 A plugin such as allure wraps itself around setup, call, teardown and the making of reports. On ranks it is silent
 (``listeners.py``). Once a test has run on its ranks, the pytest process calls the plugin's wrappers around the merged
-phases: each phase raises the error of the merged report, and makes that report. Only wrappers of such plugins are
-called: no fixture is set up, and no other plugin acts.
+phases: each phase raises the error of the merged report, makes that report, and shows a failure once it is logged. Only
+wrappers of such plugins are called: no fixture is set up, and no other plugin acts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class PhaseReplay:
         """Prepare to replay to all plugins that report on tests; ``further_plugins`` only see the reports."""
         self._error: BaseException | None = None
         self._report: pytest.TestReport | None = None
+        self._last_calls: dict[str, pytest.CallInfo[None]] = {}  # by phase, until the report is logged
         plugins.register(self, "zharness-phase-replay")
         listeners = [self, *find_listeners(plugins)]
         self._has_plugins = len(listeners) > 1 or bool(further_plugins)
@@ -34,6 +35,7 @@ class PhaseReplay:
             for name, kept in (
                 *((f"pytest_runtest_{phase}", listeners) for phase in PHASES),
                 ("pytest_runtest_makereport", [*listeners, *further_plugins]),
+                ("pytest_exception_interact", listeners),
             )
         }
 
@@ -59,7 +61,14 @@ class PhaseReplay:
             replayed: pytest.TestReport = self._hooks["pytest_runtest_makereport"](item=item, call=call)
         finally:
             self._report = self._error = None
+        self._last_calls[phase] = call
         return replayed
+
+    def show_failure(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Show a failed phase to the plugins, as pytest does once the report is logged."""
+        call = self._last_calls.pop(str(report.when), None)
+        if call is not None and call.excinfo is not None and report.failed:
+            self._hooks["pytest_exception_interact"](node=item, call=call, report=report)
 
     def pytest_runtest_setup(self) -> None:
         """Raise the error of the merged setup that is replayed."""

@@ -1,9 +1,14 @@
-"""Work with pytest plugins that run tests again or limit their time, and refuse those that ranks cannot follow."""
+"""Work with pytest plugins that run tests again, limit their time or keep facts of their own about a report.
+
+Plugins that ranks cannot follow are refused.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import pickle
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,11 +26,21 @@ UNSUPPORTED = {
 }
 
 
-def refuse_unsupported_plugins(config: pytest.Config) -> None:
-    """Raise UsageError if a plugin is active that runs the phases of tests by itself, which ranks cannot follow."""
+def refuse_unsupported_plugins(config: pytest.Config, rank_tests: Iterable[pytest.Item]) -> None:
+    """Raise UsageError if a plugin is active that runs the phases of tests by itself, which ranks cannot follow.
+
+    mpi-pytest runs those tests by itself that have its marker, so only such a test is refused among ``rank_tests``.
+    """
     for name, description in UNSUPPORTED.items():
         if config.pluginmanager.hasplugin(name):
             raise UsageError(f"tests on ranks cannot run beside the plugin {description}; disable it with -p no:{name}")
+    if config.pluginmanager.hasplugin("pytest_mpi") or config.pluginmanager.hasplugin("pytest_mpi.plugin"):
+        both = next((item for item in rank_tests if item.get_closest_marker("parallel") is not None), None)
+        if both is not None:
+            raise UsageError(
+                f"{both.nodeid} has the marker world_size and the marker parallel of mpi-pytest, which runs the test in"
+                " processes of its own; keep one of the two markers"
+            )
 
 
 def get_rerun_plugin(config: pytest.Config) -> Any:
@@ -77,3 +92,22 @@ def get_plugin_timeout(item: pytest.Item) -> tuple[float | None, float | None]:
     if by_marker is not None and by_marker <= 0:
         by_marker = math.inf
     return by_marker, item.config._env_timeout or None  # type: ignore[attr-defined]  # set by pytest-timeout
+
+
+SCENARIO_ATTRIBUTE = "zharness_scenario"  # of a report: what pytest-bdd knows of its scenario
+
+
+def add_scenario(report: pytest.TestReport) -> None:
+    """Add the steps of a scenario of pytest-bdd to the report, which the plugin itself keeps outside of it."""
+    reporting = sys.modules.get("pytest_bdd.reporting")
+    context = getattr(reporting, "test_report_context_registry", {}).get(report)
+    if context is not None:
+        setattr(report, SCENARIO_ATTRIBUTE, pickle.dumps(context))
+
+
+def take_scenario(report: pytest.TestReport) -> None:
+    """Remove the steps of a scenario from a merged report, and give them to pytest-bdd, whose reporters look there."""
+    data = vars(report).pop(SCENARIO_ATTRIBUTE, None)
+    reporting = sys.modules.get("pytest_bdd.reporting")
+    if data is not None and reporting is not None:
+        reporting.test_report_context_registry[report] = pickle.loads(data)  # noqa: S301 - of our own rank

@@ -25,6 +25,7 @@ from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExamples
 from zharness.pytest_ranks.listeners import silence_listeners
 from zharness.pytest_ranks.phase_replay import add_error
 from zharness.pytest_ranks.phase_report import PhaseReport
+from zharness.pytest_ranks.plugin_support import add_scenario
 from zharness.pytest_ranks.rank_problems import STRICT_XPASS_PREFIX
 from zharness.pytest_ranks.side_effects import RankSideEffects, RecordedWarning, SessionStop
 from zharness.pytest_ranks.terminal import Terminal
@@ -86,8 +87,8 @@ class PhaseReporter:
     is_in_phase: bool = False  # whether setup, call or teardown runs now
     wide_finalizers_before: list[tuple[str, int]] = field(default_factory=list)
     state_before_call: ProcessState | None = None
-
     known_examples: KnownExamples = NO_EXAMPLES
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run setup, call and teardown of the item without logging: the pytest process logs the merged reports."""
@@ -143,6 +144,7 @@ class PhaseReporter:
             return report
         if report.failed and call.excinfo is not None:
             add_error(report, call.excinfo.value)
+        add_scenario(report)
         # This hook of pytest fails a test if one of its subtests failed; only this process has counted them.
         self.config.hook.pytest_report_teststatus(report=report, config=self.config)
         self.channel.note(classify_report(report), self.make_phase_report(report), at_ns)
@@ -243,9 +245,9 @@ class RankTestRunner:
         reporter = self._get_reporter(test_dir)
         if index is None:
             return self._tear_down(reporter, nextitem)
+        reporter.known_examples = known_examples
         with remote_fixtures.limit_to_fixture(items[index], fixture):
             return self._run_item(reporter, items[index], nextitem, test_dir)
-        reporter.known_examples = known_examples
 
     def _run_item(
         self, reporter: PhaseReporter, item: pytest.Item, nextitem: pytest.Item | None, test_dir: str
