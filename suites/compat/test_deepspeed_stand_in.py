@@ -12,7 +12,8 @@ PLUGIN = "zharness.compat.deepspeed_engine.install"
 TRAINING = """
 import deepspeed
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
-from zharness.errors import UsageError
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from zharness.errors import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -23,7 +24,11 @@ class TestStandIn(DistributedTest):
         model = torch.nn.Linear(4, 2, bias=False)
         with torch.no_grad():
             model.weight.fill_(1.0)
-        config = {
+        config = self.config(stage, **keys)
+        return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+    def config(self, stage, **keys):
+        return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.0,
@@ -31,7 +36,6 @@ class TestStandIn(DistributedTest):
             "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
             **keys,
         }
-        return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 
     def weight(self, engine):
         (parameter,) = engine.parameters()
@@ -82,18 +86,79 @@ class TestStandIn(DistributedTest):
             assert torch.equal(self.weight(engine), torch.full((2, 4), 3.0))
             with torch.no_grad():
                 read = engine.module.weight
-            for use in (deepspeed.zero.GatheredParameters, safe_get_full_grad):
-                with pytest.raises(UsageError, match="is no Parameter of an engine"):
-                    use(read)
+            with deepspeed.zero.GatheredParameters(read):
+                assert torch.equal(engine.module.weight, torch.full((2, 4), 3.0))
         engine.destroy()
 
-    def test_checkpoints_refuse_what_is_not_implemented(self, stage, tmp_path):
+    def test_what_is_not_sharded_is_not_gathered(self, stage):
+        engine = self.build(stage)
+        (parameter,) = engine.parameters()
+        with deepspeed.zero.GatheredParameters([torch.ones(2), torch.nn.Parameter(torch.ones(2)), None]):
+            assert getattr(parameter, "ds_status", None) is not ZeroParamStatus.AVAILABLE
+        with pytest.raises(UsageError, match="is no Parameter"):
+            safe_get_full_grad(torch.ones(2))
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters(parameter):
+                with pytest.raises(RuntimeError, match="cannot overlap"):
+                    deepspeed.zero.GatheredParameters([parameter]).__enter__()
+            assert parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        engine.destroy()
+
+    def test_nested_init_blocks_shard_at_their_ends(self, stage):
+        with deepspeed.zero.Init():
+            with deepspeed.zero.Init():
+                inner = torch.nn.Linear(2, 2)
+            assert hasattr(inner.weight, "ds_id")
+            engine = deepspeed.initialize(model=inner, config=self.config(stage))[0]
+            outer = torch.nn.Linear(2, 2)
+        assert hasattr(outer.weight, "ds_id")
+        assert engine(torch.ones(1, 2)).shape == (1, 2)
+        engine.destroy()
+
+    def take_step(self, engine):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+            engine.step()
+
+    def test_a_checkpoint_without_the_optimizer_loads_schedule_and_counts(self, stage, tmp_path):
+        schedule = {"scheduler": {"type": "StepLR", "params": {"step_size": 1}}}
+        saved = self.build(stage, **schedule)
+        self.take_step(saved)
+        saved.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+        for options, wanted in (
+            ({}, (1, 1)),
+            ({"load_optimizer_states": False}, (1, 1)),
+            ({"load_lr_scheduler_states": False}, (0, 1)),
+            ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, (0, 1)),
+            ({"load_module_only": True}, (0, 0)),
+        ):
+            engine = self.build(stage, **schedule)
+            _, client_state = engine.load_checkpoint(str(tmp_path), **options)
+            assert (engine.lr_scheduler.last_epoch, engine.global_steps) == wanted, options
+            assert client_state == {"epoch": 3}
+            assert torch.equal(self.weight(engine), self.weight(saved))
+            engine.destroy()
+        saved.destroy()
+
+    def test_a_checkpoint_may_leave_out_latest_and_frozen_parameters(self, stage, tmp_path):
         engine = self.build(stage)
         assert engine.load_checkpoint(str(tmp_path)) == (None, None)
-        with pytest.raises(UsageError, match="exclude_frozen_parameters=True"):
-            engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
-        with pytest.raises(UsageError, match="load_module_strict=False, custom_load_fn"):
-            engine.load_checkpoint(str(tmp_path), load_module_strict=False, custom_load_fn=print)
+        self.take_step(engine)
+        engine.save_checkpoint(str(tmp_path), "first")
+        self.take_step(engine)
+        (parameter,) = engine.parameters()
+        parameter.requires_grad_(False)
+        engine.save_checkpoint(str(tmp_path), "second", save_latest=False, exclude_frozen_parameters=True)
+        parameter.requires_grad_(True)
+        changed = self.weight(engine)
+        with pytest.raises(CheckpointError, match="parameter 'weight' is missing in the checkpoint"):
+            engine.load_checkpoint(str(tmp_path), "second")
+        engine.load_checkpoint(str(tmp_path), "second", load_module_strict=False)
+        assert torch.equal(self.weight(engine), changed)
+        engine.load_checkpoint(str(tmp_path))
+        assert torch.equal(self.weight(engine), torch.full((2, 4), 0.5))
+        with pytest.raises(UsageError, match="custom_load_fn"):
+            engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
         engine.destroy()
 """
 
@@ -102,7 +167,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 20, session.output
+    assert len(session.tests) == 32, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

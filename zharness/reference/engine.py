@@ -21,7 +21,7 @@ from zharness.reference.client.optimizer import check_only_leaves, refuse_direct
 from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.gradients import GradientClipper, Gradients
 from zharness.reference.inspection import memory
-from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
+from zharness.reference.inspection.coalesced_collectives import all_gather_optimizer_state
 from zharness.reference.inspection.memory import UnshardedMemoryTracker
 from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacements
 from zharness.reference.mixed_precision.loss_scale import LossScale
@@ -235,28 +235,9 @@ class Engine:
 
         Elementwise state has the parameter's shape; scalars such as ``step`` stay scalars.
         """
-        leaves = self._parameters.leaves
-        states = {name: state for name, leaf in leaves.items() if (state := self.optimizer.state.get(leaf))}
-        shards = {
-            (name, key): (value, self.model_params[name].layout)
-            for name, state in states.items()
-            for key, value in state.items()
-            if self._is_shard(value, leaves[name])
-        }
-        full = all_gather_full_tensors(shards, self.comm)
-        return {
-            name: {
-                key: full[name, key] if (name, key) in full else value.detach().to("cpu", copy=True)
-                for key, value in state.items()
-                if isinstance(value, Tensor)
-            }
-            for name, state in states.items()
-        }
-
-    def _is_shard(self, value: Any, leaf: Tensor) -> bool:
-        """Return whether ``value``, an optimizer state of ``leaf``, is a shard: it has the shape of a sharded leaf."""
-        sharded = self._placements.optimizer_state is ShardPlacement.SHARDED
-        return sharded and isinstance(value, Tensor) and value.shape == leaf.shape
+        is_sharded = self._placements.optimizer_state is ShardPlacement.SHARDED
+        layouts = {name: param.layout for name, param in self.model_params.items()} if is_sharded else {}
+        return all_gather_optimizer_state(self.optimizer, self._parameters.leaves, layouts, self.comm)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's ``state_dict`` with full parameters on the CPU, to load into a plain model.
@@ -272,14 +253,20 @@ class Engine:
         }
 
     def save_checkpoint(
-        self, save_dir: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: Path | str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Save the training state to ``save_dir/tag``, and return that path. This is a collective.
 
         The default tag is ``global_step{steps}``. The checkpoint has the parameters, the optimizer with its groups, the
         schedule, the loss scale, the step counts, and each rank's buffers, modules' extra state and ``client_state``.
-        All ranks must share the file system. Raises CheckpointError on every rank if the save fails, or if the schedule
-        has no state_dict. An interrupted save leaves the previous checkpoint complete.
+        ``save_latest`` makes it the checkpoint that loads without a tag. All ranks must share the file system. Raises
+        CheckpointError on every rank if the save fails, or if the schedule has no state_dict. An interrupted save
+        leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
         with raise_on_all_ranks(self.comm):
@@ -288,28 +275,36 @@ class Engine:
                     "the engine has gradients that no optimizer step has used, and a checkpoint does not save them; "
                     "call step() until the accumulation boundary, or call zero_grad()"
                 )
-            contents = self._training_state.collect_contents(self.steps, self.skipped_steps)
+            contents = self._training_state.collect_contents(self.steps, self.skipped_steps, exclude_frozen_parameters)
             common_state = {"contents": vars(contents)}
             rank_state = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
         local_tensors = self._training_state.local_tensors(contents)
-        return storage.save_checkpoint(Path(save_dir), tag, local_tensors, common_state, rank_state, self.comm)
+        folder = Path(save_dir)
+        return storage.save_checkpoint(folder, tag, local_tensors, common_state, rank_state, self.comm, save_latest)
 
     def load_checkpoint(
-        self, load_dir: Path | str, tag: str | None = None, load_module_only: bool = False
+        self,
+        load_dir: Path | str,
+        tag: str | None = None,
+        load_module_only: bool = False,
+        load_module_strict: bool = True,
     ) -> tuple[Path, dict[str, Any]]:
         """Load ``load_dir/tag`` or the latest checkpoint; return its path and this rank's ``client_state``.
 
         This is a collective. A checkpoint can be loaded at any stage and world size; a rank that the checkpoint does
         not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters,
-        buffers and extra state. Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a
-        checkpoint that is missing or damaged, contains code, or belongs to another model or optimizer.
+        buffers and extra state. Unless ``load_module_strict``, parameters that the checkpoint lacks keep their values.
+        Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing
+        or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
         saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
         with raise_on_all_ranks(self.comm):
             contents = CheckpointContents(**saved.common_state["contents"])
-            self._training_state.check_compatible(contents, saved.rank_state["extra_state"], load_module_only)
+            self._training_state.check_compatible(
+                contents, saved.rank_state["extra_state"], load_module_only, not load_module_strict
+            )
             local_tensors = self._training_state.make_empty_tensors(contents, load_module_only)
         saved.read_tensors(local_tensors)
         self._resume_from(contents, local_tensors, load_module_only)

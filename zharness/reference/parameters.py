@@ -38,8 +38,8 @@ class Parameters:
     ``leaves`` maps each parameter's name to its leaf, the tensor that the optimizer updates: the full parameter, or
     this rank's elements of it. A leaf is a view of the memory of the parameter (at stage 3, of its shard), so an
     optimizer step needs no copy back. The leaf also shares the parameter's version counter, so autograd notices the
-    step. If the optimizer has another dtype than the model, the leaf is instead a master weight, a copy of the original
-    values, and ``publish`` casts it back into the parameter.
+    step. If the optimizer has another dtype than the model, or a frozen parameter was cast for the forward, the leaf is
+    instead a master weight, a copy of the original values, and ``publish`` casts it back into the parameter.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Parameters:
         for name, version in self._known_versions.items():
             if self._model_params[name].parameter._version != version:
                 raise UsageError(
-                    f"parameter {name!r} was edited in place, but the optimizer updates its master weight and would "
+                    f"parameter {name!r} was edited in place, but its master weight keeps the old values and would "
                     "undo the edit; edit it inside `with engine.gathered():`, or load_checkpoint"
                 )
 
@@ -218,15 +218,17 @@ class Parameters:
 
     @torch.no_grad()
     def full_params(self) -> dict[str, Tensor]:
-        """Return copies of the full current weights on the CPU. This is a collective if parameters are sharded."""
-        return self._gather_full_tensors(
-            {name: param.parameter for name, param in self._model_params.items()}, self._placements.parameters
-        )
+        """Copy the full current weights, frozen ones as they were before a cast, to the CPU. This is a collective."""
+        params = {name: param.parameter for name, param in self._model_params.items()}
+        originals = {name: weight for name, weight in self.master_weights.items() if not params[name].requires_grad}
+        full = self._gather_full_tensors(params, self._placements.parameters)
+        return full | self._gather_full_tensors(originals, self._placements.optimizer_state)
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
-        """Copy the full master weights (possibly none) to the CPU. This is a collective if they are sharded."""
-        return self._gather_full_tensors(self.master_weights, self._placements.optimizer_state)
+        """Copy the full master weights of trained parameters to the CPU. This is a collective if they are sharded."""
+        trained = {n: w for n, w in self.master_weights.items() if self._model_params[n].parameter.requires_grad}
+        return self._gather_full_tensors(trained, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:
         """Return full copies of ``tensors`` on the CPU. This is a collective if ``placement`` is sharded."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zharness import torch_private as private
 from zharness.errors import ConfigError, UsageError
@@ -28,6 +29,9 @@ from zharness.reference.unshard import (
     make_grad_placeholders,
     unshard_param,
 )
+
+# The Parameter of which an unsharded tensor is a read, for callers that get the tensor instead of the Parameter.
+PARAMETER_OF_READ = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -83,6 +87,7 @@ class ParamUnsharder:
             running.unsharded_params.append(unsharded_param)
             if private.is_transforming():
                 return full  # not cached: a torch.func wrapper dies with its transform, maybe before the forward ends
+            PARAMETER_OF_READ[full] = value
             running.tensors_by_read[key] = full
         return running.tensors_by_read[key]
 
@@ -91,6 +96,7 @@ class ParamUnsharder:
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
+            PARAMETER_OF_READ[self._editable_params[parameter]] = parameter
         self._context.prefetcher.clear()
         return list(self._editable_params.values())
 

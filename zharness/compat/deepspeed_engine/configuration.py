@@ -41,6 +41,12 @@ class EngineConfig:
     half_dtype: torch.dtype | None
 
     @property
+    def gathers_on_save(self) -> bool:
+        """Whether ``save_16bit_model`` saves at stage 3."""
+        zero = self.reference_json.get("zero_optimization", {})
+        return any(zero.get(f"stage3_gather_{kind}_weights_on_model_save") for kind in ("16bit", "fp16"))
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage."""
         return int(self.reference_json.get("zero_optimization", {}).get("stage", 0))
@@ -69,6 +75,7 @@ def translate_config(config: Any) -> EngineConfig:
         json_config["bf16"] = json_config.pop("bfloat16")
     is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
     zero = json_config.setdefault("zero_optimization", {})
+    zero.pop("elastic_checkpoint", None)  # every checkpoint of the reference engine loads at any world size
     if not is_managed:
         assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
             "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"

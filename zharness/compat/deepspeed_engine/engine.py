@@ -4,30 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.compat.deepspeed_engine import checkpoints
 from zharness.compat.deepspeed_engine.communication import get_local_rank
 from zharness.compat.deepspeed_engine.configuration import EngineConfig
 from zharness.compat.deepspeed_engine.optimizer import make_optimizer
 from zharness.compat.deepspeed_engine.output_hooks import OutputHooks
 from zharness.compat.deepspeed_engine.parameters import EngineOwner, unmark
 from zharness.compat.deepspeed_engine.tensor_fragment import attach_access, detach_access
-from zharness.errors import CheckpointError, UsageError
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.tensor_access import TensorAccess
 from zharness.reference.layout import ModelParam
 
+ENGINES: WeakKeyDictionary[nn.Module, ReferenceType[DeepSpeedEngine]] = WeakKeyDictionary()  # by the model
 
-def _refuse_arguments(method: str, **is_given: bool) -> None:
-    """Raise UsageError that names the arguments that are given and not implemented."""
-    refused = [argument for argument, given in is_given.items() if given]
-    if refused:
-        raise UsageError(f"{method}: the reference engine does not implement {', '.join(refused)}")
+
+def release_engine(model: nn.Module) -> None:
+    """End the engine that ``model`` already has at stage 0, 1 or 2, as DeepSpeed lets a model have a second engine.
+
+    At stage 3 the model's parameters stay shards, so ``initialize`` refuses the model.
+    """
+    reference = ENGINES.pop(model, None)
+    engine = reference() if reference is not None else None
+    if engine is not None and engine.zero_optimization_stage() < 3:
+        engine.destroy()
 
 
 class DeepSpeedEngine(nn.Module):
@@ -54,10 +60,13 @@ class DeepSpeedEngine(nn.Module):
         self.dp_world_size = self.world_size
         self._stand_in_config = config
         self._step_applied = False
-        self._boundary_override: bool | None = None
+        self._is_gradient_accumulation_boundary: bool | None = None  # DeepSpeed's own name
+        self.pipeline_parallelism = False
+        self.sparse_tensor_module_names: set[str] = set()
         self._hooks = OutputHooks(reference)
         self._mark_parameters(list(reference.model_params.values()))
         self.optimizer = make_optimizer(self)
+        ENGINES[self.module] = ref(self)
 
     def _mark_parameters(self, params: list[ModelParam]) -> None:
         """Let the functions of ``deepspeed.utils`` and ``deepspeed.zero`` find the Parameters."""
@@ -129,8 +138,8 @@ class DeepSpeedEngine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next ``step`` updates the weights."""
-        if self._boundary_override is not None:
-            return self._boundary_override
+        if self._is_gradient_accumulation_boundary is not None:
+            return self._is_gradient_accumulation_boundary
         return self.managed_gradient_accumulation() and (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -138,7 +147,7 @@ class DeepSpeedEngine(nn.Module):
         assert self.managed_gradient_accumulation(), (
             "set_gradient_accumulation_boundary is not supported with managed_gradient_accumulation=False"
         )
-        self._boundary_override = is_boundary
+        self._is_gradient_accumulation_boundary = is_boundary
 
     def managed_gradient_accumulation(self) -> bool:
         """Return whether the engine counts micro-batches; else every ``step`` is a boundary."""
@@ -162,6 +171,8 @@ class DeepSpeedEngine(nn.Module):
             "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; the caller already "
             "owns the accumulation boundary via step()"
         )
+        if self.pipeline_parallelism:
+            raise NotImplementedError("coalesce_grad_reduction is not supported with pipeline parallelism")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0")
         assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
@@ -243,18 +254,27 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a checkpoint in the reference engine's format, and return True. This is a collective.
-
-        Raises UsageError for an argument whose value the reference engine does not implement.
-        """
-        _refuse_arguments(
-            "save_checkpoint",
-            **{"save_latest=False": not save_latest, "exclude_frozen_parameters=True": exclude_frozen_parameters},
-        )
-        state = {"client": client_state or {}, "counts": [self.global_steps, self.global_samples, self.micro_steps]}
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.reference.save_checkpoint(str(save_dir), name, state)
+        """Save a checkpoint in the reference engine's format, and return True. This is a collective."""
+        checkpoints.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Save the full ``state_dict`` in one file, and return True. This is a collective.
+
+        As in DeepSpeed, nothing is saved at stage 3, and False is returned, unless the JSON sets
+        ``stage3_gather_16bit_weights_on_model_save``.
+        """
+        if self.zero_optimization_stage() == 3 and not self._stand_in_config.gathers_on_save:
+            return False
+        checkpoints.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _get_optimizer_ckpt_name(self, *_: Any) -> None:
+        """Return None, as the optimizer has no file of its own; DeepSpeed's tests patch this method."""
 
     def load_checkpoint(
         self,
@@ -268,28 +288,18 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint of the reference engine; return its path and the client state. This is a collective.
 
-        Returns None twice if the folder has no checkpoint. Raises UsageError for an argument whose value the reference
-        engine does not implement.
+        Returns None twice if the folder has no checkpoint. Raises UsageError for a ``custom_load_fn``.
         """
-        only_module = load_module_only or not load_optimizer_states
-        keeps_scheduler = self.lr_scheduler is not None and not load_lr_scheduler_states and not only_module
-        _refuse_arguments(
-            "load_checkpoint",
-            **{
-                "load_module_strict=False": not load_module_strict,
-                "load_lr_scheduler_states=False": keeps_scheduler,
-                "custom_load_fn": custom_load_fn is not None,
-            },
+        return checkpoints.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
         )
-        if tag is None and not (Path(load_dir) / "latest").exists():
-            return None, None
-        name = None if tag is None else str(tag)
-        path, state = self.reference.load_checkpoint(str(load_dir), name, only_module)
-        if set(state) != {"client", "counts"}:
-            raise CheckpointError(f"{path} was not saved by an engine of zharness.compat.deepspeed_engine")
-        if not only_module:
-            self.global_steps, self.global_samples, self.micro_steps = state["counts"]
-        return str(path), state["client"]
 
     def empty_partition_cache(self) -> None:
         """Do nothing: no full Parameter is kept between steps."""

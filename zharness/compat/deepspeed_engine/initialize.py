@@ -10,7 +10,7 @@ from torch import nn
 
 from zharness.compat.deepspeed_engine.communication import init_distributed
 from zharness.compat.deepspeed_engine.configuration import EngineConfig, translate_config
-from zharness.compat.deepspeed_engine.engine import DeepSpeedEngine
+from zharness.compat.deepspeed_engine.engine import DeepSpeedEngine, release_engine
 from zharness.compat.deepspeed_engine.parameters import unshard_model
 from zharness.compat.deepspeed_engine.unsupported import PipelineModule
 from zharness.errors import ConfigError
@@ -45,6 +45,7 @@ def initialize(
     _check_pipeline(model, translated)
     if dist_init_required is not False:
         init_distributed()
+    release_engine(model)
     unshard_model(model)
     if translated.half_dtype is not None:
         model.to(translated.half_dtype)
@@ -98,6 +99,17 @@ def _as_groups(model_parameters: Iterable[Any]) -> list[Any]:
     if entries and isinstance(entries[0], dict):
         return [{**group, "params": _trained(group["params"])} for group in entries]
     return _trained(entries)
+
+
+def split_moe_groups(param_groups: Any, max_group_size: float = 0) -> list[dict[str, Any]]:
+    """Return the groups of a model without experts as they are, in a list; ``max_group_size`` is for experts only.
+
+    Raises ConfigError for a Parameter of an expert, which DeepSpeed marks by ``allreduce = False``.
+    """
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    if any(not getattr(parameter, "allreduce", True) for group in groups for parameter in group["params"]):
+        raise ConfigError("the reference engine has no mixture of experts")
+    return groups
 
 
 def _trained(parameters: Any) -> list[Any]:

@@ -31,7 +31,7 @@ _UNSUPPORTED = (
     *("MultipleAllGatherHandles", "AllGatherHandle", "DeepSpeedZeroConfig", "load_state_dict_from_zero_checkpoint"),
     *("get_fp32_state_dict_from_zero_checkpoint", "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"),
     *("has_comm_dtype", "get_comm_dtype", "PARAM_COMM_DTYPE_ATTR_NAME", "unwrap_model_for_generation"),
-    *("WarmupLR", "OneCycle", "see_memory_usage", "TiledLinear", "partitioned_param_data_shape"),
+    *("WarmupLR", "OneCycle", "see_memory_usage", "TiledLinear"),
 )
 
 
@@ -70,7 +70,7 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "git_version_info": {"torch_info": TORCH_INFO},
         "moe": {},
         "moe.layer": missing,
-        "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": missing["MoE"]},
+        "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": initialize.split_moe_groups},
         "ops": {"__compatible_ops__": dict.fromkeys(_BUILDERS, False)},
         "ops.adam": missing,
         "ops.aio": builders,
@@ -81,7 +81,7 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "runtime.bf16_optimizer": {"BF16_Optimizer": unsupported.make_unsupported("BF16_Optimizer")},
         "runtime.engine": {"DeepSpeedEngine": engine.DeepSpeedEngine},
         "runtime.fp16": {},
-        "runtime.fp16.fused_optimizer": {"FP16_Optimizer": unsupported.make_unsupported("FP16_Optimizer")},
+        "runtime.fp16.fused_optimizer": {"FP16_Optimizer": optimizer.FP16_Optimizer},
         "runtime.fp16.unfused_optimizer": {
             "FP16_UnfusedOptimizer": unsupported.make_unsupported("FP16_UnfusedOptimizer")
         },
@@ -93,7 +93,7 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "runtime.zero.config": missing,
         "runtime.zero.linear": public_names(linear),
         "runtime.zero.offload_config": {"OffloadDeviceEnum": unsupported.OffloadDeviceEnum},
-        "runtime.zero.partition_parameters": {**missing, **sharded},
+        "runtime.zero.partition_parameters": {**missing, **sharded, "partitioned_param_data_shape": [0]},
         "runtime.zero.stage3": optimizers,
         "runtime.zero.stage_1_and_2": optimizers,
         "runtime.zero.utils": {"ZeRORuntimeException": configuration.ZeRORuntimeException},

@@ -16,11 +16,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossScalerView:
-    """The loss scale, the number of steps so far, and the number of steps without overflow that double the scale."""
+    """The loss scale of one engine, with DeepSpeed's names; the values are always the current ones."""
 
-    cur_scale: float
-    cur_iter: int
-    scale_window: int | None
+    engine: DeepSpeedEngine
+
+    @property
+    def cur_scale(self) -> float:
+        """The current loss scale."""
+        return self.engine.reference.loss_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """The number of steps so far, with those that were skipped."""
+        return self.engine.global_steps
+
+    @property
+    def scale_window(self) -> int | None:
+        """The number of steps without overflow after which the scale is doubled, or None for a fixed scale."""
+        scaling = self.engine.reference.settings.precision.loss_scaling
+        return scaling.growth_interval if scaling is not None else None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale changes."""
+        return self.scale_window is not None
 
 
 class ZeROOptimizer:
@@ -51,9 +72,17 @@ class ZeROOptimizer:
     @property
     def loss_scaler(self) -> LossScalerView:
         """The state of the loss scale."""
-        settings = self._engine.reference.settings.precision.loss_scaling
-        window = settings.growth_interval if settings is not None else None
-        return LossScalerView(self.cur_scale, self._engine.global_steps, window)
+        return LossScalerView(self._engine)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def flat_groups(self) -> list[Tensor]:
+        """This rank's elements of the weights that the optimizer updates, flattened, for each parameter group."""
+        return [torch.cat([leaf.detach().reshape(-1) for leaf in group["params"]]) for group in self.param_groups]
 
     @property
     def overflow(self) -> bool:
@@ -98,12 +127,30 @@ class ZeROOptimizer:
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """The optimizer of an engine at stage 1 or 2."""
 
+    single_partition_of_fp32_groups = ZeROOptimizer.flat_groups
+
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
     """The optimizer of an engine at stage 3."""
 
+    fp32_partitioned_groups_flat = ZeROOptimizer.flat_groups
+
+
+class FP16_Optimizer(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """The optimizer of an engine at stage 0 in float16 or bfloat16."""
+
+    fp32_groups_flat = ZeROOptimizer.flat_groups
+
+
+class UnshardedOptimizer(ZeROOptimizer, torch.optim.Optimizer):  # type: ignore[misc, override]  # for isinstance only
+    """The optimizer of an engine at stage 0 in float32, where DeepSpeed's is the torch optimizer itself."""
+
 
 def make_optimizer(engine: DeepSpeedEngine) -> ZeROOptimizer:
-    """Return the stand-in for the optimizer that DeepSpeed has at the engine's stage."""
-    classes: dict[int, type[ZeROOptimizer]] = {3: DeepSpeedZeroOptimizer_Stage3, 0: ZeROOptimizer}
-    return classes.get(engine.zero_optimization_stage(), DeepSpeedZeroOptimizer)(engine)
+    """Return the stand-in for the optimizer that DeepSpeed has at the engine's stage and dtype."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return (
+            FP16_Optimizer(engine) if engine.fp16_enabled() or engine.bfloat16_enabled() else UnshardedOptimizer(engine)
+        )
+    return DeepSpeedZeroOptimizer_Stage3(engine) if stage == 3 else DeepSpeedZeroOptimizer(engine)

@@ -15,19 +15,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zharness.comm import Comm
 from zharness.compat.deepspeed_engine.communication import init_distributed
 from zharness.compat.deepspeed_engine.configuration import half_dtype, read_config
-from zharness.errors import UsageError
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
 from zharness.reference.layout import ModelParam, ShardLayout, all_gather_full_tensor
-from zharness.reference.unshard import UnshardedParam
+from zharness.reference.sharded_modules import PARAMETER_OF_READ
 
 _OWNER = "ds_owner"
-_ATTRIBUTES = (_OWNER, "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist")
+SANITY_CHECKS = "ds_enable_sanity_checks"  # DeepSpeed's own name of the attribute
+_ATTRIBUTES = (_OWNER, "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status", "ds_persist", SANITY_CHECKS)
 _ids = itertools.count()
+# The Parameters of engines, which an ``Init`` block leaves alone although they were made inside it.
+ENGINE_PARAMETERS = WeakTensorKeyDictionary()
 
 
 class ZeroParamStatus(Enum):
@@ -71,20 +74,13 @@ def find_owner(parameter: Any) -> Any:
 
 
 def find_parameter(value: Any) -> Any:
-    """Return the Parameter of which ``value`` is a read at stage 3, and any other Parameter or object unchanged.
+    """Return the Parameter of which ``value`` is a read at stage 3, and any other object unchanged.
 
-    There ``model.weight`` is a gathered tensor, not the Parameter; autograd's node of the read knows the Parameter.
-    Raises UsageError for any other tensor, such as a read of a frozen Parameter or one under ``torch.no_grad``.
+    At stage 3 ``model.weight`` is a gathered tensor, not the Parameter.
     """
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-        return value
-    read = getattr(value.grad_fn, "unsharded_param", None)
-    if isinstance(read, UnshardedParam) and value.shape == read.model_param.layout.shape:
-        return read.model_param.parameter
-    raise UsageError(
-        f"a tensor of shape {tuple(value.shape)} is no Parameter of an engine; at stage 3 a module's attribute is the "
-        "gathered tensor, so take the Parameter from model.parameters() or model.named_parameters()"
-    )
+    if isinstance(value, Tensor) and value in PARAMETER_OF_READ:
+        return PARAMETER_OF_READ[value]
+    return value
 
 
 class EngineOwner:
@@ -178,8 +174,10 @@ def set_status(parameters: Sequence[nn.Parameter], status: ZeroParamStatus) -> I
 class GatheredParameters:
     """Context manager that makes sharded Parameters full, and keeps the edits of rank ``modifier_rank``, or none.
 
-    ``params`` is a Parameter or an iterable of Parameters. Those that are not sharded are left alone. Raises UsageError
-    for a tensor that is no Parameter, nor a read of one that ``find_parameter`` knows.
+    ``params`` is a Parameter or an iterable of Parameters. As in DeepSpeed, whatever is not sharded is ignored: a
+    Parameter at stages 0 to 2, a buffer, any other object. Entering raises RuntimeError inside another block that
+    gathers one of the Parameters. Leaving raises RuntimeError if ``enable_sanity_checks`` of the ``Init`` block's JSON
+    is set, ``modifier_rank`` is None and a Parameter was edited in place, because the edit is lost.
     """
 
     def __init__(
@@ -189,29 +187,41 @@ class GatheredParameters:
         candidates = [find_parameter(value) for value in supplied] if enabled else []
         self._parameters: list[Any] = list(dict.fromkeys(p for p in candidates if find_owner(p) is not None))
         self._modifier_rank = modifier_rank
+        self._versions: list[int] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        sharded = [p for p in self._parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        for owner in dict.fromkeys(find_owner(p) for p in sharded):
-            owned = [p for p in sharded if find_owner(p) is owner]
+        overlapping = [p.ds_id for p in self._parameters if p.ds_status is ZeroParamStatus.AVAILABLE]
+        if overlapping:
+            raise RuntimeError(
+                "Nested GatheredParameters contexts cannot overlap parameters; parameter ds_ids already gathered by an "
+                f"outer context: {overlapping}"
+            )
+        for owner in dict.fromkeys(find_owner(p) for p in self._parameters):
+            owned = [p for p in self._parameters if find_owner(p) is owner]
             self._stack.enter_context(owner.gather(owned, self._modifier_rank))
+        self._versions = [p._version for p in self._parameters]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        edited = [p.ds_id for p, version in zip(self._parameters, self._versions, strict=True) if p._version != version]
+        are_checked = any(getattr(p, SANITY_CHECKS, False) for p in self._parameters)
         self._stack.__exit__(kind, error, trace)
+        if edited and are_checked and self._modifier_rank is None and kind is None:
+            raise RuntimeError(
+                f"detected an in-place modification of the parameters with ds_ids {edited} in GatheredParameters with "
+                "modifier_rank=None, which keeps no edit; pass modifier_rank"
+            )
 
 
 class Init:
     """Context manager that shards the Parameters of the modules that are built inside the block.
 
     Unlike DeepSpeed's, which shards a Parameter once its module is built, this class shards all of them at the end of
-    the outermost block. ``dtype``, or the dtype of the configuration, is the dtype to which they are cast. ``module``
-    is a model that is sharded at once.
+    the block, and of two nested blocks at the end of the inner one. ``dtype``, or the dtype of the configuration, is
+    the dtype to which they are cast. ``module`` is a model that is sharded at once.
     """
-
-    _depth = 0
 
     def __init__(
         self,
@@ -224,7 +234,9 @@ class Init:
         **__: Any,
     ) -> None:
         given = config if config is not None else config_dict_or_path
-        self._dtype = dtype or (half_dtype(read_config(given)) if given is not None else None)
+        json_config = read_config(given) if given is not None else {}
+        self._dtype = dtype or half_dtype(json_config)
+        self._checks_edits = bool(json_config.get("zero_optimization", {}).get("enable_sanity_checks", False))
         self._enabled = enabled
         self._created: list[tuple[nn.Module, str]] = []
         self._handle: Any = None
@@ -233,7 +245,7 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled:
-            Init._depth += 1
+            init_distributed()
             self._handle = nn.modules.module.register_module_parameter_registration_hook(
                 lambda module, name, parameter: self._created.append((module, name))
             )
@@ -243,8 +255,7 @@ class Init:
         if not self._enabled:
             return
         self._handle.remove()
-        Init._depth -= 1
-        if kind is None and Init._depth == 0:
+        if kind is None:
             created = (module._parameters.get(name) for module, name in self._created)
             self._shard([parameter for parameter in created if parameter is not None])
 
@@ -252,15 +263,20 @@ class Init:
         """Cast and shard ``parameters``. This is a collective."""
         owner = InitOwner()
         for parameter in dict.fromkeys(parameters):
-            if find_owner(parameter) is None:
+            if find_owner(parameter) is None and parameter not in ENGINE_PARAMETERS:
                 if self._dtype is not None and parameter.is_floating_point():
                     parameter.data = parameter.detach().to(self._dtype)
                 owner.shard(parameter)
+                setattr(parameter, SANITY_CHECKS, self._checks_edits)
 
 
 def unshard_model(model: nn.Module) -> None:
-    """Make those Parameters of ``model`` full that an ``Init`` block has sharded. This is a collective."""
+    """Make those Parameters of ``model`` full that an ``Init`` block has sharded. This is a collective.
+
+    ``Init`` blocks that are still open leave all Parameters of ``model`` alone from now on.
+    """
     for parameter in model.parameters():
+        ENGINE_PARAMETERS[parameter] = True
         owner = find_owner(parameter)
         if isinstance(owner, InitOwner):
             owner.unshard(parameter)

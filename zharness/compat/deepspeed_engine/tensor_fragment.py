@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zharness.compat.deepspeed_engine.parameters import find_parameter
+from zharness.errors import UsageError
 from zharness.reference.inspection.tensor_access import TensorAccess
 
 _ACCESS = "ds_access"
@@ -43,6 +44,8 @@ def detach_access(parameter: nn.Parameter) -> None:
 def _find(parameter: Any) -> ParamAccess | None:
     """Return the tensors of a trained Parameter of an engine, or None. Raises UsageError for any other tensor."""
     found = find_parameter(parameter)
+    if not isinstance(found, nn.Parameter):
+        raise UsageError(f"got a {type(parameter).__name__} that is no Parameter; take one of model.parameters()")
     return getattr(found, _ACCESS, None) if found.requires_grad else None
 
 

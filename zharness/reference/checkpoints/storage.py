@@ -41,12 +41,13 @@ def save_checkpoint(
     common_state: StateValues,
     rank_state: StateValues,
     comm: Comm,
+    save_latest: bool = True,
 ) -> Path:
     """Write ``local_tensors``, rank 0's ``common_state`` and each rank's ``rank_state`` to ``folder/tag``.
 
     This is a collective. Returns the path of the checkpoint. Every file is first written and synced in a draft folder,
-    and ``latest`` is replaced last, so after an interruption the previous checkpoint is complete and is the one that is
-    loaded. Raises CheckpointError on every rank if the save fails on any rank.
+    and ``latest`` is replaced last, if ``save_latest`` is True. So after an interruption the previous checkpoint is
+    complete and is the one that is loaded. Raises CheckpointError on every rank if the save fails on any rank.
     """
     from zharness.reference.checkpoints import dcp as tensors
 
@@ -69,7 +70,7 @@ def save_checkpoint(
         _write_manifest(draft, comm)
         with raise_on_all_ranks(comm):
             if comm.rank == 0:
-                _publish(draft, target)
+                _publish(draft, target, save_latest)
     finally:
         if comm.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)  # it exists only if something failed
@@ -179,8 +180,8 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _publish(draft: Path, target: Path) -> None:
-    """Rename the complete folder ``draft`` to ``target``, and write its tag to ``latest``.
+def _publish(draft: Path, target: Path, save_latest: bool) -> None:
+    """Rename the complete folder ``draft`` to ``target``, and write its tag to ``latest`` if ``save_latest`` is True.
 
     An older checkpoint of the same tag is renamed first and deleted last, so a complete checkpoint exists at every
     moment.
@@ -191,9 +192,10 @@ def _publish(draft: Path, target: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         target.rename(previous)
     draft.rename(target)
-    new_latest = target.with_name(f".{LATEST_FILE}")
-    _write_file(new_latest, target.name.encode())
-    new_latest.replace(target.with_name(LATEST_FILE))
+    if save_latest:
+        new_latest = target.with_name(f".{LATEST_FILE}")
+        _write_file(new_latest, target.name.encode())
+        new_latest.replace(target.with_name(LATEST_FILE))
     _fsync_folder(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 

@@ -103,8 +103,8 @@ class TrainingState:
             if (key := f"{name}.{EXTRA_STATE_KEY}".lstrip(".")) in extra_state:
                 module.set_extra_state(extra_state[key])
 
-    def collect_contents(self, steps: int, skipped_steps: int) -> CheckpointContents:
-        """Return a description of the checkpoint that this engine would save now.
+    def collect_contents(self, steps: int, skipped_steps: int, exclude_frozen: bool = False) -> CheckpointContents:
+        """Return a description of the checkpoint that this engine would save now, maybe without frozen parameters.
 
         Raises CheckpointError for an optimizer state that cannot be sharded, and for a schedule without ``state_dict``
         or ``load_state_dict``.
@@ -131,7 +131,11 @@ class TrainingState:
             self._comm.world_size,
             steps,
             skipped_steps,
-            {name: tuple(param.layout.shape) for name, param in self._model_params.items()},
+            {
+                name: tuple(param.layout.shape)
+                for name, param in self._model_params.items()
+                if not exclude_frozen or self.is_trained(name)
+            },
             {name: tuple(buffer.shape) for name, buffer in self._persistent_buffers().items()},
             type(self._optimizer).__name__,
             moments,
@@ -141,13 +145,20 @@ class TrainingState:
         )
 
     def check_compatible(
-        self, contents: CheckpointContents, extra_state: Mapping[str, Any], module_only: bool = False
+        self,
+        contents: CheckpointContents,
+        extra_state: Mapping[str, Any],
+        module_only: bool = False,
+        ignores_missing: bool = False,
     ) -> None:
         """Raise CheckpointError for the first difference between the checkpoint and this model and optimizer.
 
-        If ``module_only`` is True, only parameters, buffers and extra state are compared.
+        If ``module_only`` is True, only parameters, buffers and extra state are compared. If ``ignores_missing`` is
+        True, the checkpoint may lack parameters of the model.
         """
         shapes = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
+        if ignores_missing:
+            shapes = {name: shape for name, shape in shapes.items() if name in contents.parameters}
         _check_same_shapes("parameter", contents.parameters, shapes)
         _check_same_shapes(
             "buffer", contents.buffers, {name: tuple(b.shape) for name, b in self._persistent_buffers().items()}
@@ -187,7 +198,7 @@ class TrainingState:
         The returned tensors share memory with the engine.
         """
         states, tensors = self._optimizer_states(), {}
-        for name, leaf in self._parameters.leaves.items():
+        for name, leaf in self._leaves_in(contents).items():
             tensors[weight_key(name)] = self.make_dtensor(name, leaf)
             for key in contents.moments.get(name, {}):
                 tensors[moment_key(name, key)] = self.make_dtensor(name, states[name][key])
@@ -201,7 +212,7 @@ class TrainingState:
         optimizer states are left out.
         """
         tensors: dict[str, Tensor] = {}
-        for name, leaf in self._parameters.leaves.items():
+        for name, leaf in self._leaves_in(contents).items():
             weight = torch.empty_like(leaf, memory_format=torch.contiguous_format)
             tensors[weight_key(name)] = self.make_dtensor(name, weight)
             moments = {} if module_only else contents.moments.get(name, {})
@@ -212,6 +223,10 @@ class TrainingState:
         for name, buffer in self._persistent_buffers().items():
             tensors[buffer_key(name, rank)] = torch.empty_like(buffer)
         return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
+
+    def _leaves_in(self, contents: CheckpointContents) -> dict[str, Tensor]:
+        """Return the leaves of those parameters that the checkpoint has, by name."""
+        return {name: leaf for name, leaf in self._parameters.leaves.items() if name in contents.parameters}
 
     def is_trained(self, name: str) -> bool:
         """Return whether the parameter ``name`` requires gradients."""
@@ -255,7 +270,7 @@ class TrainingState:
         ``check_compatible`` must have accepted ``contents``. If ``module_only`` is True, only parameters and buffers
         are loaded.
         """
-        leaves = self._parameters.leaves
+        leaves = self._leaves_in(contents)
         for name, leaf in leaves.items():
             leaf.copy_(_reshape_like_leaf(leaf, local_tensors.get(weight_key(name))))
         self._parameters.publish(leaves)

@@ -41,6 +41,29 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
     return {key: full[key] for key in shards}
 
 
+def all_gather_optimizer_state(
+    optimizer: torch.optim.Optimizer, leaves: Mapping[str, Tensor], layouts: Mapping[str, ShardLayout], comm: Comm
+) -> dict[str, dict[str, Tensor]]:
+    """Return the full state of ``optimizer`` by parameter name and key, on the CPU. This is a collective.
+
+    A state with the shape of its leaf is a shard if ``layouts`` has the parameter; all other states are copied.
+    """
+    states = {name: state for name, leaf in leaves.items() if (state := optimizer.state.get(leaf))}
+    tensors = {
+        (name, key): value for name, state in states.items() for key, value in state.items() if torch.is_tensor(value)
+    }
+    shards = {
+        (name, key): (value, layouts[name])
+        for (name, key), value in tensors.items()
+        if name in layouts and value.shape == leaves[name].shape
+    }
+    full = all_gather_full_tensors(shards, comm)
+    result: dict[str, dict[str, Tensor]] = {name: {} for name in states}
+    for (name, key), value in tensors.items():
+        result[name][key] = full[name, key] if (name, key) in full else value.detach().to("cpu", copy=True)
+    return result
+
+
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) -> None:
     """Copy each tensor of rank ``source`` to all ranks, in place. This is a collective."""

@@ -39,8 +39,9 @@ class Precision:
 
     ``param_dtype`` and ``master_dtype`` are None if each parameter keeps its dtype, as in plain PyTorch.
     ``reduce_dtype`` is None if gradients are reduced in the dtype of their parameter. ``input_dtype`` is the dtype to
-    which fp16.auto_cast casts the inputs. Only trained parameters are converted; buffers and frozen parameters keep
-    their dtype, so the user has to convert those that the model combines with trained parameters in one operation.
+    which fp16.auto_cast casts the inputs. Buffers keep their dtype, so the user has to convert those that the model
+    combines with parameters in one operation. A frozen parameter is converted too, so that a LoRA layer trains; its
+    original values stay its master weight, and are what ``full_params`` returns and a checkpoint saves.
 
     A user's own ``torch.autocast`` around the engine's call works as in plain PyTorch, unless the section
     torch_autocast is enabled, which then applies in the forward. Inside the forward the innermost ``torch.autocast``
@@ -74,9 +75,11 @@ class Precision:
         If ``is_low_precision`` is True, the parameter is sent and its gradient is reduced in the autocast dtype.
         """
         original_dtype = parameter.dtype
-        is_converted = parameter.requires_grad and original_dtype.is_floating_point
+        is_converted = original_dtype.is_floating_point and self.param_dtype is not None
         param_dtype = self.param_dtype if is_converted and self.param_dtype is not None else original_dtype
-        master_dtype = self.master_dtype if is_converted and self.master_dtype is not None else param_dtype
+        master_dtype = original_dtype
+        if parameter.requires_grad:
+            master_dtype = self.master_dtype if is_converted and self.master_dtype is not None else param_dtype
         unshard_dtype = self.autocast.dtype if self.autocast is not None and is_low_precision else None
         reduce_dtype = unshard_dtype or self.reduce_dtype
         if reduce_dtype is None or not original_dtype.is_floating_point:
