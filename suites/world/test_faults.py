@@ -17,7 +17,7 @@ from suites.world.faults.sessions import LEFTOVER_TIMEOUT, RecordedTest, Report,
 
 FAULTS = (
     *(*ends.RAISING, *ends.FIXTURES, *ends.DYING, *ends.MEMORY),
-    *(*waits.HANGING, *waits.DISAGREEING, *waits.SKIPPING, *waits.LEAVING),
+    *(*waits.HANGING, *waits.DISAGREEING, *waits.EXAMPLES, *waits.SKIPPING, *waits.LEAVING),
 )
 # Sessions that run at the same time, since they mostly wait, with their exit statuses. Each ends in a fault after which
 # no test can run on the same ranks.

@@ -138,6 +138,26 @@ DISAGREEING = (
     ),
 )
 
+EXAMPLES = (
+    fault(
+        "leaves_an_example",
+        """
+        import hypothesis
+        from hypothesis import strategies
+
+        @hypothesis.settings(max_examples=10)
+        @hypothesis.given(n=strategies.integers(0, 9), later=strategies.booleans())
+        def test_leaves_an_example(rank, n, later):
+            if rank == CULPRIT and later:
+                assert n < 3  # site
+            dist.barrier()  # site
+        """,
+        "AssertionError: assert 3 < 3",
+        patterns=("waited in barrier", "n=3", "later=True"),
+        bar=HUNG + LATER,
+    ),
+)
+
 SKIPPING = (
     fault(
         "skips_alone",
