@@ -1,163 +1,88 @@
-"""Run test files of DeepSpeed twice, on DeepSpeed and on the reference engine in its place, and print a table.
-
-    git clone https://github.com/deepspeedai/DeepSpeed
-    python scripts/deepspeed_tests.py DeepSpeed/tests
-
-Both runs use the drop-in for DistributedTest. ``deepspeed_tests.toml`` lists the files, and for each test that fails on
-the reference engine the reason. The exit status is 1 if another test fails there, or if a listed one passes.
-"""
+"""Run DeepSpeed's test files with its own fixtures, with the drop-in, and on the reference engine, and print tables."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 import tomllib
+from deepspeed_files.runs import FileRun, Way, build_operators, run_file
+from deepspeed_files.tables import find_unexpected, render_drop_in, render_stand_in
 
-ROOT = Path(__file__).resolve().parent.parent
-LIST = Path(__file__).with_suffix(".toml")
-COMMON = """from zharness.compat.deepspeed import *
-from zharness.compat.deepspeed import DEEPSPEED_TEST_TIMEOUT
+EPILOG = """
+own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
+in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again. own
+and drop-in run the same --sample tests of each file, spread over it; stand-in runs all. deepspeed_tests.toml lists the
+exceptions. The exit status is 1 if another test fails on the reference engine or ends differently with the drop-in.
+
+  git clone https://github.com/deepspeedai/DeepSpeed
+  python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
+  python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl --files unit/checkpoint --ways stand-in
 """
-# The files pass device_ids to DistributedDataParallel, which it refuses for a model on the CPU.
-CONFTEST = """
-_construct = torch.nn.parallel.DistributedDataParallel.__init__
-
-
-def _construct_on_cpu(self, module, device_ids=None, output_device=None, **options):
-    _construct(self, module, **options)
-
-
-torch.nn.parallel.DistributedDataParallel.__init__ = _construct_on_cpu
-"""
-STAND_IN = "zharness.compat.deepspeed_engine.install"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The verdict of one test (passed, failed, skipped) and the first line of its message."""
-
-    verdict: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One file in the table: the outcomes of its tests by name, on each engine, and the unexpected ones."""
-
-    path: str
-    on_deepspeed: dict[str, Outcome]
-    on_reference: dict[str, Outcome]
-    unexpected: list[str]
-
-    def render(self) -> str:
-        """Return the row of the Markdown table."""
-        counts = [
-            Counter(outcome.verdict for outcome in run.values()) for run in (self.on_deepspeed, self.on_reference)
-        ]
-        cells = [f"{c['passed']} ({c['failed']} failed, {c['skipped']} skipped)" if c else "not run" for c in counts]
-        return f"| `{self.path}` | {len(self.on_reference)} | {' | '.join(cells)} |"
-
-
-def prepare_tests(source: Path, target: Path) -> None:
-    """Copy DeepSpeed's folder ``tests`` and put the drop-in in the place of ``unit/common.py``."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    (target / "unit/common.py").write_text(COMMON)
-    with (target / "conftest.py").open("a") as file:
-        file.write(CONFTEST)
-
-
-def run_file(tests: Path, path: str, options: list[str], timeout: float) -> dict[str, Outcome]:
-    """Run one test file with these options of pytest, and return the outcomes by ``Class::test[id]``."""
-    report = tests / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-        "--isolation",
-        "pooled",
-    ]
-    search_path = os.pathsep.join([str(ROOT), str(tests)])
-    subprocess.run(
-        [*command, *options, f"--junitxml={report}", path],
-        cwd=tests,
-        env={**os.environ, "PYTHONPATH": search_path, "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.DEVNULL,
-        timeout=timeout,
-        check=False,
-    )
-    return dict(read_outcomes(report)) if report.exists() else {}
-
-
-def read_outcomes(report: Path) -> list[tuple[str, Outcome]]:
-    """Return the name and outcome of every test in a JUnit file."""
-    verdicts = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-    outcomes = []
-    for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - written by our own session
-        problem = next((child for child in case if child.tag in verdicts), None)
-        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-        message = "" if problem is None else (problem.get("message") or "").partition("\n")[0]
-        outcomes.append((name, Outcome("passed" if problem is None else verdicts[problem.tag], message)))
-    return outcomes
-
-
-def find_unexpected(outcomes: dict[str, Outcome], exceptions: list[dict[str, Any]]) -> list[str]:
-    """Describe the failures that no exception names, and the exceptions that name no failure."""
-    failed = {name: outcome for name, outcome in outcomes.items() if outcome.verdict == "failed"}
-    unexpected = [
-        f"{name} failed: {outcome.message}"
-        for name, outcome in failed.items()
-        if not any(re.search(entry["tests"], name) for entry in exceptions)
-    ]
-    stale = [e["tests"] for e in exceptions if not any(re.search(e["tests"], name) for name in failed)]
-    return [*unexpected, *(f"the exception {pattern!r} matches no failure" for pattern in stale)]
+FOLDERS = ("v1", "runtime", "checkpoint", "moe", "pipe", "comm", "ops/adam")
+EXCEPTIONS = Path(__file__).with_suffix(".toml")
 
 
 def main() -> int:
-    """Run the files and print the table, the exceptions and what was unexpected; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    """Run what the file of results lacks, print the tables, and return the exit status."""
+    options = parse_arguments()
+    known = read_runs(options.jsonl)
+    for path in find_files(options.tests, options.files):
+        for way in options.ways:
+            if (path, way) not in known:
+                known[path, way] = run_and_keep(options, path, way)
+    listed = {entry["path"]: entry.get("exception", []) for entry in tomllib.loads(EXCEPTIONS.read_text())["file"]}
+    runs = {key: run for key, run in known.items() if options.files in key[0]}
+    print(render_drop_in(runs), render_stand_in(runs, listed), sep="\n\n")
+    unexpected = list(find_unexpected(runs, listed))
+    print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
+    return int(bool(unexpected))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tests", type=Path, help="the folder tests of a checkout of DeepSpeed")
+    parser.add_argument("--jsonl", type=Path, required=True, help="the file that keeps the runs, one a line")
     parser.add_argument("--files", default="", help="only the files whose path contains this text")
-    parser.add_argument("--only-reference", action="store_true", help="do not run the files on DeepSpeed")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one file")
-    options = parser.parse_args()
-    listed = tomllib.loads(LIST.read_text())["file"]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        tests = Path(folder)
-        prepare_tests(options.tests, tests)
-        for entry in listed:
-            path, extra = entry["path"], entry.get("options", [])
-            if options.files not in path:
-                continue
-            on_deepspeed = {} if options.only_reference else run_file(tests, path, extra, options.timeout)
-            on_reference = run_file(tests, path, ["-p", STAND_IN, *extra], options.timeout)
-            rows.append(
-                Row(path, on_deepspeed, on_reference, find_unexpected(on_reference, entry.get("exception", [])))
-            )
-    print("| file | tests | passed on DeepSpeed | passed on the reference |\n|---|---|---|---|")
-    for row in rows:
-        print(row.render())
-    for row in rows:
-        for message in row.unexpected:
-            print(f"UNEXPECTED {row.path}: {message}")
-    return int(any(row.unexpected or not row.on_reference for row in rows))
+    parser.add_argument("--ways", type=parse_ways, default=list(Way), help="own,drop-in,stand-in (default: all)")
+    parser.add_argument("--sample", type=int, default=3, help="tests of a file; 0 means all (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
+    return parser.parse_args()
+
+
+def parse_ways(text: str) -> list[Way]:
+    """Return the ways whose names are separated by commas in ``text``."""
+    return [Way(name) for name in text.split(",") if name]
+
+
+def read_runs(file: Path) -> dict[tuple[str, Way], FileRun]:
+    """Return the runs that ``file`` has, by path and way; of two equal ones the last."""
+    lines: Iterable[str] = file.read_text().splitlines() if file.exists() else ()
+    return {(run.path, run.way): run for run in map(FileRun.from_json, lines)}
+
+
+def find_files(tests: Path, text: str) -> list[str]:
+    """Return the test files in FOLDERS whose path, relative to ``tests``, contains ``text``."""
+    files = (file for folder in FOLDERS for file in (tests / "unit" / folder).rglob("test_*.py"))
+    return sorted(path for path in (str(file.relative_to(tests)) for file in files) if text in path)
+
+
+def run_and_keep(options: argparse.Namespace, path: str, way: Way) -> FileRun:
+    """Run one file in one way, append the run to the file of results, and return it."""
+    operators = options.jsonl.resolve().parent / "operators"
+    if way is Way.OWN:
+        build_operators(operators)
+    sample = 0 if way is Way.STAND_IN else options.sample
+    run = run_file(options.tests, path, way, sample, options.limit, operators)
+    with options.jsonl.open("a") as file:
+        file.write(run.to_json() + "\n")
+    print(f"{path} {way.value}: {run.describe()} in {run.seconds} s", file=sys.stderr, flush=True)
+    return run
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from zharness.compat.deepspeed_engine import (
 VERSION = "0.19.8"  # the release whose behaviour the stand-in follows
 TORCH_INFO = {"version": "2.13", "cuda_version": "0.0", "nccl_version": "0.0", "bf16_support": True}
 _BUILDERS = ("AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "FusedLambBuilder", "InferenceBuilder")
+_LEAF_DEFAULTS = tuple(f"DEFAULT_LEAF_MODULE_{kind}" for kind in ("CLASSES", "NAMES", "NAME_SUFFIXES"))
 _UNSUPPORTED = (
     *("MoE", "LayerSpec", "TiedLayerSpec", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"),
     *("MultipleAllGatherHandles", "AllGatherHandle", "DeepSpeedZeroConfig", "load_state_dict_from_zero_checkpoint"),
@@ -93,7 +94,13 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
         "runtime.zero.config": missing,
         "runtime.zero.linear": public_names(linear),
         "runtime.zero.offload_config": {"OffloadDeviceEnum": unsupported.OffloadDeviceEnum},
-        "runtime.zero.partition_parameters": {**missing, **sharded, "partitioned_param_data_shape": [0]},
+        "runtime.zero.leaf_module_config": {name: [] for name in _LEAF_DEFAULTS},
+        "runtime.zero.partition_parameters": {
+            **missing,
+            **sharded,
+            "partitioned_param_data_shape": [0],
+            "zero_wrapper_for_fp_tensor_constructor": unsupported.keep_constructor,
+        },
         "runtime.zero.stage3": optimizers,
         "runtime.zero.stage_1_and_2": optimizers,
         "runtime.zero.utils": {"ZeRORuntimeException": configuration.ZeRORuntimeException},

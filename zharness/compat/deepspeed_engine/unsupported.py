@@ -39,6 +39,11 @@ class RepeatingLoader:
             return next(self._iterator)
 
 
+def keep_constructor(constructor: Any, target_dtype: Any) -> Any:
+    """Return ``constructor``, which makes tensors, unchanged: ``zero.Init`` casts Parameters at its end instead."""
+    return constructor
+
+
 class OpBuilder:
     """A builder of a C++ or CUDA operator that is never compatible, as on a machine without a compiler."""
 

@@ -1,0 +1,50 @@
+"""Pytest plugin that selects a sample of the tests, and writes each outcome to a file.
+
+The outcomes reach the file one by one, so those of a session that is killed are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+CONTROLLER = os.getpid()  # ranks are other processes
+WORLD_SIZE_ID = re.compile(r"(?<=\[)w\d+(?:-|(?=\]))|\[w\d+\]$")  # in the ids of the drop-in for DistributedTest
+
+
+def find_test_name(nodeid: str) -> str:
+    """Return the part of ``nodeid`` after the file, without the world size, so that it is the same in all ways."""
+    return WORLD_SIZE_ID.sub("", nodeid.partition("::")[2])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep so many tests, spread evenly over the sorted names, as the environment variable says; 0 keeps all."""
+    size = int(os.environ["DEEPSPEED_FILES_SAMPLE"])
+    names = sorted({find_test_name(item.nodeid) for item in items})
+    if size and len(names) > size:
+        kept = {names[index * len(names) // size] for index in range(size)}
+        config.hook.pytest_deselected(items=[item for item in items if find_test_name(item.nodeid) not in kept])
+        items[:] = [item for item in items if find_test_name(item.nodeid) in kept]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write the verdict of one phase of one test, if it is the call or did not pass."""
+    if os.getpid() == CONTROLLER and (report.when == "call" or not report.passed):
+        record = [find_test_name(report.nodeid), report.outcome, describe_problem(report)]
+        with Path(os.environ["DEEPSPEED_FILES_OUTCOMES"]).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def describe_problem(report: pytest.TestReport) -> str:
+    """Return the reason of a skip or the message of a failure, at most 400 characters."""
+    if report.passed:
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2][:400]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr)[:400]

@@ -1,0 +1,164 @@
+"""Run one test file of DeepSpeed in one way, within a time limit, and read the outcomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from time import monotonic
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not nightly")
+DEVICE_IDS = re.compile(r",\s*device_ids=[^,)]*(,\s*output_device=[^,)]*)?")
+COMMON = """from zharness.compat.deepspeed import *
+from zharness.compat.deepspeed import DEEPSPEED_TEST_TIMEOUT
+"""
+STAND_IN = "zharness.compat.deepspeed_engine.install"
+WORST_FIRST = ("failed", "skipped", "passed")
+TEST_TIMEOUT = "300"  # seconds of one test, in all ways
+KILLED = -9
+
+
+class Way(str, Enum):
+    """Which fixtures run the tests, and which engine is ``deepspeed``."""
+
+    OWN = "own"
+    DROP_IN = "drop-in"
+    STAND_IN = "stand-in"
+
+
+@dataclass(frozen=True)
+class FileRun:
+    """What one pytest process did with one file: verdict and message of each test by name, and the seconds.
+
+    ``sample`` is the number of tests to which the run was limited, or 0. ``status`` is -9 for a run that was killed at
+    its time limit; its tests that had not ended are missing.
+    """
+
+    path: str
+    way: Way
+    sample: int
+    seconds: float
+    cpu_seconds: float
+    status: int
+    outcomes: dict[str, tuple[str, str]]
+
+    def to_json(self) -> str:
+        """Return the run as one line."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def from_json(line: str) -> FileRun:
+        """Read a run from its line."""
+        record = json.loads(line)
+        outcomes = {name: (verdict, message) for name, (verdict, message) in record.pop("outcomes").items()}
+        return FileRun(**{**record, "way": Way(record["way"])}, outcomes=outcomes)
+
+    def describe(self) -> str:
+        """Return the counts of verdicts, such as ``3 passed, 1 skipped``, and whether the run was killed."""
+        counts = {verdict: len(self.named(verdict)) for verdict in reversed(WORST_FIRST)}
+        parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+        return ", ".join(parts or ["none"]) + (", killed" if self.status == KILLED else "")
+
+    def named(self, verdict: str) -> list[str]:
+        """Return the names of the tests with this verdict."""
+        return [name for name, outcome in self.outcomes.items() if outcome[0] == verdict]
+
+
+def build_operators(operators: Path) -> None:
+    """Build DeepSpeed's shared-memory operator in the folder ``operators``, which takes a minute the first time.
+
+    A run that was killed during a build leaves a lock that later builds wait for, so it is removed.
+    """
+    for lock in operators.glob("*/lock"):
+        lock.unlink()
+    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(operators), "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, "-c", build], env=environment, stdout=subprocess.DEVNULL, check=True)
+
+
+def run_file(source: Path, path: str, way: Way, sample: int, limit: float, operators: Path) -> FileRun:
+    """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds."""
+    with tempfile.TemporaryDirectory(prefix="deepspeed-files-") as folder:
+        tests = Path(folder) / "tests"
+        prepare_tests(source, tests, way)
+        outcomes = Path(folder) / "outcomes.jsonl"
+        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *options_of(way), path]
+        environment = environment_of(tests, way, sample, outcomes, operators)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = monotonic()
+        with (Path(folder) / "log").open("w") as log:
+            status = run_limited(command, tests, environment, log.fileno(), limit)
+        seconds = monotonic() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if not outcomes.exists():
+            print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, read_outcomes(outcomes))
+
+
+def prepare_tests(source: Path, target: Path, way: Way) -> None:
+    """Copy DeepSpeed's folder ``tests``, and put the drop-in in the place of ``unit/common.py``.
+
+    In all ways DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
+    """
+    shutil.copytree(source, target)
+    if way is not Way.OWN:
+        (target / "unit/common.py").write_text(COMMON)
+    for file in (target / "unit").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if "device_ids=" in text:
+            file.write_text(DEVICE_IDS.sub("", text), encoding="utf-8")
+
+
+def options_of(way: Way) -> list[str]:
+    """Return the options of pytest for this way."""
+    if way is Way.OWN:
+        return ["-p", "no:zharness"]
+    return ["--isolation", "pooled", *(["-p", STAND_IN] if way is Way.STAND_IN else [])]
+
+
+def environment_of(tests: Path, way: Way, sample: int, outcomes: Path, operators: Path) -> dict[str, str]:
+    """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
+    own = {"LOCAL_SIZE": "8"} if way is Way.OWN else {}
+    return {
+        **os.environ,
+        **own,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", tests))),
+        "TORCH_EXTENSIONS_DIR": str(operators),
+        "DS_ACCELERATOR": "cpu",
+        "DS_UNITTEST_TIMEOUT": TEST_TIMEOUT,
+        "DEEPSPEED_FILES_SAMPLE": str(sample),
+        "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
+    }
+
+
+def run_limited(command: list[str], folder: Path, environment: dict[str, str], output: int, limit: float) -> int:
+    """Run a command in a process group of its own and return its status; kill the group after ``limit`` seconds."""
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, -KILLED)
+            return KILLED
+
+
+def read_outcomes(file: Path) -> dict[str, tuple[str, str]]:
+    """Return the outcomes by name; of the phases and world sizes of one test, the worst counts."""
+    outcomes: dict[str, tuple[str, str]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        name, verdict, message = json.loads(line)
+        known = outcomes.get(name, ("passed", ""))[0]
+        if name not in outcomes or WORST_FIRST.index(verdict) < WORST_FIRST.index(known):
+            outcomes[name] = (verdict, " ".join(message.split())[:300])
+    return outcomes

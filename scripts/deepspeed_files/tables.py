@@ -1,0 +1,80 @@
+"""Render the runs of DeepSpeed's files as Markdown tables, and find the outcomes that no exception explains.
+
+An exception has ``tests``, a regular expression, a ``reason``, and a ``kind``. Tests of the kinds in ``WITHOUT_LAW``
+state no law about the engine: they read DeepSpeed's internals or files, need a feature that the reference engine lacks,
+or ask for a limit of DeepSpeed. A test of the kind ``decided`` states a law in which the reference engine differs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tabulate import tabulate
+
+from deepspeed_files.runs import KILLED, FileRun, Way
+
+WITHOUT_LAW = ("internals", "feature", "limit")
+Runs = Mapping[tuple[str, Way], FileRun]
+Exceptions = Mapping[str, list[dict[str, Any]]]
+
+
+def render_drop_in(runs: Runs) -> str:
+    """Return the table that compares DeepSpeed's own fixtures with the drop-in, test by test."""
+    rows = []
+    for (path, way), own in runs.items():
+        swapped = runs.get((path, Way.DROP_IN))
+        if way is Way.OWN and swapped is not None:
+            same = sum(verdict_of(swapped, name) == verdict_of(own, name) for name in own.outcomes)
+            ratio = f"{own.seconds / swapped.seconds:.1f} x{' or more' if own.status == KILLED else ''}"
+            names = f"{same} of {len(own.outcomes)}"
+            rows.append([short(path), own.describe(), swapped.describe(), names, own.seconds, swapped.seconds, ratio])
+    headers = ["file", "own fixtures", "drop-in", "same", "own s", "drop-in s", "ratio"]
+    return tabulate(rows, headers, tablefmt="github", floatfmt=".0f")
+
+
+def render_stand_in(runs: Runs, listed: Exceptions) -> str:
+    """Return the table of the files on the reference engine, with the share of the tests that state a law."""
+    rows, total = [], Counter[str]()
+    for (path, way), run in runs.items():
+        if way is Way.STAND_IN:
+            kinds = Counter(kind_of(name, listed.get(path, [])) for name in run.named("failed"))
+            passed = len(run.named("passed"))
+            with_law = passed + len(run.named("failed")) - sum(kinds[kind] for kind in WITHOUT_LAW)
+            others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            rows.append([short(path), run.describe(), with_law, passed, others])
+            total.update(passed=passed, with_law=with_law)
+    rows.append(["all", "", total["with_law"], total["passed"], f"{total['passed'] / max(total['with_law'], 1):.1%}"])
+    return tabulate(rows, ["file", "outcomes", "state a law", "pass", "failures"], tablefmt="github")
+
+
+def find_unexpected(runs: Runs, listed: Exceptions) -> Iterator[str]:
+    """Describe failures on the reference engine that no exception names, and differences with the drop-in."""
+    for (path, way), run in runs.items():
+        if way is Way.STAND_IN:
+            for name in run.named("failed"):
+                if kind_of(name, listed.get(path, [])) == "unexpected":
+                    yield f"{path}::{name} failed on the reference engine: {run.outcomes[name][1]}"
+        elif way is Way.OWN and (path, Way.DROP_IN) in runs:
+            swapped = runs[path, Way.DROP_IN]
+            for name, (verdict, _) in run.outcomes.items():
+                other = verdict_of(swapped, name)
+                if verdict != other:
+                    yield f"{path}::{name}: {verdict} with its own fixtures, {other} with the drop-in"
+
+
+def verdict_of(run: FileRun, name: str) -> str:
+    """Return the verdict of the test, or ``missing``."""
+    return run.outcomes.get(name, ("missing", ""))[0]
+
+
+def kind_of(name: str, exceptions: list[dict[str, Any]]) -> str:
+    """Return the kind of the first exception whose ``tests`` match the name, or ``unexpected``."""
+    return next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), "unexpected")
+
+
+def short(path: str) -> str:
+    """Return the path in code font, without the folder that all files share."""
+    return f"`{path.removeprefix('unit/')}`"
