@@ -75,7 +75,7 @@ def find_files(tests: Path, text: str) -> list[str]:
 def run_and_keep(options: argparse.Namespace, path: str, way: Way) -> FileRun:
     """Run one file in one way, append the run to the file of results, and return it."""
     operators = options.jsonl.resolve().parent / "operators"
-    if way is Way.OWN:
+    if way is not Way.STAND_IN:
         build_operators(operators)
     sample = 0 if way is Way.STAND_IN else options.sample
     run = run_file(options.tests, path, way, sample, options.limit, operators)

@@ -74,13 +74,16 @@ class FileRun:
 
 
 def build_operators(operators: Path) -> None:
-    """Build DeepSpeed's shared-memory operator in the folder ``operators``, which takes a minute the first time.
+    """Build DeepSpeed's operators for a CPU in the folder ``operators``, which takes minutes the first time.
 
     A run that was killed during a build leaves a lock that later builds wait for, so it is removed.
     """
     for lock in operators.glob("*/lock"):
         lock.unlink()
-    build = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    build = (
+        "from deepspeed.comm.torch import build_shm_op; from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; "
+        "build_shm_op(); FusedAdamBuilder().load()"
+    )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(operators), "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-c", build], env=environment, stdout=subprocess.DEVNULL, check=True)
 

@@ -2,7 +2,8 @@
 
 An exception has ``tests``, a regular expression, a ``reason``, and a ``kind``. Tests of the kinds in ``WITHOUT_LAW``
 state no law about the engine: they read DeepSpeed's internals or files, need a feature that the reference engine lacks,
-or ask for a limit of DeepSpeed. A test of the kind ``decided`` states a law in which the reference engine differs.
+or ask for a limit of DeepSpeed. A test of the kind ``decided`` states a law in which the reference engine differs, and
+one of the kind ``open`` a law that the stand-in does not follow yet.
 """
 
 from __future__ import annotations

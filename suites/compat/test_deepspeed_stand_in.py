@@ -13,7 +13,7 @@ TRAINING = """
 import deepspeed
 from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from zharness.errors import CheckpointError, UsageError
+from zharness.errors import CheckpointError, ConfigError, UsageError
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -115,6 +115,27 @@ class TestStandIn(DistributedTest):
         assert engine(torch.ones(1, 2)).shape == (1, 2)
         engine.destroy()
 
+    def test_an_edit_that_would_be_lost_raises_under_sanity_checks(self, stage):
+        with deepspeed.zero.Init(config={"zero_optimization": {"stage": 3, "enable_sanity_checks": True}}):
+            layer = torch.nn.Linear(2, 2)
+        with pytest.raises(RuntimeError, match="in-place modification"):
+            with deepspeed.zero.GatheredParameters(layer.weight), torch.no_grad():
+                layer.weight.zero_()
+        with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0), torch.no_grad():
+            layer.weight.zero_()
+
+    def test_a_second_engine_ends_the_first(self, stage):
+        first = self.build(stage)
+        if stage == 3:
+            with pytest.raises(ConfigError, match="belongs to another engine"):
+                deepspeed.initialize(model=first.module, config=self.config(stage))
+            return
+        second = deepspeed.initialize(model=first.module, config=self.config(stage))[0]
+        self.take_step(second)
+        with pytest.raises(UsageError, match="closed"):
+            first(torch.ones(1, 4))
+        second.destroy()
+
     def take_step(self, engine):
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 4)).sum())
@@ -167,7 +188,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 32, session.output
+    assert len(session.tests) == 40, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

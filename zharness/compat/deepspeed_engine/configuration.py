@@ -80,6 +80,8 @@ def translate_config(config: Any) -> EngineConfig:
         assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
             "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
         )
+    if isinstance(json_config.get("optimizer"), dict):
+        json_config["optimizer"].pop("torch_adam", None)  # a choice between DeepSpeed's implementations
     json_config.setdefault("gradient_clipping", DEFAULT_GRADIENT_CLIPPING)
     if json_config.get("fp16", {}).get("enabled"):
         json_config["fp16"].setdefault("hysteresis", DEFAULT_HYSTERESIS)

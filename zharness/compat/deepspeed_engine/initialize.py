@@ -52,6 +52,7 @@ def initialize(
     parameters = None if model_parameters is None else _as_groups(model_parameters)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if parameters is None else parameters)
+    _check_tested(optimizer, translated)
     if optimizer is None and "optimizer" not in translated.reference_json:
         optimizer = _build_idle_optimizer
     engine, _, loader, schedule = initialize_reference(
@@ -91,6 +92,15 @@ def _check_pipeline(model: nn.Module, config: EngineConfig) -> None:
     if isinstance(model, PipelineModule):
         assert config.is_managed, "managed_gradient_accumulation=False is not supported with pipeline parallelism"
         raise ConfigError("the reference engine has no pipeline parallelism")
+
+
+def _check_tested(optimizer: Any, config: EngineConfig) -> None:
+    """Raise AssertionError for an optimizer that is not torch's, unless stage 0 or the JSON allows it, as DeepSpeed."""
+    is_tested = optimizer is None or type(optimizer).__module__.startswith("torch.optim")
+    assert is_tested or config.stage == 0 or config.reference_json.get("zero_allow_untested_optimizer"), (
+        'You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true> in the '
+        "configuration file to use it."
+    )
 
 
 def _as_groups(model_parameters: Iterable[Any]) -> list[Any]:
