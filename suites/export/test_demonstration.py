@@ -47,7 +47,8 @@ def test_the_planted_fault_is_found_in_the_smallest_model(records: tuple[Record,
 
 
 def test_the_smallest_is_told_in_a_script(tmp_path: Path) -> None:
-    zharness(0, "export", make_cell_id(f"{MODEL}({SMALL})"), "--no-verify", "-o", str(tmp_path / "small.py"))
+    cell, script = make_cell_id(f"{MODEL}({SMALL})"), str(tmp_path / "small.py")
+    zharness(0, "export", cell, "--standalone", "--no-verify", "-o", script)
     script = (tmp_path / "small.py").read_text()
     compile(script, "small.py", "exec")
     assert "lora(), {'num_hidden_layers': '1'" in script

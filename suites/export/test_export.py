@@ -1,4 +1,4 @@
-"""`zharness export`: scripts run without the package and show the same verdict as their cell."""
+"""`zharness export --standalone`: scripts run without the package and show the same verdict as their cell."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_what_no_script_can_say_is_refused_by_its_type() -> None:
 def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     cell = "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"
-    run = programs.run("-m", "zharness", "export", "-o", str(script), cell, spares=1)
+    run = programs.run("-m", "zharness", "export", "--standalone", "-o", str(script), cell, spares=1)
     assert run.returncode == 0, run.stderr
     assert "the script: reproduced" in run.stderr
     # One number, found twice: by the harness's judge, and by the script's own few lines.
@@ -180,7 +180,7 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
 def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Path) -> None:
     # DeepSpeed divides each loss by three; its gradients are not those of plain PyTorch divided by three afterwards.
     cell = "training.accumulation[deepspeed-zero1-w1-fp32-mlp-engine]"
-    run = programs.run("-m", "zharness", "export", "-o", str(tmp_path / "holds.py"), cell, spares=1)
+    run = programs.run("-m", "zharness", "export", "--standalone", "-o", str(tmp_path / "holds.py"), cell, spares=1)
     assert run.returncode == 0, run.stderr
     assert "the script: not reproduced" in run.stderr
 

@@ -12,6 +12,7 @@ from zharness import engines
 from zharness.cell import Cell
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
+from zharness.export.imported_script import MAX_LINES
 from zharness.export.model_candidates import count_parameter_owners
 from zharness.export.program_script import has_short_script, render_program_script
 from zharness.export.shrink import (
@@ -37,6 +38,7 @@ def test_a_planted_failure_shrinks_to_one_layer_and_its_script_shows_it(tmp_path
     assert "fail: x(1) linear(1) | f b" in run.stderr
     assert "the script shows the same verdict" in run.stderr
     assert "nn.Sequential(nn.Identity(), nn.Linear(1, 1))" in script.read_text()
+    assert len(script.read_text().splitlines()) <= MAX_LINES
 
 
 def test_a_cell_that_holds_is_not_shrunk() -> None:

@@ -12,7 +12,22 @@ from zharness.cli.options import OUTPUT, SECONDS
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
+    from zharness.export.header import ScriptForm
     from zharness.export.verify import ScriptResult
+
+STANDALONE = click.option(
+    "--standalone",
+    is_flag=True,
+    help="Write all that the script needs but torch and the engine as text, often 500 lines and more; by default, the "
+    "script imports zharness.",
+)
+
+
+def choose_form(standalone: bool) -> ScriptForm:
+    """Return the form of a script that the option --standalone asks for."""
+    from zharness.export.header import ScriptForm
+
+    return ScriptForm.STANDALONE if standalone else ScriptForm.IMPORTED
 
 
 @click.command()
@@ -29,11 +44,20 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print a table that says for each law whether its script is short or long, and why it is long.",
 )
-def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool, timeout: float, listing: bool) -> int:
-    """Write a cell as a script that needs only torch and the engine, and run the script to verify it.
+@STANDALONE
+def export(
+    cell_id: str | None,
+    seed: int,
+    output: Path | None,
+    no_verify: bool,
+    timeout: float,
+    listing: bool,
+    standalone: bool,
+) -> int:
+    """Write a cell as a script of at most 80 lines, and run the script to verify it.
 
-    CELL_ID is the id that the report of a failure prints. The exit code is 1 if the script does not show the cell's
-    verdict.
+    The script imports the harness's judge; with --standalone it needs torch and the engine alone. CELL_ID is the id
+    that the report of a failure prints. The exit code is 1 if the script does not show the cell's verdict.
     """
     from zharness.cell import Cell
 
@@ -49,7 +73,7 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
         raise UsageError(
             "no cell id was given; give the id that a report prints, such as training.grads[ddp-zero0-w2-fp32-mlp]"
         )
-    options = command.ExportOptions(seed, timeout, output)
+    options = command.ExportOptions(seed, timeout, output, choose_form(standalone))
     return command.export(
         cell_id,
         options,
@@ -77,7 +101,10 @@ def export(cell_id: str | None, seed: int, output: Path | None, no_verify: bool,
     show_default=True,
     help="Time limit for the ranks of one cell or program, in seconds.",
 )
-def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float) -> int:
+@STANDALONE
+def shrink(
+    cell_id: str, seed: int, seconds: float, output: Path | None, no_verify: bool, timeout: float, standalone: bool
+) -> int:
     """Find the smallest failure like that of a cell, print the command that shows it, and export it as a script.
 
     The command tries fewer ranks, a lower stage, fp32 and smaller models, and then programs (see `zharness program`)
@@ -88,7 +115,7 @@ def shrink(cell_id: str, seed: int, seconds: float, output: Path | None, no_veri
     from zharness.export import command
     from zharness.releases.rank_environment import prepare_rank_environment
 
-    options = command.ExportOptions(seed, timeout, output)
+    options = command.ExportOptions(seed, timeout, output, choose_form(standalone))
     return command.shrink(
         cell_id, options, seconds, prepare_rank_environment, None if no_verify else make_script_runner
     )

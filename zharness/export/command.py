@@ -17,6 +17,8 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.cell_script import is_judged_by_law, render_cell_script
+from zharness.export.header import ScriptForm
+from zharness.export.imported_script import render_imported_cell_script, render_imported_program_script
 from zharness.export.program_script import has_short_script, render_program_script
 from zharness.export.script_length import explain_long_script
 from zharness.export.script_writer import Script
@@ -38,12 +40,13 @@ class ExportOptions:
     """The options of an export: the salt of the cell's seed, the time-out and the path of the script.
 
     ``seed`` is the salt, which is mixed into the hash from which the cell's seed is derived. ``timeout`` is in seconds.
-    If ``output`` is None, the script is written to standard output.
+    If ``output`` is None, the script is written to standard output. ``form`` is what the script may import.
     """
 
     seed: int = 0
     timeout: float = 60.0
     output: Path | None = None
+    form: ScriptForm = ScriptForm.IMPORTED
 
 
 def parse_exportable_cell(text: str) -> Cell:
@@ -69,7 +72,8 @@ def export(text: str, options: ExportOptions, get_environment: GetEnvironment, r
     if record.verdict not in EXPORTABLE_VERDICTS:
         raise UsageError(f"cannot export {cell.id}: its verdict is {record.verdict.value}: {record.cause}")
     name = options.output.name if options.output is not None else "script.py"
-    return write_and_verify(render_cell_script(record, claims, name), record, options.output, run_script)
+    render = render_cell_script if options.form is ScriptForm.STANDALONE else render_imported_cell_script
+    return write_and_verify(render(record, claims, name), record, options.output, run_script)
 
 
 def write_and_verify(script: Script, record: Record, output: Path | None, run_script: RunScript | None) -> int:
@@ -151,12 +155,17 @@ def shrink(
             err=True,
         )
         return 0
-    if result.program is not None and (has_short_script(result.program) or is_judged_by_law(last, result.claims)):
+    is_imported = options.form is ScriptForm.IMPORTED
+    has_script = is_imported or (result.program is not None and has_short_script(result.program))
+    if result.program is not None and (has_script or is_judged_by_law(last, result.claims)):
         version = result.record.engine_version
-        script = render_program_script(cell.engine, version, result.program, result.outcome, result.claims)
+        render = render_imported_program_script if is_imported else render_program_script
+        script = render(cell.engine, version, result.program, result.outcome, result.claims)
         record = replace(result.record, verdict=result.outcome.verdict, cause=result.outcome.cause)
         return write_and_verify(script, record, options.output, get_run_script and get_run_script(cell.engine))
-    script = render_cell_script(result.record, result.claims, "script.py")
+    script = (render_imported_cell_script if is_imported else render_cell_script)(
+        result.record, result.claims, "script.py"
+    )
     return write_and_verify(script, result.record, options.output, get_run_script and get_run_script(cell.engine))
 
 

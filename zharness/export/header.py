@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from enum import Enum
 
 from zharness.engines import registry
 from zharness.laws import Law
@@ -14,8 +15,21 @@ WIDTH = 120
 WRONG_NUMBER_PHRASE = "plain PyTorch gives"  # part of every mismatch that parts/compare.py.txt prints
 
 
+class ScriptForm(Enum):
+    """What an exported script needs: this package, or torch and the engine alone."""
+
+    IMPORTED = "imported"
+    STANDALONE = "standalone"
+
+
 def render_cell_docstring(
-    record: Record, law: Law, signature: str, success_line: str, name: str, explanation: str
+    record: Record,
+    law: Law,
+    signature: str,
+    success_line: str,
+    name: str,
+    explanation: str,
+    form: ScriptForm = ScriptForm.STANDALONE,
 ) -> str:
     """Return the docstring of a cell's script; ``explanation`` says how the script decides whether the law holds."""
     cell = record.cell
@@ -37,6 +51,7 @@ def render_cell_docstring(
             f"Written by: zharness export '{cell.id}'" + (f" --seed {record.seed}" if record.seed else ""),
         ],
         report_url=record.expected_failure,
+        form=form,
     )
 
 
@@ -52,6 +67,7 @@ def render_docstring(
     name: str,
     notes: Sequence[str],
     report_url: str = "",
+    form: ScriptForm = ScriptForm.STANDALONE,
 ) -> str:
     """Return a docstring with the title, ``key: value`` lines, the command that runs the script, and ``notes``."""
     name_of_engine = registry.split_release(engine)[0]
@@ -75,7 +91,8 @@ def render_docstring(
         if name_of_engine == "deepspeed" or ":" in name_of_engine
         else ""
     )
-    needs = " and ".join(["torch", *filter(None, [package])])
+    imported = ["zharness"] if form is ScriptForm.IMPORTED and not package.startswith("zharness.") else []
+    needs = " and ".join(dict.fromkeys(filter(None, ["torch", package, *imported])))
     ending = (
         'If the law holds, the script ends with the line above after "ok:" and exit code 0. If the law is broken, it '
         'ends with a line that starts with "repro: REPRODUCED" and exit code 1. Any other output decides nothing.'

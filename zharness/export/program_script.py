@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from zharness.engines import Capabilities, Feature
-from zharness.export.header import WRONG_NUMBER_PHRASE, render_docstring
+from zharness.export.header import WRONG_NUMBER_PHRASE, ScriptForm, render_docstring
 from zharness.export.judge_script import build_program_script_spec, render_judge_script
 from zharness.export.literals import render_literal
 from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, quote
@@ -106,7 +106,12 @@ def render_judged_program_script(
 
 
 def render_program_header(
-    engine: str, version: str, program: Program, outcome: ProgramOutcome, signature: str
+    engine: str,
+    version: str,
+    program: Program,
+    outcome: ProgramOutcome,
+    signature: str,
+    form: ScriptForm = ScriptForm.STANDALONE,
 ) -> tuple[str, str]:
     """Return the script's docstring, and the line that the script prints if the law holds."""
     ok = f"repro: {quote(str(program))[1:-1]} on {engine} at stage {program.stage} OK."
@@ -126,6 +131,7 @@ def render_program_header(
             "Every verb is compared with plain PyTorch, which starts from the engine's weights before that verb.",
             f"Written from: {format_program_command(engine, [program])}",
         ],
+        form=form,
     )
     return head, ok
 
