@@ -25,11 +25,18 @@ from zharness.engines.deepspeed_build import (
     json_overrides,
     offload_and_reload,
     require_buildable,
+    require_given_rates,
     require_sharding_optimizer,
     save_universal,
+    unwrap_and_wrap,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
-from zharness.engines.deepspeed_options import OFFLOAD_STATES, UNIVERSAL_CHECKPOINT, UNSCALED_BACKWARD
+from zharness.engines.deepspeed_options import (
+    OFFLOAD_STATES,
+    UNIVERSAL_CHECKPOINT,
+    UNSCALED_BACKWARD,
+    UNWRAPPED,
+)
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
@@ -109,11 +116,12 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                 self._global_state.restore
             )  # an engine that is not built must not leave its state to the next
             try:
-                self._engine: Any = initialize(deepspeed, model, config, ds_config)
+                built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, config, ds_config)
             except (AssertionError, ValueError, NotImplementedError) as error:
                 raise EngineRefusal(
                     f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
                 ) from error
+            self._engine, self._given_rates = built
             require_sharding_optimizer(self._engine.optimizer, config.stage)
             self.module: nn.Module = self._engine.module
             links = RoundRobinLinks.build(self._engine.optimizer)
@@ -148,8 +156,11 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._coalesce_block.close()
         ends_window = self._engine.is_gradient_accumulation_boundary()
         self._engine.step()
+        require_given_rates(self._engine.optimizer, self._given_rates)
         if self._config.options.get(OFFLOAD_STATES) and ends_window:
             offload_and_reload(self._engine, self._config.stage)
+        if self._config.options.get(UNWRAPPED) and ends_window:
+            unwrap_and_wrap(self._engine)
         if self._backward_count >= self._config.accumulation_steps:
             self._backward_count = 0
 

@@ -24,6 +24,7 @@ from zharness.engines.deepspeed_options import (
     TENSOR_RATES,
     UNIVERSAL_CHECKPOINT,
     UNSCALED_BACKWARD,
+    UNWRAPPED,
     ZERO_INIT,
 )
 from zharness.engines.deepspeed_schedulers import json_scheduler
@@ -46,6 +47,7 @@ ADAPTER_OPTIONS = (
     TENSOR_RATES,
     UNIVERSAL_CHECKPOINT,
     UNSCALED_BACKWARD,
+    UNWRAPPED,
     ZERO_INIT,
 )
 
@@ -91,13 +93,20 @@ def require_buildable(stage: int, options: Mapping[str, Any]) -> None:
             raise ConfigError(f"got {name}, which cannot be built: {entry.option.absent}")
 
 
-def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config: Mapping[str, Any]) -> Any:
-    """Return ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``."""
+def initialize(
+    deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config: Mapping[str, Any]
+) -> tuple[Any, Sequence[Tensor]]:
+    """Build ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``.
+
+    Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
+    """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if config.options.get(LEAF_MODULES):
         deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
     if config.options.get(ZERO_INIT):
-        deepspeed.zero.Init(module=model, config_dict_or_path=ds_config)
+        # The block, in which users build models, also replaces the constructors of all modules for as long as it lasts.
+        with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):
+            pass
     groups = optimizers.param_groups(trained, config.optimizer)
     scheduling: dict[str, Any] = {}
     if config.options.get(JSON_SCHEDULER):
@@ -105,12 +114,24 @@ def initialize(deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config
     else:
         scheduling["lr_scheduler"] = partial(optimizers.schedule, spec=config.optimizer)
     if config.options.get(JSON_OPTIMIZER):
-        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0]
+        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0], ()
     optimizer = build_optimizer(trained, config)
+    rates = []
     if config.options.get(TENSOR_RATES):
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **scheduling)[0]
+            rates.append(group["lr"])
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **scheduling)[0], rates
+
+
+def require_given_rates(optimizer: Any, rates: Sequence[Tensor]) -> None:
+    """Raise EngineContractError unless the learning rates of ``optimizer`` still are the tensors ``rates``, if any.
+
+    torch's schedulers write into them, so that the caller's tensors stay the rates.
+    """
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if group["lr"] is not rate:
+            raise EngineContractError(f"the schedule replaced the tensor of a learning rate, {rate}, by {group['lr']}")
 
 
 def require_sharding_optimizer(optimizer: Any, stage: int) -> None:
@@ -142,6 +163,13 @@ def offload_and_reload(engine: Any, stage: int) -> None:
     moved = [kinds.lp_params, kinds.lp_grads, kinds.contiguous_grad_buffer] if stage == 3 else None
     engine.offload_states(include=moved, pin_memory=False)
     engine.reload_states()
+
+
+def unwrap_and_wrap(engine: Any) -> None:
+    """Remove the hooks of ``engine`` at stage 3 and register them again, as generation with its model does."""
+    stage_3: Any = importlib.import_module("deepspeed.runtime.zero")
+    with stage_3.unwrap_model_for_generation(engine):
+        pass
 
 
 def leaf_classes(model: nn.Module) -> Sequence[type[nn.Module]]:

@@ -26,6 +26,7 @@ OFFLOAD_STATES = "offload_states"  # call offload_states() and reload_states() a
 TENSOR_RATES = "tensor_rates"  # give the optimizer learning rates that are tensors
 UNSCALED_BACKWARD = "unscaled_backward"  # divide the loss by the caller, and pass scale_wrt_gas=False
 UNIVERSAL_CHECKPOINT = "universal_checkpoint"  # convert what is saved with ds_to_universal, and load the result
+UNWRAPPED = "unwrapped"  # enter and leave unwrap_model_for_generation after each step
 ZERO_INIT = "zero_init"  # partition the model with deepspeed.zero.Init before initialize
 
 _SWAP_FOLDER = str(Path(tempfile.gettempdir()) / "zharness-nvme")
@@ -199,7 +200,10 @@ STAGE_3_OPTIONS: Mapping[str, StagedOption] = {
     "sub_groups_of_20": staged(STAGE_3, zero_optimization(sub_group_size=20)),
     "no_reuse": staged(STAGE_3, zero_optimization(stage3_max_reuse_distance=0)),
     "no_live_parameters": staged(STAGE_3, zero_optimization(stage3_max_live_parameters=0)),
-    "all_reduce_fetch": staged(STAGE_3, zero_optimization(stage3_use_all_reduce_for_fetch_params=True)),
+    # On one rank nothing is fetched.
+    "all_reduce_fetch": staged(
+        STAGE_3, zero_optimization(stage3_use_all_reduce_for_fetch_params=True), world_size_factor=2
+    ),
     "sequential_gathers": staged(STAGE_3, zero_optimization(stage3_allgather_sequential=True)),
     "one_persistent_parameter": staged(
         STAGE_3,
@@ -236,6 +240,7 @@ _OTHER_SCHEDULES = "the schedules of the other laws are not those of DeepSpeed's
 OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "json_optimizer": staged(frozenset({0, 1, 2, 3}), {JSON_OPTIMIZER: True}),
     "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}),
+    "unwrapped": staged(STAGE_3, {UNWRAPPED: True}),
     "unscaled_backward": staged(frozenset({0, 1, 2, 3}), {UNSCALED_BACKWARD: True}),
     # Given a whole model, zero.Init partitions it and leaves its dtype.
     "zero_init": staged(STAGE_3, {ZERO_INIT: True}, dtypes=frozenset({"fp32"})),

@@ -12,8 +12,9 @@ from zharness.errors import UsageError
 from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
 from zharness.hunt.symptoms import find_symptom
+from zharness.law_kit.setting import split_settings
 from zharness.releases.repros import ReproVerdict, load_catalogue
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, split_settings
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.program_runner import ProgramOutcome, program_options
 from zharness.run.record import Verdict
 from zharness.workload.programs import BACKWARD_ACTS, Act, LayerKind, Mark, Program

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness import torch_private as private
 from zharness.law_kit.judge_context import JudgeContext
@@ -34,10 +34,19 @@ def read_process_state() -> dict[str, Tensor]:
         "multithreaded backward": private.is_backward_multithreaded(),
         "garbage collection": gc.isenabled(),
         "number of threads": torch.get_num_threads(),
+        "constructors of torch.nn": zlib.crc32(repr(list(find_constructors())).encode()),
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }
     settings = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
     return {**settings, RANDOM_STATE: torch.get_rng_state().double()}
+
+
+def find_constructors() -> Iterator[tuple[str, str, int]]:
+    """Yield the class, the file and the line of each ``__init__`` that a class of torch.nn has of its own."""
+    for name, value in vars(nn).items():
+        code = getattr(vars(value).get("__init__"), "__code__", None) if isinstance(value, type) else None
+        if code is not None:
+            yield name, code.co_filename, code.co_firstlineno
 
 
 def compare_process_state(ctx: JudgeContext, label: str, steps: range) -> Iterator[Comparison]:

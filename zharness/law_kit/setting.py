@@ -7,6 +7,7 @@ Default settings are left out of the id.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -119,3 +120,8 @@ class Setting:
 
 
 DEFAULT_SETTING = Setting()
+
+
+def split_settings(settings: Iterable[str]) -> list[str]:
+    """Return the parts of all ``settings``, in their order."""
+    return [part for setting in settings for part in setting.split(SEPARATOR)]

@@ -20,8 +20,12 @@ def window_law(
     kept_because: str,
     features: tuple[Feature, ...] = (),
     model: str = "experts",
+    dtypes: tuple[str, ...] = ("fp32",),
 ) -> Law:
-    """Build the law ``name``, with one variant for each scenario in ``scenarios``."""
+    """Build the law ``name``, with one variant for each scenario in ``scenarios``.
+
+    Sums of integers over several windows need more bits than the dtypes other than fp32 have.
+    """
     return Law(
         name=name,
         statement=statement,
@@ -32,7 +36,7 @@ def window_law(
         kept_because=kept_because,
         features=(Feature.PARAMETERS, *features),
         variants=tuple(Variant(variant, required_features(scenario)) for variant, scenario in scenarios.items()),
-        dtypes=("fp32",),  # sums of integers over several windows need more bits than a narrow dtype has
+        dtypes=dtypes,
     )
 
 
@@ -40,4 +44,5 @@ def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
     """Return the features that an engine has to claim for the settings of ``scenario``."""
     accumulation = (OWNER_FEATURES[scenario.owner],) if scenario.micro_batches > 1 else ()
     call = () if scenario.backward_call is BackwardCall.ENGINE else (REQUIRED_FEATURES[scenario.backward_call],)
-    return (*accumulation, *call, *((Feature.CLIP,) if scenario.clip is not None else ()))
+    clip = (Feature.CLIP,) if scenario.clip is not None else ()
+    return (*accumulation, *call, *clip, *((Feature.NO_SYNC,) if scenario.in_no_sync else ()))

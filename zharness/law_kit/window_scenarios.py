@@ -37,8 +37,9 @@ class WindowScenario:
     the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
     ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
     None. ``momentum`` and ``weight_decay`` are those of the optimizer. ``backward_call`` is the call by which
-    ``backward`` of the engine's participant runs. If the engine owns the accumulation, the script never calls
-    ``zero_grad``, because the engine begins the next window itself.
+    ``backward`` of the engine's participant runs. ``in_no_sync`` says that all micro-batches of a window but the last
+    run inside the engine's ``no_sync``. If the engine owns the accumulation, the script never calls ``zero_grad``,
+    because the engine begins the next window itself.
     """
 
     train: WindowScript
@@ -52,6 +53,7 @@ class WindowScenario:
     before_step: Callable[[Participant, int], None] | None = None
     after_step: Callable[[Participant, int], None] | None = None
     backward_call: BackwardCall = BackwardCall.ENGINE
+    in_no_sync: bool = False
 
     @property
     def divisor(self) -> int:
@@ -105,7 +107,11 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
     for window in range(scenario.windows):
         ctx.record(f"params{suffix}", engine.full_params(), window)
         for micro in range(scenario.micro_batches):
-            with participant.allow_uneven_use() if scenario.is_uneven else nullcontext():
+            deferred = scenario.in_no_sync and micro + 1 < scenario.micro_batches
+            with (
+                participant.allow_uneven_use() if scenario.is_uneven else nullcontext(),
+                engine.no_sync() if deferred else nullcontext(),
+            ):
                 values = scenario.train(participant, window, micro)
             ctx.record(f"values{suffix}", values or {}, window * scenario.micro_batches + micro)
             if engine_owns and micro + 1 < scenario.micro_batches:

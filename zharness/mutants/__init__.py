@@ -50,6 +50,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     tensor_access,
     tensor_ownership,
     transforms,
+    two_dtypes,
     unused_parameters,
 )
 from zharness.mutants.mutant import PATH, REGISTERED, FaultKind, Mutant, Origin, Target

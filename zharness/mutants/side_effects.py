@@ -167,3 +167,21 @@ class EvaluatesAfterErrors(Around):
         except Exception:
             self.module.eval()
             raise
+
+
+CONSTRUCTOR = "__init__"
+
+
+@mutant(FaultKind.RANKS, modes_target("constructors of torch.nn after building the engine"), origin=Origin.ORDERS)
+class ReplacesInheritedConstructors(Around):
+    """Leaves a class of torch.nn with a constructor of its own, where it had inherited one."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        setattr(nn.BatchNorm1d, CONSTRUCTOR, nn.BatchNorm1d.__init__)
+
+    def close(self) -> None:
+        self.right.close()
+        delattr(nn.BatchNorm1d, CONSTRUCTOR)  # the next cell of the process must have the inherited constructor

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.cell import Cell
 from zharness.engines.registry import capabilities, split_release
 from zharness.errors import UsageError
-from zharness.law_kit.setting import SEPARATOR
+from zharness.law_kit.setting import SEPARATOR, split_settings
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
@@ -50,12 +50,11 @@ class ExpectedFailure:
 
     The entry covers the laws ``check`` and ``further_laws``, each a name, a group or a glob.
     An empty tuple matches every value, but without ``meshes`` an entry covers no cell of a mesh. Each text of
-    ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has to have together; cells
-    with one of ``unless_engine_variants`` are not covered.
+    ``engine_variants`` is one part of a setting, or several joined by ``+`` that a cell has together; cells with one of
+    ``unless_engine_variants`` are not covered.
     ``releases`` is a version specifier (PEP 440) of the bad releases. The cell has to end with ``verdict``, and one of
     ``signatures`` has to occur in its cause. If ``details`` is not empty, one of its texts also has to occur in the
-    tracebacks and output of the ranks; use it if the cause says little, as a KeyError does. A cell that fails in
-    another way is not excused.
+    ranks' tracebacks and output; use it if the cause says little. A cell that fails in another way is not excused.
 
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
@@ -113,16 +112,25 @@ class ExpectedFailure:
             and self.applies_to_version(version)
         )
 
+    @property
+    def describes_a_way_to_fail(self) -> bool:
+        """Whether the entry, for several laws, names options or releases that end, so that a cell may pass."""
+        return bool(self.further_laws or "*" in self.check) and (bool(self.engine_variants) or self.ends)
+
+    @property
+    def ends(self) -> bool:
+        """Whether there is a last release that the entry is about."""
+        return any(part.operator in ("<", "<=", "==") for part in SpecifierSet(self.releases))
+
     def is_stale_on(self, cell: Cell) -> bool:
         """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
 
         This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
         and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
         windows or calls of backward, a cell may pass although the entry is right about other cells.
-        An entry for several laws under named options describes a way to fail that not every cell meets, so that only
-        a whole run can make it stale. On a user's model an entry is stale only if it names the model.
+        An entry that ``describes_a_way_to_fail`` is stale in a whole run alone, one on a user's model if it names it.
         """
-        if (self.further_laws or "*" in self.check) and self.engine_variants:
+        if self.describes_a_way_to_fail:
             return False
         if is_user_model(cell.model) and cell.model not in self.models:
             return False
@@ -310,23 +318,18 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
     return sorted({key for keys in options for key in keys if key in entry.remedy})
 
 
-def split_settings(settings: Iterable[str]) -> list[str]:
-    """Return the parts of all ``settings``, in their order."""
-    return [part for setting in settings for part in setting.split(SEPARATOR)]
-
-
 def is_list_of_text(value: object) -> bool:
-    """Return whether ``value`` is a list of strings with at least one element."""
+    """Return whether ``value`` is a list of strings that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def may_cover_every_law(entry: ExpectedFailure) -> bool:
     """Return whether ``entry`` may have the law ``*``.
 
-    It may if a remedy is documented, because the law then has to hold with the remedy, or if the engine claims a
-    ``known_bug``, which affects every training, for each option that the entry names.
+    It may if a remedy is documented, with which the law has to hold; if its releases end, as they do not change any
+    more; or if the engine claims a ``known_bug``, which affects every training, for each option that the entry names.
     """
-    if entry.documented and entry.remedy:
+    if (entry.documented and entry.remedy) or entry.ends:
         return True
     claims = [capabilities(entry.engine, stage) for stage in entry.stages]
     variants = [found.engine_options for found in claims if found is not None]
@@ -357,8 +360,8 @@ def find_setting_failure(
 ) -> ExpectedFailure | None:
     """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
 
-    A cell with a setting may fail as any entry that covers it describes, so all entries are tried, not only the first
-    one. If no entry matches, returns the first entry that covers the cell. If no entry covers the cell, returns None.
+    A cell with a setting, or of a named release, may fail as any entry that covers it describes, so all are tried. If
+    none matches, returns the first entry that covers the cell, or None if there is none.
     """
     covering = list_covering_entries(cell, version, user_failures)
     matching = (entry for entry in covering if entry.describes_failure(verdict, cause, details))
@@ -370,7 +373,7 @@ def find_failure_with_remedy(
 ) -> ExpectedFailure | None:
     """Return the expected failure for options of ``cell`` that describes its failure with a documented remedy.
 
-    Returns None if there is none. An entry that has a remedy of its own describes the failure without it.
+    An entry that has a remedy of its own describes the failure without it. Returns None if there is none.
     """
     return next(
         (

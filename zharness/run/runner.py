@@ -17,6 +17,7 @@ import torch
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.registry import split_release
 from zharness.errors import UsageError, WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
@@ -160,7 +161,7 @@ class Runner:
         version, user_failures = blank_record.engine_version, self.user_expected_failures
         expected = (
             find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
-            if cell.engine_variant or is_user_model(cell.model)
+            if cell.engine_variant or is_user_model(cell.model) or split_release(cell.engine)[1] is not None
             else find_expected_failure(cell, version, user_failures)
         )
         if expected is not None:

@@ -1,4 +1,4 @@
-"""Find expected failures that name options, none of whose cells in a run failed as expected."""
+"""Find expected failures that name options or past releases, none of whose cells in a run failed as expected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zharness.run.record import Record, Verdict
 
 
 def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[ExpectedFailure] = ()) -> list[str]:
-    """Describe each expected failure that names options, if a cell with one of them passed and none failed as expected.
+    """Describe each expected failure for options or past releases, if a cell passed and none failed as expected.
 
     An entry is described only if the run has all of its laws, stages, world sizes and dtypes, where a law that the
     engine does not support counts as run. For an entry of one law, each law variant that ran also has to have run with
@@ -21,8 +21,9 @@ def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[E
     excludes cells that pass under further options.
     """
     return [
-        f"{entry.location}: {', '.join(entry.laws)}: no failure in the cells of {engine} that set "
-        f"{' or '.join(entry.engine_variants)} ({len(passed)} passed, for example {passed[0].cell.id}), but was "
+        f"{entry.location}: {', '.join(entry.laws)}: no failure in the cells of {engine} that "
+        f"{'set ' + ' or '.join(entry.engine_variants) if entry.engine_variants else 'it covers'} "
+        f"({len(passed)} passed, for example {passed[0].cell.id}), but was "
         f"expected to fail ({entry.upstream}); narrow or delete this entry"
         for engine in dict.fromkeys(record.cell.engine for record in records)
         for entry, passed in iter_passing_entries([r for r in records if r.cell.engine == engine], user_failures)
@@ -32,11 +33,12 @@ def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[E
 def iter_passing_entries(
     records: Sequence[Record], user_failures: Sequence[ExpectedFailure]
 ) -> Iterator[tuple[ExpectedFailure, list[Record]]]:
-    """Yield each entry for options that excused no cell in the run of one engine, with the cells that passed."""
+    """Yield each entry for options or past releases that excused no cell of one engine, with the cells that passed."""
     ran = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
     attempted = {record.cell.law for record in records}
     for entry in expected_failures_for(records[0].cell.engine, user_failures) if ran else ():
-        if not entry.engine_variants or entry.isolation or not has_all_values(entry, ran, attempted):
+        is_of_whole_run = entry.engine_variants or entry.describes_a_way_to_fail
+        if not is_of_whole_run or entry.isolation or not has_all_values(entry, ran, attempted):
             continue
         covered = [record for record in ran if entry.covers_cell(record.cell, record.engine_version)]
         passed = [record for record in covered if record.verdict is Verdict.PASS]

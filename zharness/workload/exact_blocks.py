@@ -264,6 +264,35 @@ class ExpertsModel(nn.Module):
         return output
 
 
+class GatedLinear(nn.Linear):
+    """A linear layer with a further parameter, ``gate``, which is added to the output if ``gated`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, gated: bool) -> Tensor:  # type: ignore[override]
+        output = super().forward(x)
+        return output + self.gate if gated else output
+
+
+class GatedModel(nn.Module):
+    """A model whose last layer has a parameter that not every forward uses.
+
+    The model maps (batch, 16) to (batch, 16). The forward's argument ``gated`` says whether the gate is used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.last = GatedLinear()
+        make_ternary(self)
+
+    def forward(self, x: Tensor, gated: bool = True) -> Tensor:
+        output: Tensor = self.last(torch.relu(self.first(x)), gated)
+        return output
+
+
 class LookupModel(nn.Module):
     """A model with an embedding whose gradients are sparse, and a linear head.
 

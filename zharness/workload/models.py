@@ -262,6 +262,14 @@ MODELS: dict[str, ModelSpec] = {
             for kind in exact_blocks.ODD_PARAMETERS
         ),
         ModelSpec(
+            name="gated",
+            summary="an exact model whose last layer has a parameter that not every forward uses",
+            build=exact_blocks.GatedModel,
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+        ),
+        ModelSpec(
             name="experts",
             summary="an exact model of a list of layers, of which each forward uses the named ones in the named order",
             build=exact_blocks.ExpertsModel,
