@@ -105,6 +105,12 @@ class Mesh:
         shape, at = self.shape(world_size), self.coordinates(rank, world_size)
         return at[REPLICATE] * shape[SHARD] + at[SHARD]
 
+    def rank_at_start(self, axis: str, rank: int, world_size: int) -> int:
+        """Return the rank at coordinate 0 of ``axis`` whose other coordinates are those of ``rank``."""
+        shape = self.shape(world_size)
+        stride = math.prod(shape[inner] for inner in AXES[AXES.index(axis) + 1 :])
+        return rank - self.coordinates(rank, world_size)[axis] * stride
+
     def describe_rank(self, rank: int, world_size: int) -> str:
         """Return the coordinates of ``rank``, as ``dp_shard 1, tp 0``; '' on the default mesh."""
         if not self.sizes:

@@ -23,6 +23,11 @@ PLAN_WORDS = {
     "colwise_gather_output": "rows of the weight are split, and the output is gathered",
     "rowwise": "columns of the weight are split, as the input is; the outputs are summed",
     "rowwise_split_input": "columns of the weight are split, and so is the input, which was whole; outputs are summed",
+    "rowwise_to_sequence": "as rowwise, but the summed output is split along the sequence",
+    "rowwise_split_input_to_sequence": "as rowwise_split_input, but the summed output is split along the sequence",
+    "sequence_to_colwise": "as colwise, but the input, split along the sequence, is gathered first",
+    "sequence_to_colwise_gather_output": "as sequence_to_colwise, but the output is gathered",
+    "sequence_parallel": "the weight is whole, and the input and the output are split along the sequence",
 }
 
 
@@ -52,18 +57,29 @@ def split_modules(model: nn.Module, config: EngineConfig, devices: DeviceMesh) -
 
 def make_style(word: str) -> Any:
     """Return torch's ParallelStyle for a word of a plan. Raises ConfigError for an unknown word."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+    whole, sequence = Replicate(), Shard(1)
     match word:
         case "colwise":
             return ColwiseParallel()
         case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
+            return ColwiseParallel(output_layouts=whole)
         case "rowwise":
             return RowwiseParallel()
         case "rowwise_split_input":
-            return RowwiseParallel(input_layouts=Replicate())
+            return RowwiseParallel(input_layouts=whole)
+        case "rowwise_to_sequence":
+            return RowwiseParallel(output_layouts=sequence)
+        case "rowwise_split_input_to_sequence":
+            return RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+        case "sequence_to_colwise":
+            return ColwiseParallel(input_layouts=sequence)
+        case "sequence_to_colwise_gather_output":
+            return ColwiseParallel(input_layouts=sequence, output_layouts=whole)
+        case "sequence_parallel":
+            return SequenceParallel(sequence_dim=1)
         case _:
             raise ConfigError.unknown_name("word of a tp_plan", word, sorted(PLAN_WORDS))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zharness import engines
 from zharness.cell import Cell
 from zharness.laws import Law
+from zharness.mesh import Mesh
 from zharness.mutants import Mutant, Target
 from zharness.run import PlannedCell
 from zharness.run.expected_failures import find_expected_failure
@@ -26,7 +27,8 @@ class KillAttempts:
 def make_target_cell(mutant: Mutant, target: Target) -> Cell:
     """Return the cell in which ``target`` says that ``mutant`` has to be killed."""
     stage = mutant.stages[0] if target.stage is None else target.stage
-    return Cell(target.law, mutant.engine, stage, target.world_size, target.dtype, target.model, target.variant)
+    axes = (stage, target.world_size, target.dtype, target.model, target.variant)
+    return Cell(target.law, mutant.engine, *axes, mesh=Mesh.parse(target.mesh))
 
 
 def plan_kill_attempts(

@@ -10,6 +10,7 @@ from zharness.laws import (
     checkpointing,
     circumstances,
     double_backward,
+    mesh,
     model,
     parameters,
     parameters_any_order,
@@ -38,6 +39,7 @@ LAW_MODULES = (
     circumstances,
     state,
     resources,
+    mesh,
     model,
 )
 LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in module.LAWS}

@@ -31,6 +31,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     loss_scale,
     master_weights,
     memory,
+    mesh,
     momentum,
     no_sync,
     not_finite,

@@ -47,7 +47,7 @@ class FaultKind(Enum):
 class Origin(Enum):
     """The series to which a mutant belongs, in the order in which the series were written.
 
-    Authors of the laws wrote the first eleven series, each for a group of faults. Seven other authors, who knew only
+    Authors of the laws wrote the first twelve series, each for a group of faults. Seven other authors, who knew only
     the Engine protocol, the adapters and the reference engine, wrote one blind set each. The laws were run on each set,
     and were made stricter until they killed its survivors, before the next set was written. Mutants of a blind set that
     repeat an earlier mutant are left out.
@@ -64,6 +64,7 @@ class Origin(Enum):
     CIRCUMSTANCES = "faults that show only in an evaluation, after an exception or a checkpoint, or when observed"
     ONLOOKERS = "faults that show only to an observer: of gradients, modes, buffers, memory or hooks"
     ORDERS = "faults that show only in some order of calls, or beside another setting"
+    MESH = "faults of one axis of a mesh"
     BLIND_1 = "blind 1"
     BLIND_2 = "blind 2"
     BLIND_3 = "blind 3"  # without mean_over_users and strided_in_memory_order, which blind 1 has
@@ -97,6 +98,7 @@ class Target:
     parameter: str = "*"
     cause: str = ""
     world_size: int = 2
+    mesh: str = ""
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
         """Return whether a killed cell has the first divergence that this target expects.

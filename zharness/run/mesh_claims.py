@@ -21,9 +21,11 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
 
     Raises UsageError for an unknown model.
     """
-    spec = model_spec(model)
-    if TENSOR not in mesh.axes or spec.tp_plan:
+    spec, size = model_spec(model), mesh.size(TENSOR)
+    if TENSOR not in mesh.axes:
         return ""
+    if spec.tp_plan:
+        return f"the {spec.heads} heads of the model {model} cannot be split over tp{size}" if spec.heads % size else ""
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
 
 

@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.workload import exact_blocks, exact_mlp, mixed_precision, nets
+from zharness.workload import exact_blocks, exact_heads, exact_mlp, mixed_precision, nets
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
@@ -107,7 +107,8 @@ class ModelSpec:
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
     verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
-    ``rowwise``; a model without a plan has no cells on the axis tp.
+    ``rowwise``; a model without a plan has no cells on the axis tp. ``heads`` is the number of attention heads, which
+    tp has to divide, or 0.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ModelSpec:
     loss: Callable[[Any, Any], Tensor]
     exact: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
+    heads: int = 0
 
     def model(self, seed: int) -> nn.Module:
         """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
@@ -174,6 +176,12 @@ def _draw_aligned_batch(generator: torch.Generator) -> Batch:
     aligned = exact_blocks.AlignedLayersModel
     inputs = exact_mlp.random_ternary((SAMPLES, 3 * aligned.INPUTS), generator)
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, aligned.OUTPUTS), generator))
+
+
+def _draw_sequence_batch(generator: torch.Generator) -> Batch:
+    """Draw a micro-batch of sequences whose inputs and targets have elements in {-1, 0, 1}."""
+    shape = (SAMPLES, exact_heads.TOKENS, exact_heads.FEATURES)
+    return Batch(exact_mlp.random_ternary(shape, generator), exact_mlp.random_ternary(shape, generator))
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -292,6 +300,22 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_aligned_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+        ),
+        *(
+            ModelSpec(
+                name=name,
+                summary=f"an exact block of attention heads and a feed-forward layer, split by {axes} on a mesh",
+                build=exact_heads.ExactHeads,
+                batch=_draw_sequence_batch,
+                loss=exact_heads.token_loss,
+                exact=True,
+                tp_plan=plan,
+                heads=exact_heads.HEADS,
+            )
+            for name, axes, plan in (
+                ("heads", "tp", exact_heads.TENSOR_PLAN),
+                ("sequence", "tp with sequence parallelism", exact_heads.SEQUENCE_PLAN),
+            )
         ),
         ModelSpec(
             name="lookup",

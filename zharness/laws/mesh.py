@@ -1,0 +1,184 @@
+"""Define the laws of the group ``mesh``: training on several axes of parallelism gives plain PyTorch's numbers.
+
+The models are exact, so that every split of a matrix product, of heads and of a sequence gives the same bits. Two
+meshes with equally many micro-batches in a step train the same numbers: a step is the same on tp2 as on tp1 because
+both are plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import Feature, OptimizerSpec, Piece
+from zharness.engines.tensor_access import require_shard_access
+from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, MeshSupport
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.laws.training.common import JudgeFunction, ObserveFunction
+from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+
+Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
+
+MODELS = ("exact", "heads", "sequence")
+MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
+CLIP = 1.0  # below every norm of these models
+
+
+def observe_step(ctx: RankContext, clip: float | None = None) -> None:
+    """Make one step, and record losses, gradients, the norm, and weights and optimizer state before and after."""
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, clip=clip)
+    ctx.record_training_state(engine, 0)
+    ctx.train(engine, step=0)
+    ctx.record("grads", engine.full_grads())
+    engine.step()
+    norm = engine.grad_norm()
+    ctx.record("norm", {} if norm is None else {"norm": scalar(norm)})
+    engine.zero_grad()
+    ctx.record_training_state(engine, 1)
+    engine.close()
+
+
+def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare initial weights, losses and gradients bitwise, and weights and state after the step by SGD's formula."""
+    yield from compare_initial_weights(ctx)
+    local = ctx.compute_local_grads(step=0)
+    yield from ctx.compare_losses(0, local)
+    yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
+    yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "masters"))
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def observe_norm(ctx: RankContext) -> None:
+    """Make one step with clipping."""
+    observe_step(ctx, CLIP)
+
+
+def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
+    yield compare_bitwise(
+        ctx.location("norm", Part.REDUCTION), scalar(1), scalar("norm" in ctx.rank_records("norm")[0])
+    )
+    grads = ctx.rank_records("grads")[0]
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
+    yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0, "masters"), factor)
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def observe_replicas(ctx: RankContext) -> None:
+    """Make one step, and record this rank's shards of gradients after backward and of weights after the step."""
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
+    shards, names = require_shard_access(engine), list(engine.full_params())
+    ctx.train(engine, step=0)
+    ctx.record("full gradients", engine.full_grads())
+    ctx.record("gradients", {name: shards.read_grad_shard(name) for name in names})
+    engine.step()
+    engine.zero_grad()
+    ctx.record("full weights", engine.full_params())
+    ctx.record("weights", {name: shards.read_param_shard(name) for name in names})
+    engine.close()
+
+
+def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare replicas of shards along each axis, and each shard with the elements that ``layout()`` assigns to it."""
+    for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER)):
+        for name, tensor in ctx.rank_records(f"full {label}")[0].items():
+            owned = [list_owned_pieces(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+            shards = [record[name] for record in ctx.rank_records(label)]
+            yield from judge_owners(ctx, name, tensor, owned)
+            yield from compare_replicas(ctx, name, part, owned, shards)
+            for rank, shard in enumerate(shards):
+                flat = ctx.rank_records(f"full {label}")[rank][name].flatten()
+                elements = torch.cat([flat.new_empty(0), *(flat[start:stop] for start, stop in owned[rank])])
+                place = ctx.location(name, Part.GATHER, 0, rank)
+                yield compare_bitwise(place, scalar(elements.numel()), scalar(shard.numel()))
+                if elements.numel() == shard.numel():
+                    yield compare_bitwise(place, elements, shard)
+
+
+def list_owned_pieces(ctx: JudgeContext, rank: int, name: str, elements: int) -> Spans:
+    """Return the flat elements that ``rank`` owns of a parameter, which are all if the layout has no entry for it."""
+    pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, elements),))
+    return tuple((piece.start, piece.stop) for piece in pieces if piece.rank == rank)
+
+
+def judge_owners(ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[Spans]) -> Iterator[Comparison]:
+    """Check that each element of a parameter is owned, by equally many ranks."""
+    owners = torch.zeros(tensor.numel())
+    for start, stop in (span for spans in owned for span in spans):
+        owners[start:stop] += 1
+    yield compare_bitwise(
+        ctx.location(name, Part.GATHER), torch.full_like(owners, max(1.0, float(owners.max()))), owners
+    )
+
+
+def compare_replicas(
+    ctx: JudgeContext, name: str, part: Part, owned: Sequence[Spans], shards: Sequence[Tensor]
+) -> Iterator[Comparison]:
+    """Compare each rank's shard with that of the rank at coordinate 0 of an axis, if both own the same elements."""
+    for axis, size in ctx.mesh.shape(ctx.world_size).items():
+        for rank in range(ctx.world_size) if size > 1 else ():
+            first = ctx.mesh.rank_at_start(axis, rank, ctx.world_size)
+            if first != rank and owned[rank] and owned[rank] == owned[first]:
+                place = ctx.location(name, part, 0, rank)
+                hint = f"along {axis} it differs from its replica on rank {first}"
+                yield add_hint(compare_bitwise(place, shards[first], shards[rank]), hint)
+
+
+def mesh_law(
+    name: str, statement: str, observe: ObserveFunction, judge: JudgeFunction, *features: Feature, kept_because: str
+) -> Law:
+    """Build a law of the group ``mesh``, whose models are exact."""
+    return Law(
+        name=f"mesh.{name}",
+        statement=statement,
+        tier=Tier.STAGED,
+        models=MODELS,
+        observe=observe,
+        judge=judge,
+        features=features,
+        dtypes=("fp32",),
+        mesh_support=MeshSupport.ONLY,
+        kept_because=kept_because,
+    )
+
+
+LAWS = (
+    mesh_law(
+        "training",
+        "the gathered gradient, weight and optimizer state of every parameter are plain PyTorch's on every mesh",
+        observe_step,
+        judge_training,
+        kept_because="the shortest law of a mesh: the first one to read in a report",
+    ),
+    mesh_law(
+        "one_hot",
+        "if only one data coordinate has a loss, the gradient is that one's over every axis",
+        observe_one_hot_rank,
+        judge_one_hot_rank,
+        kept_because="names the data coordinate that is lost or counted for each rank of tp",
+    ),
+    mesh_law(
+        "replicas",
+        "replicas along an axis are bitwise equal after backward and step, and shards lie where layout() says",
+        observe_replicas,
+        judge_replicas,
+        Feature.SHARD_ACCESS,
+        kept_because="names the axis along which replicas differ, which gathered tensors may hide",
+    ),
+    mesh_law(
+        "norm",
+        "the norm counts each element of the full gradient once, whatever replicates or splits it, and clips all by it",
+        observe_norm,
+        judge_norm,
+        Feature.CLIP,
+        kept_because="the only law of a norm over replicated and split gradients",
+    ),
+)
