@@ -42,6 +42,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     parameters,
     prefetch,
     random_state,
+    rare_settings,
     reduce_dtype,
     reduction,
     several_engines,

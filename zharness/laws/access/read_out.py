@@ -99,10 +99,12 @@ def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bo
 
     If ``reads_inside`` is true, also read every gradient after each micro-batch inside the accumulation windows.
     """
-    engine = ctx.build_engine(optimizer=ZERO_LR_SGD, accumulation_steps=ACCUMULATION_STEPS, accumulation_owner=owner)
+    optimizer = UNIT_LR_SGD if reads_inside else ZERO_LR_SGD
+    engine = ctx.build_engine(optimizer=optimizer, accumulation_steps=ACCUMULATION_STEPS, accumulation_owner=owner)
     access, names = require_read_out(engine), trained_names(engine)
     for boundary in range(STEPS):
         ctx.record("params", engine.full_params(), boundary)
+        record_before_step(ctx, engine, boundary)
         first, last = accumulation_window(boundary)
         for micro in (first, last):
             loss = ctx.loss(engine, micro)
@@ -112,24 +114,36 @@ def observe_windows(ctx: RankContext, owner: AccumulationOwner, reads_inside: bo
             if micro == last or owner is AccumulationOwner.ENGINE:
                 engine.step()
         engine.zero_grad()
+    record_before_step(ctx, engine, STEPS)
     engine.close()
+
+
+def record_before_step(ctx: RankContext, engine: Engine, boundary: int) -> None:
+    """Record the weights from which the step of an accumulation window starts, and no optimizer state."""
+    ctx.record("weights", optimizer_weights(engine), boundary)
+    ctx.record("state", {}, boundary)
 
 
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare each reading of a gradient with the mean over ranks of the gradient that is accumulated at this point.
 
-    Each loss is divided by the number of micro-batches in the accumulation window.
+    Each loss is divided by the number of micro-batches in the accumulation window. If gradients were read inside the
+    window, its step has to apply those that were read last.
     """
     for boundary in range(STEPS):
         window, params = accumulation_window(boundary), ctx.rank_records("params", boundary)[0]
         divided = [ctx.compute_local_grads(micro, params, weigh=divide_loss_by(ACCUMULATION_STEPS)) for micro in window]
-        exact = ctx.certify_exactness(window)
+        exact = ctx.certify_exactness(window) and not (boundary and ctx.has_record("inside"))  # a step rounds weights
         if ctx.has_record("inside"):
             yield from ctx.compare_reduced_grads("inside", divided[:1], boundary, exact)
         if ctx.variant == AccumulationOwner.ENGINE.value:
             yield from judge_engine_divided_gradients(ctx, "grads", boundary, window, params, divided, exact)
         else:
             yield from ctx.compare_reduced_grads("grads", divided, boundary, exact, scale=ACCUMULATION_STEPS)
+        if ctx.has_record("inside"):
+            yield from judge_step(
+                ctx, UNIT_LR_SGD, ctx.rank_records("grads", boundary)[0], RecordedStep(boundary, "weights")
+            )
 
 
 def observe_read_param(ctx: RankContext) -> None:

@@ -42,10 +42,11 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
-BEFORE_FORWARD, BEFORE_STEP, FORWARD = "before_forward", "before_step", "forward"
+BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
 # Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
-SHARD_VARIANTS = (SHARD, CLIPPED_SHARD)
+SHARD_VARIANTS = (SHARD, CLIPPED_SHARD, FORWARD_SHARD)
+FORWARD_VARIANTS = (FORWARD, FORWARD_SHARD)
 
 
 def observe_write_grad(ctx: RankContext) -> None:
@@ -116,7 +117,7 @@ def observe_write_param(ctx: RankContext) -> None:
     write_params(ctx, engine, written)
     ctx.record("weights", written, 0)
     ctx.record("read", read_all(written, require_read_out(engine).read_param))
-    if ctx.variant == FORWARD:
+    if ctx.variant in FORWARD_VARIANTS:
         ctx.record("params", engine.full_params())
     if ctx.variant != BEFORE_STEP:
         train_micro_batch(ctx, engine, 0)
@@ -145,10 +146,10 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new weights, and that the step uses them.
 
-    In the variant FORWARD, the forward has to use the new weights too.
+    In the variants FORWARD and FORWARD_SHARD, the forward has to use the new weights too.
     """
     yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
-    if ctx.variant == FORWARD:
+    if ctx.variant in FORWARD_VARIANTS:
         params = ctx.rank_records("params")[0]
         yield from compare_published_weights(ctx, RecordedStep(0, "weights"), "params")
         local = ctx.compute_local_grads(0, {**params, **ctx.rank_records("weights")[0]})
@@ -243,7 +244,7 @@ LAWS = (
         models=WRITTEN_MODELS,
         variants=(
             *map(write_variant, (BEFORE_FORWARD, BEFORE_STEP, SHARD)),
-            write_variant(FORWARD, Feature.WRITE_IN_FORWARD),
+            *(write_variant(name, Feature.WRITE_IN_FORWARD) for name in FORWARD_VARIANTS),
         ),
         weights_stay_integers=False,
         kept_because="the only law that replaces the weights of the optimizer with the engine's own function",

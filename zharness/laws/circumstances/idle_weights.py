@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.scenarios import Participant
@@ -17,6 +18,21 @@ ROUTES: tuple[tuple[int, ...], ...] = (ALL_EXPERTS, (0, 2), (1,), ())
 def train_window_route(participant: Participant, window: int, micro: int) -> None:
     """Train one micro-batch through the experts that this accumulation window uses."""
     train_route(participant, window + len(ROUTES) * micro, ROUTES[window])
+
+
+DISCARDED_BATCHES = (16, 17)  # no window trains these micro-batches
+
+
+def train_after_discarding(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch; first discard gradients of two others, of which the second uses one expert.
+
+    An engine that drops what the last backward made keeps the gradients of the other experts.
+    """
+    if window == 0 and micro == 0:
+        train_route(participant, DISCARDED_BATCHES[0], ALL_EXPERTS)
+        train_route(participant, DISCARDED_BATCHES[1], ALL_EXPERTS[:1])
+        participant.zero_grad()
+    train_route(participant, window, ALL_EXPERTS[1:])
 
 
 def zero_by_module(participant: Participant, window: int) -> None:
@@ -58,11 +74,17 @@ def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
 
 
 WHOLE_STEP = WindowScenario(train_window_route, windows=len(ROUTES))
+NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no step is rounded
 
 LAWS = (
     window_law(
         "idle.whole_step",
-        {"": WHOLE_STEP, **{name: make_accumulated(WHOLE_STEP, name) for name in ("2_by_engine", "2_by_caller")}},
+        {
+            "": WHOLE_STEP,
+            "discarded": WindowScenario(train_after_discarding, windows=2),
+            "norm": replace(WHOLE_STEP, clip=NEVER_CLIPS),
+            **{name: make_accumulated(WHOLE_STEP, name) for name in ("2_by_engine", "2_by_caller")},
+        },
         "a step does not move a weight that none of its micro-batches used, whichever weights the steps before it used",
         kept_because="the only law that compares weights after steps of plain SGD that use fewer and fewer of them",
     ),

@@ -58,7 +58,8 @@ def observe_skipped_step(ctx: RankContext) -> None:
         if run.clip is not None and step != BAD_STEP:
             norm = engine.grad_norm()
             ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, step)
-        engine.zero_grad()
+        if run.window == 1:  # an engine that owns the window begins the next one itself, also after a skipped step
+            engine.zero_grad()
         if step == BAD_STEP and outcome is Outcome.APPLIED:
             break
     else:

@@ -32,6 +32,13 @@ def make_zero_script(on_all_ranks: bool) -> WindowScript:
     return train
 
 
+def train_with_zero_first(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch; on rank 0 the loss of the first one of each accumulation window is zero."""
+    batch = participant.get_batch(window + WINDOWS * micro)
+    factor = 0 if micro == 0 and participant.rank == 0 else 1
+    participant.backward(factor * sum_loss(participant.call(batch.inputs), batch.target))
+
+
 ZERO_ON_ONE_RANK = WindowScenario(make_zero_script(on_all_ranks=False), WINDOWS)
 ZERO_ON_ALL_RANKS = WindowScenario(make_zero_script(on_all_ranks=True), WINDOWS)
 
@@ -39,6 +46,7 @@ ZERO_SCENARIOS = {
     "one_rank": ZERO_ON_ONE_RANK,
     "all_ranks": ZERO_ON_ALL_RANKS,
     "one_rank_2_by_engine": make_accumulated(ZERO_ON_ONE_RANK, "2_by_engine"),
+    "first_of_2_by_engine": make_accumulated(WindowScenario(train_with_zero_first, WINDOWS), "2_by_engine"),
     "all_ranks_clipped": replace(ZERO_ON_ALL_RANKS, clip=CLIP),
 }
 

@@ -7,12 +7,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.precision.common import (
     AUTOCAST_OPTIONS,
     LOW_DTYPE,
@@ -22,7 +23,7 @@ from zharness.laws.precision.common import (
     precision_law,
 )
 from zharness.laws.precision.master_weights import BF16_OPTIONS
-from zharness.parity import Comparison, Part
+from zharness.parity import Comparison, Part, compare_bitwise
 
 PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = {
     "bf16": ({"bf16": BF16_OPTIONS}, LOW_DTYPE, Feature.MASTERS),
@@ -31,9 +32,34 @@ PRECISION_MODES: Mapping[str, tuple[Mapping[str, Any], torch.dtype, Feature]] = 
 }
 
 
+DECLARED, INPUTS = "declared", "inputs"  # in every dtype that the engine claims
+# Inputs that no narrow dtype of floating-point numbers holds.
+INTEGERS = {"indices": torch.tensor([257, 2**24 + 1, 2**53 - 1]), "mask": torch.tensor([True, False])}
+
+
+class IntegerInputsModel(nn.Module):
+    """A model with two further inputs, which it keeps in ``seen`` and does not use."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor, indices: Tensor, mask: Tensor) -> Any:
+        """Return the output of the model inside for ``x``."""
+        self.seen = {"indices": indices.clone(), "mask": mask.clone()}
+        return self.inner(x)
+
+
+def describe_integers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values in float64, which holds them, and for each tensor of INTEGERS whether its dtype is the same."""
+    dtypes = {f"dtype of {name}": scalar(tensor.dtype == INTEGERS[name].dtype) for name, tensor in tensors.items()}
+    return {name: tensor.double() for name, tensor in tensors.items()} | dtypes
+
+
 def observe_buffers(ctx: RankContext) -> None:
     """Train two steps with the precision options that the law variant names, and record the buffers and weights."""
-    if ctx.variant == "declared":
+    if ctx.variant in (DECLARED, INPUTS):
         observe_declared_dtypes(ctx)
         return
     options, dtype, _ = PRECISION_MODES[ctx.variant]
@@ -48,11 +74,22 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def observe_declared_dtypes(ctx: RankContext) -> None:
-    """Train one step in every dtype that the engine claims for parameters and gradients, and record the buffers."""
+    """Train one step in every dtype that the engine claims for parameters and gradients, and record the buffers.
+
+    In the variant ``inputs`` pass further inputs, of integers, and record what reaches the model.
+    """
     for at, (dtype, torch_dtype) in enumerate(DTYPES.items()):
         options = [ctx.capabilities.engine_options[name] for name in ctx.setting.options]
         can_set = not any(option.refusal_at(ctx.world_size, dtype) for option in options)
-        if dtype in ctx.capabilities.dtypes and can_set:
+        if dtype not in ctx.capabilities.dtypes or not can_set:
+            continue
+        if ctx.variant == INPUTS:
+            model = IntegerInputsModel(ctx.spec.model(ctx.seed))
+            engine = ctx.build_engine_around(model, optimizer=SGD, dtype=dtype)
+            engine(ctx.batch(0).inputs.to(torch_dtype), INTEGERS["indices"].clone(), mask=INTEGERS["mask"].clone())
+            ctx.record("inputs", describe_integers(model.seen), at)
+            engine.close()
+        else:
             engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(torch_dtype)
             engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
@@ -71,10 +108,18 @@ def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
             )
 
 
+def judge_inputs(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that inputs of integers reached the model, in each claimed dtype, with their dtypes and values."""
+    for snapshot in ctx.evidence[0].snapshots:
+        for rank, record in enumerate(ctx.rank_records("inputs", snapshot.step)):
+            for name, value in describe_integers(INTEGERS).items():
+                yield compare_bitwise(ctx.location(name, Part.FORWARD, 0, rank), value, record[name])
+
+
 def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that buffers and frozen parameters equal those of the model in dtype and value."""
-    if ctx.variant == "declared":
-        yield from judge_declared_dtypes(ctx)
+    if ctx.variant in (DECLARED, INPUTS):
+        yield from judge_inputs(ctx) if ctx.variant == INPUTS else judge_declared_dtypes(ctx)
         return
     model = ctx.baseline.spec.model(ctx.baseline.seed)
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
@@ -87,7 +132,7 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     precision_law(
         "buffers_keep_dtype",
-        "buffers and frozen parameters keep dtype and value",
+        "buffers, frozen parameters and inputs of integers keep dtype and value",
         observe_buffers,
         judge_buffers,
         features=(),
@@ -96,7 +141,7 @@ LAWS = (
                 Variant(mode, (feature,), compares_engine_with_itself=True)
                 for mode, (_, _, feature) in PRECISION_MODES.items()
             ),
-            Variant("declared", compares_engine_with_itself=True),
+            *(Variant(name, compares_engine_with_itself=True) for name in (DECLARED, INPUTS)),
         ),
         kept_because="the only law that compares buffers and frozen parameters after a cast",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ SCHEDULED_ADAMW = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STE
 
 FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 
+NAN_VARIANT, NEGATIVE_VARIANT = "nan", "negative"  # what the gradients of an overflow are; else any infinity
+
 RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
 
 CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
@@ -47,24 +49,27 @@ SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     "fp16": (FP16_OPTIONS, 2.0**6, 2),
     RESUMED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     CLIPPED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
+    NAN_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
+    NEGATIVE_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
 }
 
 
-class InfiniteFirstColumnGrad(torch.autograd.Function):
-    """An autograd.Function that returns a copy of its input and makes the first column of its gradient infinite."""
+class BadFirstColumnGrad(torch.autograd.Function):
+    """An autograd.Function that returns a copy of its input and fills the first column of its gradient with a value."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
         """Return a copy of ``hidden``."""
+        ctx.value = value
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return the gradient with its first column replaced by infinity."""
-        infinite = grads[0].clone()
-        infinite[:, 0] = torch.inf
-        return infinite
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient with its first column replaced by the value."""
+        bad = grads[0].clone()
+        bad[:, 0] = ctx.value
+        return bad, None
 
 
 class Overflow(Enum):
@@ -84,14 +89,26 @@ def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
     return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
-def run_overflowing_forward(model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow) -> Tensor:
-    """Run the forward of a model or engine, and make a part of its gradients infinite if ``overflow_kind`` is PART."""
-    return model(inputs, transform=InfiniteFirstColumnGrad.apply) if overflow_kind is Overflow.PART else model(inputs)
+def run_overflowing_forward(
+    model: Callable[..., Tensor], inputs: Tensor, overflow_kind: Overflow, variant: str
+) -> Tensor:
+    """Run the forward of a model or engine, and make a part of its gradients overflow if ``overflow_kind`` is PART."""
+    if overflow_kind is not Overflow.PART:
+        return model(inputs)
+    value = torch.nan if variant == NAN_VARIANT else torch.inf
+    return model(inputs, transform=lambda hidden: BadFirstColumnGrad.apply(hidden, value))  # type: ignore[no-untyped-call]
 
 
-def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow) -> Tensor:
-    """Return ``loss``, multiplied by infinity if ``overflow_kind`` is WHOLE, so that all gradients overflow."""
-    return loss * (torch.inf if overflow_kind is Overflow.WHOLE else 1.0)
+def apply_loss_overflow(loss: Tensor, overflow_kind: Overflow, variant: str, module: nn.Module) -> Tensor:
+    """Return ``loss``, changed if ``overflow_kind`` is WHOLE so that all its gradients overflow.
+
+    In the variant ``nan`` they are NaN. In the variant ``negative`` only those of one bias overflow, to minus infinity;
+    every rank reads this bias, because a read may be a collective.
+    """
+    is_bad = overflow_kind is Overflow.WHOLE
+    if variant == NEGATIVE_VARIANT:
+        return loss - (torch.inf if is_bad else 0.0) * cast(Tensor, module.get_submodule("first").bias).sum()
+    return loss * ((torch.nan if variant == NAN_VARIANT else torch.inf) if is_bad else 1.0)
 
 
 def observe_scaler(ctx: RankContext) -> None:
@@ -107,8 +124,8 @@ def observe_scaler(ctx: RankContext) -> None:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
         ctx.record_training_state(engine, step)
         overflow, batch = get_planned_overflow(step, ctx.rank, ctx.world_size), ctx.batch(step)
-        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow), batch.target)
-        engine.backward(apply_loss_overflow(loss, overflow))
+        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow, ctx.variant), batch.target)
+        engine.backward(apply_loss_overflow(loss, overflow, ctx.variant, engine.module))
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         if clip is not None:
@@ -146,8 +163,8 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
     model, batch = low.build_module(ctx.rank_records("params", step)[0]), ctx.baseline.batch(rank, step)
     overflow = get_planned_overflow(step, rank, ctx.world_size)
     with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
-        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow)
-    loss = apply_loss_overflow(low.objective(output, batch), overflow)
+        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
+    loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
     (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
     return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
@@ -219,6 +236,8 @@ LAWS = (
             Variant("fp16", (Feature.LOSS_SCALER,)),
             Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
             Variant(CLIPPED_VARIANT, (Feature.LOSS_SCALER, Feature.CLIP)),
+            Variant(NAN_VARIANT, (Feature.LOSS_SCALER,)),
+            Variant(NEGATIVE_VARIANT, (Feature.LOSS_SCALER, Feature.OUTSIDE_FORWARD)),
             Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),
         kept_because="the only law with overflows, skipped steps and a loss scale that changes",

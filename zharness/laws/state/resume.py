@@ -30,6 +30,13 @@ IDLE_NUMEL = 3
 
 RANK_0_HINT = "it is the buffer that rank 0 saved"
 
+# Options of optimizers that keep more state than others, or that a load may reset to their defaults.
+RESUMED_OPTIMIZERS = {
+    **TRAJECTORY_OPTIMIZERS,
+    "amsgrad": OptimizerSpec("adamw", {"lr": 1e-2, "amsgrad": True, "maximize": True}),
+    "centered": OptimizerSpec("rmsprop", {"lr": 1e-2, "centered": True, "momentum": 0.5}),
+}
+
 FALLING_SCHEDULE = (
     1.0,
     0.5,
@@ -51,7 +58,7 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engi
 def observe_resume(ctx: RankContext) -> None:
     """Save a checkpoint of one engine, load it into another, and record how both continue training."""
     buffers_differ = ctx.variant == "buffers"  # between ranks, like running statistics
-    optimizer = replace(TRAJECTORY_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
+    optimizer = replace(RESUMED_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
     train_steps(ctx, never, range(SAVE_STEP), "before")
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
@@ -160,6 +167,8 @@ LAWS = (
         variants=(
             Variant("adamw", compares_engine_with_itself=True, applies_to_user_models=True),
             Variant("sgd", compares_engine_with_itself=True),
+            Variant("amsgrad", compares_engine_with_itself=True),
+            Variant("centered", compares_engine_with_itself=True),
             Variant("buffers", (Feature.RANK_BUFFERS,), compares_engine_with_itself=True),
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Engine, Feature
+from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ADAMW
@@ -29,7 +29,13 @@ ALWAYS_FROZEN = "last"
 # checkpoint that was saved before the step SPECIAL_STEP.
 LOADS = {BEFORE_ANY_STEP: (2, 0, STEPS), "": (2, STEPS), FROZEN: (2, STEPS), IDLE: (2, STEPS)}
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
-PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "facts": Part.OPTIMIZER, "buffers": Part.GATHER}
+PARTS = {
+    "params": Part.GATHER,
+    "full": Part.GATHER,
+    "masters": Part.OPTIMIZER,
+    "facts": Part.OPTIMIZER,
+    "buffers": Part.GATHER,
+}
 # Values that no narrower dtype holds; every step changes them.
 BUFFERS: Mapping[str, Tensor] = {
     "count": torch.tensor([2**53 - 64]),
@@ -78,6 +84,7 @@ def train(ctx: RankContext, engine: Engine, step: int) -> None:
 def record_state(ctx: RankContext, engine: Engine, steps: int, label: str) -> None:
     """Record everything that a checkpoint contains, and the buffers, as of ``steps`` steps."""
     record_snapshot(ctx, engine, steps, label)
+    ctx.record(f"full-{label}", require_full_state_dict(engine).full_state_dict(), steps)
     ctx.record(f"buffers-{label}", {name: engine.module.get_buffer(name) for name in BUFFERS}, steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict, require_gathered
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -52,15 +53,32 @@ def bf16_autocast() -> AbstractContextManager[object]:
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn the garbage collector off while the ``with`` block runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
+CLIPPED = "clipped"  # the step clips gradients
+READ_OUT = "read_out"  # tensors are read by name, too, while the garbage collector is off
+EDITED = "edited"  # full weights are edited, too, while the default dtype is float64
+
 MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "": nullcontext,
     "float64": wide_default_dtype,
     "deterministic": strict_algorithms,
     "autocast": bf16_autocast,
+    READ_OUT: no_garbage_collection,
+    EDITED: wide_default_dtype,
 }
-NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
-CLIPPED = "clipped"  # the step clips gradients
-READ_OUT = "read_out"  # tensors are read by name, too
+OWN_MODES = tuple(name for name in MODES if name not in (READ_OUT, EDITED))  # these need no feature
 
 CLIP = 2.0**-6  # far below the norm of the gradients
 
@@ -101,13 +119,16 @@ CALLS = (
     "evaluation",
     "a forward that raises",
 )
-READ_OUT_CALLS = (*CALLS[:4], "read_param", "read_optimizer_state", *CALLS[4:])
+FURTHER_CALLS = {
+    READ_OUT: (*CALLS[:3], "read_grad", "step", "read_param", "read_optimizer_state", *CALLS[4:]),
+    EDITED: (*CALLS[:5], "gathered", *CALLS[5:]),
+}
 NEED_GRAPH = ("forward", "backward")
 
 
 def list_calls(variant: str) -> tuple[str, ...]:
     """Return the names of the calls that the law variant makes between building and closing an engine, in order."""
-    return READ_OUT_CALLS if variant == READ_OUT else CALLS
+    return FURTHER_CALLS.get(variant, CALLS)
 
 
 def make_calls(engine: Engine, folder: Path, inputs: Tensor) -> Mapping[str, Callable[[], object]]:
@@ -119,6 +140,8 @@ def make_calls(engine: Engine, folder: Path, inputs: Tensor) -> Mapping[str, Cal
         "backward": lambda: engine.backward(outputs.pop().sum()),
         "full_grads": engine.full_grads,
         "step": engine.step,
+        "read_grad": lambda: require_read_out(engine).read_grad(name),
+        "gathered": lambda: edit(engine, name),
         "read_param": lambda: require_read_out(engine).read_param(name),
         "read_optimizer_state": lambda: require_read_out(engine).read_optimizer_state(name, "exp_avg"),
         "zero_grad": engine.zero_grad,
@@ -131,6 +154,13 @@ def make_calls(engine: Engine, folder: Path, inputs: Tensor) -> Mapping[str, Cal
         "evaluation": lambda: evaluate(engine, inputs),
         "a forward that raises": lambda: raise_in_forward(engine, inputs),
     }
+
+
+@torch.no_grad()
+def edit(engine: Engine, name: str) -> None:
+    """Negate one full weight."""
+    with require_gathered(engine).gathered([name]) as weights:
+        weights[name].neg_()
 
 
 @torch.no_grad()
@@ -189,9 +219,10 @@ LAWS = (
         dtypes=("fp32",),
         features=(Feature.CHECKPOINT, Feature.STEADINESS),
         variants=(
-            *(Variant(name, compares_engine_with_itself=True) for name in (*MODES, NO_GRAD)),
+            *(Variant(name, compares_engine_with_itself=True) for name in (*OWN_MODES, NO_GRAD)),
             Variant(CLIPPED, (Feature.CLIP,), compares_engine_with_itself=True),
             Variant(READ_OUT, (Feature.READ_OUT,), compares_engine_with_itself=True),
+            Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
         ),
         kept_because="the only law that sets modes away from their defaults, and that looks at them after a load",
     ),

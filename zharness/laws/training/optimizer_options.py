@@ -77,6 +77,7 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
     **dict.fromkeys(SCHEDULES, (Feature.SCHEDULE, Feature.PARAM_GROUPS)),
     "sgd_decay_clipped": (Feature.CLIP,),
     "adamw_group_of_one": (Feature.PARAM_GROUPS,),
+    "adamw_group_of_rate_0": (Feature.PARAM_GROUPS,),
     "sgd_zero_loss": (Feature.SCHEDULE, Feature.CLIP),
     "sgd_frozen": (Feature.UNFREEZING,),
 }
@@ -93,6 +94,9 @@ RUNS: Mapping[str, OptionRun] = {
     "sgd_decay_clipped": OptionRun(OptimizerSpec("sgd", DECAYING_SGD), clip=CLIP),
     "adamw_group_of_one": OptionRun(
         OptimizerSpec("adamw", {**RATE, "weight_decay": 0.1}, (GroupSpec("first.weight", {"weight_decay": 0.2}),)),
+    ),
+    "adamw_group_of_rate_0": OptionRun(
+        OptimizerSpec("adamw", {**RATE, "weight_decay": 0.1}, (GroupSpec("*bias", {"lr": 0.0}),)),
     ),
     "sgd_zero_loss": OptionRun(
         OptimizerSpec("sgd", DECAYING_SGD, schedule=(1.0, 0.5, 0.25)),

@@ -1,0 +1,245 @@
+"""Mutants that are broken only where two settings meet, such as a read inside a window or a group of rate zero."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import AccumulationOwner, EngineConfig
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("training.caller_modes", Part.FORWARD, variant="read_out"),
+    origin=Origin.BLIND_8,
+)
+class CollectsGarbageAfterReading(Around):
+    """read_grad leaves Python's garbage collector on, although the caller had turned it off."""
+
+    def read_grad(self, name: str) -> Tensor | None:
+        value: Tensor | None = self.right.read_grad(name)
+        gc.enable()
+        return value
+
+
+@mutant(FaultKind.STATE, Target("training.caller_modes", Part.FORWARD, variant="edited"), origin=Origin.BLIND_8)
+class EditsResetTheDefaultDtype(Around):
+    """The end of gathered() sets the default dtype to float32."""
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        with self.right.gathered(names) as weights:
+            yield weights
+        torch.set_default_dtype(torch.float32)
+
+
+@mutant(FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="amsgrad"), origin=Origin.BLIND_8)
+class LoadsNoMaximum(SpoiledLoad):
+    """load starts the running maximum of amsgrad anew."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            if "max_exp_avg_sq" in state:
+                state["max_exp_avg_sq"].zero_()
+
+
+@mutant(FaultKind.STATE, Target("state.resume", Part.OPTIMIZER, variant="centered"), origin=Origin.BLIND_8)
+class LoadsNoCentre(SpoiledLoad):
+    """load starts the mean gradient of centered RMSprop anew."""
+
+    def spoil(self) -> None:
+        for state in self.optimizer.state.values():
+            if "grad_avg" in state:
+                state["grad_avg"].zero_()
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("training.optimizer_options", Part.OPTIMIZER, variant="adamw_group_of_rate_0"),
+    origin=Origin.BLIND_8,
+)
+class TakesTheDefaultForARateOfZero(Around):
+    """A group whose learning rate is zero steps with the optimizer's default (``group["lr"] or default``)."""
+
+    def step(self) -> None:
+        groups = [group for group in self.optimizer.param_groups if group["lr"] == 0]
+        for group in groups:
+            group["lr"] = self.config.optimizer.args["lr"]
+        self.right.step()
+        for group in groups:
+            group["lr"] = 0.0
+
+
+@mutant(FaultKind.STATE, Target("state.several_saves", Part.GATHER, model="experts"), origin=Origin.BLIND_8)
+class ReturnsFrozenWeightsOfConstruction(Around):
+    """full_state_dict returns frozen weights as they were when the engine was built."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        self.first = {name: value for name, value in self.right.full_params().items() if name in frozen}
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.right.full_state_dict()
+        return {name: self.first[name].clone() if name in self.first else value for name, value in state.items()}
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("values.zero_loss", Part.OPTIMIZER, model="experts", variant="first_of_2_by_engine"),
+    origin=Origin.BLIND_8,
+)
+class MakesUpForZeros(Around):
+    """Gradients that are all zero look as if a micro-batch were missing, and the next one counts twice."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        before = [param.grad for param in self.trained()]
+        is_zero = bool(before) and not any(bool(grad.any()) for grad in before if grad is not None)
+        self.right.backward(loss, retain_graph=retain_graph)
+        for param in self.trained() if is_zero else ():
+            assert param.grad is not None
+            param.grad.mul_(2)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("idle.whole_step", model="experts", variant="norm"),
+    origin=Origin.BLIND_8,
+)
+class NormCountsIdleWeights(Around):
+    """The norm counts a weight that a step does not use with the norm that its gradient had before."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.squares: dict[str, float] = {}
+        self.idle = 0.0
+
+    def step(self) -> None:
+        used = {name: float(grad.double().square().sum()) for name, grad in self.right.full_grads().items()}
+        self.idle = sum(square for name, square in self.squares.items() if name not in used)
+        self.squares |= used
+        self.right.step()
+
+    def grad_norm(self) -> float | None:
+        norm: float | None = self.right.grad_norm()
+        return norm if norm is None else float((norm**2 + self.idle) ** 0.5)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("idle.whole_step", Part.OPTIMIZER, model="experts", variant="discarded"),
+    origin=Origin.BLIND_8,
+)
+class ZeroGradDropsTheLastBackward(Around):
+    """zero_grad drops the gradients that the last backward changed, and keeps the others."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.unchanged: list[tuple[nn.Parameter, Tensor]] = []
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        before = [(param, param.grad.clone()) for param in self.trained() if param.grad is not None]
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.unchanged = [(param, grad) for param, grad in before if torch.equal(grad, param.grad)]  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        self.unchanged = []
+        self.right.step()
+
+    def zero_grad(self) -> None:
+        self.right.zero_grad()
+        for param, grad in self.unchanged:
+            param.grad = grad
+        self.unchanged = []
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("access.read_grad_in_window", Part.OPTIMIZER, model="similar", variant="engine"),
+    origin=Origin.BLIND_8,
+)
+class AddsWhatWasReadInAWindow(Around):
+    """A gradient that is read before the last micro-batch of an engine's window is added once more by the step."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        owns = config.accumulation_owner is AccumulationOwner.ENGINE
+        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
+        self.extra: dict[str, Tensor] = {}
+
+    def read_grad(self, name: str) -> Tensor | None:
+        value: Tensor | None = self.right.read_grad(name)
+        if value is not None and self.micro + 1 < self.window:
+            self.extra[name] = value.clone()
+        return value
+
+    def step(self) -> None:
+        self.micro = (self.micro + 1) % self.window
+        if self.micro == 0:
+            for name, extra in self.extra.items():
+                self.right.write_grad(name, self.right.read_grad(name) + extra)
+            self.extra = {}
+        self.right.step()
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("values.skipped_step", Part.OPTIMIZER, variant="first_of_2_by_engine", dtype="bf16"),
+    origin=Origin.BLIND_8,
+)
+class SkippedStepKeepsGradients(Around):
+    """A step that is skipped for an overflow leaves its gradients to the next window."""
+
+    def step(self) -> None:
+        grads = [(param, param.grad) for param in self.trained()]
+        before = self.right.observe().skipped_steps
+        self.right.step()
+        if self.right.observe().skipped_steps != before:
+            for param, grad in grads:
+                param.grad = grad
+
+
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    Target("precision.buffers_keep_dtype", Part.FORWARD, model="mixed", variant="inputs"),
+    origin=Origin.BLIND_8,
+)
+class CastsIntegerInputs(Around):
+    """Under low precision, inputs of integers are cast too, and back where the model needs integers."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.dtype)
+        cast = [
+            a.to(dtype).to(a.dtype) if dtype and isinstance(a, Tensor) and a.dtype == torch.int64 else a for a in args
+        ]
+        return self.right(*cast, **kwargs)
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_param", Part.GATHER, model="similar", variant="forward_shard"),
+    origin=Origin.BLIND_8,
+)
+class WritesShardsToThisRankAlone(Around):
+    """write_param_shard reaches the other ranks' copies of the weight with the next step only."""
+
+    stages = (1,)
+
+    def write_param_shard(self, name: str, value: Tensor) -> None:
+        param = dict(self.module.named_parameters())[name]
+        before = param.detach().clone()
+        self.right.write_param_shard(name, value)
+        rank = torch.distributed.get_rank()
+        own = [piece for piece in self.right.layout()[name] if piece.rank == rank]
+        with torch.no_grad():
+            for piece in own:
+                before.view(-1)[piece.start : piece.stop] = param.detach().view(-1)[piece.start : piece.stop]
+            param.copy_(before)
