@@ -211,6 +211,12 @@ class Capabilities:
             and not (option.dtypes or option.laws or option.absent or option.changes_numbers or option.known_bug)
         }
 
+    @property
+    def neutral_exclusions(self) -> frozenset[frozenset[str]]:
+        """Return each two of ``neutral_options`` of which one excludes the other by its own statement."""
+        names, known = self.neutral_options, self.engine_options
+        return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
+
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""
         if not names:
