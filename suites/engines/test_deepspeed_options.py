@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from zharness.engines import deepspeed, deepspeed_machine
 from zharness.engines.deepspeed_build import json_optimizer, require_buildable
 from zharness.engines.deepspeed_options import DEEPSPEED_OPTIONS, options_at
+from zharness.engines.deepspeed_schedulers import json_scheduler
 from zharness.engines.options import find_exclusion, merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import ConfigError
+from zharness.laws.training.optimizer_options import SCHEDULES
 from zharness.world import run
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -28,6 +30,7 @@ WRONG = {
 }
 
 REDUCES_IN_STEP = "step_is_boundary"  # gradients are read before the step
+RANGE_TEST = OptimizerSpec(schedule=(1.0, 1.5, 2.0, 2.5))  # one that DeepSpeed's schedulers have
 
 
 class Net(nn.Module):
@@ -68,7 +71,8 @@ def train_one_step(stage: int, names: tuple[str, ...]) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in names:
-        config = EngineConfig(stage=stage, options=options_at(stage)[name].options)
+        optimizer = RANGE_TEST if name.startswith("json_scheduler") else OptimizerSpec()
+        config = EngineConfig(stage=stage, options=options_at(stage)[name].options, optimizer=optimizer)
         engine = deepspeed.factory(Net(), config)
         engine.backward(engine(batch(torch.distributed.get_rank())).sum())
         grads = engine.full_grads()
@@ -135,6 +139,16 @@ def test_options_that_exclude_each_other_are_refused_in_one_sentence() -> None:
     assert stated == "cpu_adam excludes json_optimizer: DeepSpeed takes an optimizer from its JSON or from the caller"
     assert find_exclusion({name: known[name] for name in ("predivide_by_2", "reduce_scatter")})
     assert not find_exclusion({name: known[name] for name in ("offload_param", "offload_optimizer")})
+
+
+def test_a_schedule_that_deepspeeds_schedulers_lack_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^got json_scheduler with the schedule \(1.0,\), which none of .*[^.]$"):
+        json_scheduler(OptimizerSpec(), [{}])
+
+
+def test_every_schedule_of_the_law_has_a_scheduler_of_deepspeed() -> None:
+    for schedule in SCHEDULES.values():
+        assert json_scheduler(OptimizerSpec(schedule=schedule), [{}])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("adam", "Adam"), ("adamw", "AdamW")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -98,3 +99,16 @@ def test_a_release_without_torch_autocast_has_no_flags_to_restore(
     monkeypatch.setattr(deepspeed_process, "import_autocast_module", lambda: None)
     process.build(autocast=False).restore()
     assert process.linear is process.original_linear
+
+
+def test_the_group_of_hpz_is_destroyed_with_the_last_engine(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, destroyed = object(), []
+    groups = SimpleNamespace(**{deepspeed_process._HPZ_GROUP: group})
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", groups)
+    monkeypatch.setattr(deepspeed_process.dist, "destroy_process_group", destroyed.append)
+    engines = [process.build(), process.build()]
+    engines[0].restore()
+    assert not destroyed, "the open engine may use the group"
+    engines[1].restore()
+    assert destroyed == [group]
+    assert vars(groups) == {deepspeed_process._HPZ_GROUP: None}, "DeepSpeed would hand the destroyed group to an engine"

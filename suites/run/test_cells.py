@@ -14,9 +14,7 @@ import pytest
 from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities, Feature, Reduction
-from zharness.engines.options import merge_options
 from zharness.errors import UsageError
-from zharness.law_kit.pairwise import build_pairwise_rows
 from zharness.law_kit.scenarios import choose_exact_reduction
 from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part, Tier
@@ -205,15 +203,6 @@ def test_an_engine_variant_is_planned_at_the_stages_that_have_it() -> None:
     assert "reference has no variant prefetch at stage 0" in cells[0].unsupported_reason
     with pytest.raises(UsageError, match=r"unknown variant of engine 'reference': 'nothing'; allowed: prefetch"):
         plan(Request(engine_variant="nothing"), named)
-
-
-def test_every_two_compatible_variants_are_combined_in_some_row() -> None:
-    variants = {"a": {"s": {"x": 1}}, "b": {"s": {"x": 2}}, "c": {"s": {"y": 1}}, "d": {"t": 1}}
-    rows = list(build_pairwise_rows(variants))
-    for one, other in ("ac", "ad", "bc", "bd", "cd"):
-        both = merge_options(variants[one], variants[other])
-        assert any(merge_options(row, both) == row for row in rows), (one, other)
-    assert not list(build_pairwise_rows({}))
 
 
 def test_a_request_without_any_cell_is_refused() -> None:

@@ -221,6 +221,35 @@ def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_
     assert not describe_unmatched_failures(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
 
 
+def test_an_entry_for_a_users_model_is_reported_by_a_run_that_has_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets_of_a_user.py").write_text(
+        "import torch\n\ndef net():\n    return torch.nn.Linear(2, 1), lambda generator: torch.ones(2, 2)\n"
+        "\n\nother = net\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    net, other = "nets_of_a_user:net", "nets_of_a_user:other"
+    right, mistyped, elsewhere, never = (
+        load(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}"]\n'.replace("training.grads", law))[0]
+        for model, law in (
+            (net, "training.grads"),
+            ("nets_of_a_user:nte", "training.grads"),
+            (other, "training.grads"),
+            (net, "training.trajectory"),
+        )
+    )
+    cells = plan(Request(("training.grads",), ("ddp",), models=(net,), dtypes=tuple(DTYPES)), claims)
+    assert not describe_unmatched_failures(cells, claims, (right, elsewhere))
+    (description,) = describe_unmatched_failures(cells, claims, (right, mistyped))
+    assert "names a model that cannot be imported" in description
+    assert "has no callable 'nte'" in description
+    (description,) = describe_unmatched_failures(cells, claims, (never, right))
+    assert description.startswith(f"{never.location}: no cell of ddp")
+    without = plan(Request(("training.grads",), ("ddp",)), claims)
+    assert not describe_unmatched_failures(without, claims, (mistyped,)), "a run without users' models need not import"
+
+
 def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_path: Path) -> None:
     (needed,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
     refused = [replace(cell, unsupported_reason="not on this one") for cell in plan(Request(engines=("ddp",)), claims)]

@@ -215,6 +215,12 @@ class Capabilities:
             and not (option.dtypes or option.laws or option.absent or option.changes_numbers or option.known_bug)
         }
 
+    @property
+    def neutral_exclusions(self) -> frozenset[frozenset[str]]:
+        """Return each two of ``neutral_options`` of which one excludes the other by its own statement."""
+        names, known = self.neutral_options, self.engine_options
+        return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
+
     def on_mesh(self, mesh: Mesh) -> Capabilities:
         """Return the capabilities on ``mesh``: tp splits matrix products, whose sums torch then rounds in other places.
 

@@ -112,9 +112,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         ds_config = json_config(config)
         self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
         with ExitStack() as undo:
-            undo.callback(
-                self._global_state.restore
-            )  # an engine that is not built must not leave its state to the next
+            undo.callback(self._global_state.restore)  # after an error, so that the next engine does not inherit it
             try:
                 built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, config, ds_config)
             except (AssertionError, ValueError, NotImplementedError) as error:

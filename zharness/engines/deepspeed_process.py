@@ -36,10 +36,9 @@ class DeepSpeedGlobalState:
 
     That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process group of hpZ, which
     later engines would use without asking for it, and the flags of torch_autocast, which they would read. The original
-    values are saved before the first engine is built. The last engine to close restores the function and destroys
-    the group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
-    they were built with. An engine that is garbage-collected without being closed no longer counts
-    as open.
+    values are saved before the first engine is built. The last engine to close restores the function and destroys the
+    group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
+    they were built with. An engine that is garbage-collected without being closed no longer counts as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()

@@ -232,6 +232,8 @@ class ScriptWriter:
         owners = [owner for owner in AccumulationOwner if is_owner_claimed(owner, claims)]
         self.imports += ["from types import SimpleNamespace", "import torch"]
         kernels, options = dict(claims.own_kernels), dict(claims.neutral_options)
+        pairs = sorted(map(sorted, claims.neutral_exclusions))  # in an order that is the same in every process
+        exclusions = f"[frozenset(pair) for pair in {pairs!r}]" if pairs else "[]"
         config = [
             f"stage={settings.stage}",
             *([f'dtype="{settings.dtype_name}"'] if settings.dtype_name != "fp32" else []),
@@ -247,7 +249,8 @@ class ScriptWriter:
             f"ELEMENTS = {settings.element_count}",
             f"OWNERS = [{', '.join(owner_names)}]",
             f"Feature = SimpleNamespace({', '.join(f'{feature.name}={feature.name!r}' for feature in features)})",
-            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, neutral_options={options!r}, refusal={refused!r}.get)",
+            f"CLAIMS = SimpleNamespace(own_kernels={kernels!r}, neutral_options={options!r}, "
+            f"neutral_exclusions={exclusions}, refusal={refused!r}.get)",
             f"TRAINING = {settings.training or None}",
             f"MAKE = {factory_expression(settings.engine)}",
             f"OPTIONS = {dict(settings.options)!r}",

@@ -333,7 +333,8 @@ class JudgeContext:
 
     def certify_exactness(self, steps: range, objective: Objective | None = None) -> Exactness:
         """Return whether tier X applies to the mean of the gradients of these micro-batches, and if not, the reason."""
-        return certify_exactness(self.baseline, steps, self.dtype, objective, repeats=self.setting.accumulation_steps)
+        narrowest = max(self.dtype, self.reduce_dtype, key=unit_roundoff)
+        return certify_exactness(self.baseline, steps, narrowest, objective, repeats=self.setting.accumulation_steps)
 
     def has_single_reduction_order(self) -> bool:
         """Return whether the mean over ranks is the same in every order of summation.

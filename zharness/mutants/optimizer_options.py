@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from zharness.engines import Absent, EngineConfig, Observations
 from zharness.mutants import seams_engines
 from zharness.mutants.around import OverDDP, OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
@@ -93,6 +97,52 @@ class StartsLaterGroupsAtTheirRate(OverDDP):
         self.right.step()
 
 
+class Rescheduled(OverDDP):
+    """The base class of mutants that replace the factors of the learning-rate schedule."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        factors = tuple(self.replace_factors(config.optimizer.schedule))
+        super().__init__(model, replace(config, optimizer=replace(config.optimizer, schedule=factors)))
+
+    def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
+        """Yield the wrong factor of each step; subclasses override this method."""
+        yield from factors
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    option("sgd_range_test_stairs"),
+    option("sgd_one_cycle_stairs"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class ClimbsStairsSteadily(Rescheduled):
+    """Makes a ramp of the stairs of a schedule: the last step on each stair is half-way up to the next one."""
+
+    def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
+        around = zip((factors[0], *factors), factors, (*factors[1:], factors[-1]), strict=False)
+        for before, factor, after in around:
+            yield (factor + after) / 2 if before == factor < after else factor
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_one_cycle"), origin=Origin.CIRCUMSTANCES)
+class ForgetsTheDecayOfACycle(Rescheduled):
+    """Keeps the rate at which a cycle began when the cycle has ended, although it decays from there on."""
+
+    def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
+        yield from (max(factor, factors[0]) for factor in factors)
+
+
+@mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_decay"), origin=Origin.CIRCUMSTANCES)
+class DecaysBelowZero(Rescheduled):
+    """Goes on lowering the rate in the steps behind the end of a schedule that has fallen to zero."""
+
+    def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
+        has_risen, last = False, 0.0
+        for factor in factors:
+            yield -0.5 if has_risen and last == factor == 0 else factor
+            has_risen, last = has_risen or factor > 0, factor
+
+
 class SeesZeroGradients(OverDDP):
     """The base class of mutants that depend on which gradients are zero everywhere."""
 
@@ -122,6 +172,19 @@ class HoldsTheScheduleAtZero(SeesZeroGradients):
         if holds:
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("values.schedule", Part.OPTIMIZER, model="experts", variant="zero"),
+    origin=Origin.CIRCUMSTANCES,
+)
+class HoldsTheScheduleUnseen(HoldsTheScheduleAtZero):
+    """Does not advance the schedule in a step whose gradients are all zero, and reports no learning rates."""
+
+    def observe(self) -> Observations:
+        observations: Observations = self.right.observe()
+        return replace(observations, learning_rates=Absent("this engine keeps them to itself"))
 
 
 @mutant(FaultKind.CLIPPING, option("sgd_zero_loss", Part.REDUCTION), origin=Origin.BLIND_7)

@@ -7,13 +7,15 @@ from itertools import product
 
 from zharness.cell import Cell
 from zharness.engines.registry import split_release
+from zharness.errors import UsageError
 from zharness.laws import DTYPES
+from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
-from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
-from zharness.workload.user_model import is_user_model
+from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan, select_models
+from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
 
 def describe_unmatched_failures(
@@ -22,9 +24,12 @@ def describe_unmatched_failures(
     """Describe each expected failure of a run's engines that matches none of ``cells``, and name the entry to delete.
 
     An entry is described only if the run has every cell that the entry covers. An entry that matches a passing cell is
-    not described, because the record of that cell says that the entry is stale.
+    not described, because the record of that cell says that the entry is stale. An entry for users' models alone is
+    also described if one of them cannot be imported, but only in a run that has a user's model: other runs need not be
+    able to import them.
     """
     run_cells = {cell.cell for cell in cells}
+    has_user_model = any(is_user_model(cell.model) for cell in run_cells)
     descriptions = []
     for engine in dict.fromkeys(cell.cell.engine for cell in cells):
         version = get_engine_version(engine)
@@ -32,17 +37,41 @@ def describe_unmatched_failures(
         matched = [
             find_expected_failure(cell.cell, version, user_failures) for cell in cells if not cell.unsupported_reason
         ]
-        descriptions += [
-            f"{entry.location}: no cell of {entry.engine} {version} matches the expected failure of "
-            f"{', '.join(entry.laws)} ({entry.upstream}), or an earlier entry matches them all; delete this entry, or "
-            "narrow its releases"
-            for entry in expected_failures_for(engine, user_failures)
-            if entry.applies_to_version(version)
-            and not any(entry is match for match in matched)
-            and not (entry.models and all(map(is_user_model, entry.models)))  # no run has every model of users
-            and is_fully_run(list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine)
-        ]
+        for entry in expected_failures_for(engine, user_failures):
+            if not entry.applies_to_version(version) or any(entry is match for match in matched):
+                continue
+            if is_for_user_models(entry) and (not has_user_model or is_for_models_of_this_process(entry)):
+                continue
+            what = f"the expected failure of {', '.join(entry.laws)} ({entry.upstream})"
+            error = find_import_error(entry) if is_for_user_models(entry) else ""
+            if error:
+                descriptions.append(f"{entry.location}: {what} names a model that cannot be imported: {error}")
+            elif is_fully_run(list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine):
+                descriptions.append(
+                    f"{entry.location}: no cell of {entry.engine} {version} matches {what}, or an earlier entry "
+                    "matches them all; delete this entry, or narrow its releases"
+                )
     return descriptions
+
+
+def is_for_user_models(entry: ExpectedFailure) -> bool:
+    """Return whether ``entry`` names models, all of which are users' models."""
+    return bool(entry.models) and all(map(is_user_model, entry.models))
+
+
+def is_for_models_of_this_process(entry: ExpectedFailure) -> bool:
+    """Return whether ``entry`` names a model that only the process that registered it can build."""
+    return any(model.startswith(f"{IN_PROCESS_PACKAGE}:") for model in entry.models)
+
+
+def find_import_error(entry: ExpectedFailure) -> str:
+    """Return why the first model of ``entry`` that cannot be imported cannot be, or an empty text if all can be."""
+    for model in entry.models:
+        try:
+            resolve_factory(model)
+        except UsageError as error:
+            return str(error)
+    return ""
 
 
 def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: str) -> bool:
@@ -70,6 +99,9 @@ def iter_covered_cells(
     stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)
     if not stages:
         return
+    user_models = expected_failure.models if is_for_user_models(expected_failure) else ()
+    if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
+        return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
     for engine_variant, mesh in settings:
         request = Request(
@@ -78,6 +110,7 @@ def iter_covered_cells(
             stages=stages,
             world_sizes=expected_failure.world_sizes or (2,),
             dtypes=expected_failure.dtypes or tuple(DTYPES),
+            models=user_models,
             engine_variant=engine_variant,
             mesh=Mesh.parse(mesh),
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -24,24 +25,37 @@ SPECIAL_STEP = 1
 
 
 def observe_schedule(ctx: RankContext) -> None:
-    """Make steps, one of them with gradients that are infinite, NaN or zero, and record each learning rate."""
+    """Make steps, one of them with gradients that are infinite, NaN or zero, and record each learning rate.
+
+    For an engine that reports no learning rates, record the gradients and the weights around each step instead.
+    """
     engine = ctx.build_engine(optimizer=HALVING)
-    ctx.record("rates", read_learning_rates(engine), 0)
+    reports_rates = not isinstance(engine.observe().learning_rates, Absent)
     for step in range(STEPS):
         batch = ctx.batch(step)
         is_changed = step == SPECIAL_STEP and (ctx.data_coordinate == 0 or ctx.variant == ZERO)
         factor = FACTORS[ctx.variant] if is_changed else 1.0
         engine.backward(factor * sum_loss(engine(batch.inputs), batch.target))
+        if not reports_rates:
+            ctx.record("before", engine.full_params(), step)
+            ctx.record("grads", engine.full_grads(), step)
         ctx.record("outcome", {"outcome": scalar(step_and_classify(engine))}, step)
         engine.zero_grad()
-        ctx.record("rates", read_learning_rates(engine), step + 1)
+        if reports_rates:
+            ctx.record("rates", read_learning_rate(engine), step + 1)
+        else:
+            ctx.record("after", engine.full_params(), step)
     engine.close()
 
 
-def read_learning_rates(engine: Engine) -> dict[str, Tensor]:
-    """Return the learning rate of the only parameter group, or nothing if the engine reports none."""
+def read_learning_rate(engine: Engine) -> dict[str, Tensor]:
+    """Return the learning rate of the only parameter group, which the engine has reported before."""
     rates = engine.observe().learning_rates
-    return {} if isinstance(rates, Absent) else {"learning rate": torch.tensor(rates[0], dtype=torch.float64)}
+    if isinstance(rates, Absent):
+        raise EngineContractError(
+            f"engine.observe() stopped reporting learning_rates: {rates.reason}; expected the rates after every step"
+        )
+    return {"learning rate": torch.tensor(rates[0], dtype=torch.float64)}
 
 
 def judge_schedule(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -50,12 +64,25 @@ def judge_schedule(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(STEPS):
         outcomes = [record["outcome"] for record in ctx.rank_records("outcome", step)]
         yield from compare_ranks(ctx.location("outcome", Part.OPTIMIZER, step), outcomes)
-        applied += int(outcomes[0] == Outcome.APPLIED)
-        for rank, record in enumerate(ctx.rank_records("rates", step + 1)):
+        is_applied = bool(outcomes[0] == Outcome.APPLIED)
+        if is_applied and ctx.has_record("grads"):
+            yield from compare_updates(ctx, step, HALVING.schedule[applied])
+        applied += int(is_applied)
+        for rank, record in enumerate(ctx.rank_records("rates", step + 1) if ctx.has_record("rates") else ()):
             for name, rate in record.items():
                 place = ctx.location(name, Part.OPTIMIZER, step, rank)
                 wanted = torch.tensor(HALVING.schedule[applied], dtype=torch.float64)
                 yield compare_bitwise(place, wanted, rate)
+
+
+def compare_updates(ctx: JudgeContext, step: int, factor: float) -> Iterator[Comparison]:
+    """Compare the weights after a step with those of SGD at the rate ``factor``, bitwise: a power of two is exact."""
+    records = (ctx.rank_records(label, step) for label in ("before", "grads", "after"))
+    for rank, (before, grads, after) in enumerate(zip(*records, strict=True)):
+        for name, grad in grads.items():
+            yield compare_bitwise(
+                ctx.location(name, Part.OPTIMIZER, step, rank), before[name] - factor * grad, after[name]
+            )
 
 
 LAWS = (

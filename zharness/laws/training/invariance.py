@@ -80,7 +80,7 @@ def observe_config_invariance(ctx: RankContext) -> None:
         for name, options in ctx.capabilities.neutral_options.items()
         if are_options_compatible(ctx.config.options, options)
     }
-    for row, options in enumerate([{}, *build_pairwise_rows(variants)]):
+    for row, options in enumerate([{}, *build_pairwise_rows(variants, ctx.capabilities.neutral_exclusions)]):
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD, options=options)
         batch = ctx.batch(0)
         engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
