@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 GIB, KIB = 2**30, 2**10
@@ -45,7 +46,8 @@ def main() -> int:
             members = list(find_family(process.pid))
             peak = max(peak, sum(map(read_pss, members)))
             cpu_seconds |= {pid: seconds for pid in members if (seconds := read_cpu_seconds(pid)) > 0}
-            time.sleep(INTERVAL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(INTERVAL)
         reader.join()
     output = "".join(lines)
     announced = ANNOUNCED.search(output)
