@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-AXES = ("pp", REPLICATE, SHARD, "cp", TENSOR)  # outermost first
-DATA_AXES = (REPLICATE, SHARD)  # ranks that differ on them get different micro-batches
-SHORT_NAMES = {REPLICATE: "rep", SHARD: "shard"}
+REPLICATE, DATA_SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+AXES = ("pp", REPLICATE, DATA_SHARD, "cp", TENSOR)  # outermost first
+DATA_AXES = (REPLICATE, DATA_SHARD)  # ranks that differ on them get different micro-batches
+SHORT_NAMES = {REPLICATE: "rep", DATA_SHARD: "shard"}
 _AXIS = re.compile(r"(?P<name>[a-z_]+?)(?P<size>\d+)")
 _NAMES = {**{axis: axis for axis in AXES}, **{short: axis for axis, short in SHORT_NAMES.items()}}
 _NOT_NAMED = {
-    SHARD: "is what the other axes leave over of the world; leave it out",
+    DATA_SHARD: "is what the other axes leave over of the world; leave it out",
     "ep": "is not supported yet: it divides the ranks of dp_shard, not the world",
 }
 
@@ -48,7 +48,7 @@ class Mesh:
                 raise UsageError(f"got {part!r} in the mesh {text!r}; the axis {name} {_NOT_NAMED[name]}")
             if name not in AXES:
                 raise UsageError.unknown_name(
-                    "axis of the mesh", match["name"], [name for name, axis in _NAMES.items() if axis != SHARD]
+                    "axis of the mesh", match["name"], [name for name, axis in _NAMES.items() if axis != DATA_SHARD]
                 )
             if name in sizes or int(match["size"]) < 1:
                 raise UsageError(f"got the mesh {text!r}; expected each axis once, with a size of 1 or more")
@@ -81,7 +81,7 @@ class Mesh:
         if misfit := self.explain_misfit(world_size):
             raise UsageError(misfit)
         left_over = world_size // math.prod(size for _, size in self.sizes)
-        return {axis: left_over if axis == SHARD else self.size(axis) for axis in AXES}
+        return {axis: left_over if axis == DATA_SHARD else self.size(axis) for axis in AXES}
 
     def coordinates(self, rank: int, world_size: int) -> Mapping[str, int]:
         """Return the coordinate of ``rank`` on every axis."""
@@ -103,7 +103,7 @@ class Mesh:
     def data_coordinate(self, rank: int, world_size: int) -> int:
         """Return which of the ``data_size`` micro-batches ``rank`` gets."""
         shape, at = self.shape(world_size), self.coordinates(rank, world_size)
-        return at[REPLICATE] * shape[SHARD] + at[SHARD]
+        return at[REPLICATE] * shape[DATA_SHARD] + at[DATA_SHARD]
 
     def rank_at_start(self, axis: str, rank: int, world_size: int) -> int:
         """Return the rank at coordinate 0 of ``axis`` whose other coordinates are those of ``rank``."""

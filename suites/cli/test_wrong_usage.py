@@ -40,7 +40,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --engine nonsense": ("unknown engine 'nonsense'", "allowed: plain, reference", "zharness list engines"),
     "check traning.grads": ("unknown law 'traning.grads'", "did you mean 'training.grads'?", "zharness list laws"),
     "check trajectory": ("unknown law 'trajectory'", "did you mean 'training.trajectory'?"),
-    "check 'trainig.*'": ("unknown law 'trainig.*'", "did you mean 'training'?"),
+    "check 'trainig.*'": ("unknown law 'trainig.*'", "did you mean 'training'"),
     "check nonsense": ("unknown law 'nonsense'", "allowed: training.grads", "in all)"),
     "check --model mpl": ("unknown model 'mpl'", "did you mean 'mlp'?", "zharness list models"),
     "check --dtype bf61": ("unknown dtype 'bf61'", "did you mean 'bf16'? Allowed: fp32"),

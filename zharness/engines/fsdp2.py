@@ -49,7 +49,7 @@ from zharness.engines.torch_engine import (
     validate_config,
 )
 from zharness.errors import ConfigError
-from zharness.mesh import REPLICATE, SHARD, TENSOR, Mesh
+from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR, Mesh
 from zharness.reference.client.meta_init import infer_device
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def refuse_options_on_mesh(config: EngineConfig) -> None:
 
 def select_data_axes(devices: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     """Return the part of the DeviceMesh over which ``fully_shard`` shards, and replicates if ``mesh`` says so."""
-    return devices[SHARD] if REPLICATE not in mesh.axes else devices[REPLICATE, SHARD]
+    return devices[DATA_SHARD] if REPLICATE not in mesh.axes else devices[REPLICATE, DATA_SHARD]
 
 
 def call_each(*actions: Callable[[], None]) -> None:

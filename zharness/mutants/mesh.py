@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig, Piece
-from zharness.mesh import REPLICATE, SHARD, TENSOR
+from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.mutants import seams_engines
 from zharness.mutants.around import OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
@@ -266,7 +266,7 @@ class NormOfOneTensorRank(OverMesh):
     def step(self) -> None:
         split = list(self.split_params())
         total = sum_of_squares(param for _, param in self.params())
-        dist.all_reduce(total, group=split[0].device_mesh.get_group(SHARD) if split else None)
+        dist.all_reduce(total, group=split[0].device_mesh.get_group(DATA_SHARD) if split else None)
         self.right.step()
         seams_engines.set_grad_norm(self.right, float(total.sqrt()))
 
