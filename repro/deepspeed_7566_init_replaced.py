@@ -8,7 +8,7 @@ affects: ==0.16.4
 fixed: 0.17.6
 broken: 0.16.4
 ranks: 1
-law: parameters.deferred
+law: training.caller_modes
 signature: the mixin's __init__ did not run
 ok: repro: a class with a mixin after zero.Init OK.
 

@@ -8,7 +8,7 @@ affects: >=0.18.8,<=0.19.1
 fixed: 0.19.2
 broken: 0.19.1
 ranks: 1
-law: training.forward_alone
+law: training.modes
 signature: pop from an empty deque
 ok: repro: a step after unwrap_model_for_generation OK.
 

@@ -8,7 +8,7 @@ affects: >=0.18.8,<=0.19.1
 fixed: 0.19.4
 broken: 0.19.1
 ranks: 2
-law: training.grads
+law: resources.poisoned_memory
 signature: memory that was never written is in the output
 ok: repro: weights of uneven sizes fetched by all-reduce OK.
 

@@ -7,7 +7,7 @@ reported: https://github.com/pytorch/pytorch/issues/186998
 affects: ==2.13.0
 fixed: not yet
 ranks: 1
-law: parameters.unfrozen
+law: idle.frozen_forward
 signature: attempting to assign a gradient with dtype
 ok: repro: weights unfrozen after the first forward, in bf16 OK.
 

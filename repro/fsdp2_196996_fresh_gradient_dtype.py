@@ -7,7 +7,7 @@ reported: https://github.com/pytorch/pytorch/issues/196996
 affects: ==2.13.0
 fixed: not yet
 ranks: 1
-law: window.partly_used
+law: window.partly_used_layer
 signature: expects uniform gradient dtype
 ok: repro: a weight of the last micro-batch alone in bf16 OK.
 

@@ -145,7 +145,10 @@ def environment_of(tests: Path, way: Way, sample: int, outcomes: Path, operators
 
 
 def run_limited(command: list[str], folder: Path, environment: dict[str, str], output: int, limit: float) -> int:
-    """Run a command in a process group of its own and return its status; kill the group after ``limit`` seconds."""
+    """Run a command in a process group of its own and return its status.
+
+    Kill the group after ``limit`` seconds, and at Ctrl-C, which the terminal does not send to that group.
+    """
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
     ) as process:
@@ -154,6 +157,9 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], o
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, -KILLED)
             return KILLED
+        except BaseException:
+            os.killpg(process.pid, -KILLED)
+            raise
 
 
 def read_outcomes(file: Path) -> dict[str, tuple[str, str]]:

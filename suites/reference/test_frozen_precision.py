@@ -84,6 +84,17 @@ def test_a_layer_that_is_unfrozen_later_trains_as_one_that_never_was_frozen(stag
     assert_same(unfrozen.full_params(), never_frozen.full_params())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.world_size(2)
+def test_a_trained_layer_that_is_frozen_later_is_reported_as_before(stage: int) -> None:
+    engine = start(stage, torch.bfloat16)
+    before = engine.full_params(), engine.full_masters()
+    engine.module.requires_grad_(False)
+    for found, wanted in zip((engine.full_params(), engine.full_masters()), before, strict=True):
+        assert_same(found, wanted)
+        assert_together({n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in wanted.items()}, "dtypes")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.world_size(2)
 def test_masters_start_from_the_weights_that_the_caller_passes(stage: int) -> None:

@@ -83,10 +83,9 @@ class ShardLayout:
 class ParamDtypes:
     """The dtypes in which one parameter, its gradient and its optimizer state are kept and sent.
 
-    ``param_dtype`` is the dtype of the parameter in the model and of its local gradient. ``reduce_dtype`` is the dtype
-    in which the gradient is reduced. ``master_dtype`` is the dtype of the master weight, the optimizer state and the
-    reduced gradient. ``unshard_dtype`` is the torch.autocast dtype in which stage 3 all-gathers the parameter; None
-    means ``param_dtype``.
+    ``param_dtype`` is that of the parameter in the model and of its local gradient. The gradient is reduced in
+    ``reduce_dtype``. ``master_dtype`` is that of the master weight, the optimizer state and the reduced gradient. Stage
+    3 all-gathers the parameter in ``unshard_dtype``, the dtype of torch.autocast; None means ``param_dtype``.
     """
 
     param_dtype: torch.dtype
@@ -113,8 +112,7 @@ class ModelParam:
     def predivide_factor(self) -> int:
         """The number by which a gradient is divided before it is reduced: a power of two >= N for fp16, otherwise 1.
 
-        The division keeps the sum over ranks finite if the gradients are finite, so a step overflows only where plain
-        PyTorch's step does.
+        The division keeps the sum of finite gradients finite, so a step overflows only where plain PyTorch's step does.
         """
         return 2 ** (self.layout.world_size - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
 

@@ -58,6 +58,7 @@ class Parameters:
         self._unsharder: ParamUnsharder | None = None
         self._class_swap: ModuleClassSwap | None = None
         self.master_weights: dict[str, Tensor] = {}
+        self._frozen = {name for name, param in model_params.items() if not param.parameter.requires_grad}
         for param in self._materialise_params(module):
             self._cast_and_shard(param)
         if placements.parameters is ShardPlacement.SHARDED:
@@ -220,14 +221,15 @@ class Parameters:
     def full_params(self) -> dict[str, Tensor]:
         """Copy the full current weights, frozen ones as they were before a cast, to the CPU. This is a collective."""
         params = {name: param.parameter for name, param in self._model_params.items()}
-        originals = {name: weight for name, weight in self.master_weights.items() if not params[name].requires_grad}
+        originals = {n: w for n, w in self.master_weights.items() if n in self._frozen and not params[n].requires_grad}
         full = self._gather_full_tensors(params, self._placements.parameters)
         return full | self._gather_full_tensors(originals, self._placements.optimizer_state)
 
     @torch.no_grad()
     def full_masters(self) -> dict[str, Tensor]:
         """Copy the full master weights of trained parameters to the CPU. This is a collective if they are sharded."""
-        trained = {n: w for n, w in self.master_weights.items() if self._model_params[n].parameter.requires_grad}
+        frozen = {n for n in self._frozen if not self._model_params[n].parameter.requires_grad}
+        trained = {name: weight for name, weight in self.master_weights.items() if name not in frozen}
         return self._gather_full_tensors(trained, self._placements.optimizer_state)
 
     def _gather_full_tensors(self, tensors: Mapping[str, Tensor], placement: ShardPlacement) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from zharness.laws.registry import find_laws
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.mesh_claims import needs_mesh
 from zharness.run.record import Record, Verdict
 
 
@@ -72,11 +73,13 @@ def spelling(record: Record) -> tuple[str, str]:
 def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set[str]) -> bool:
     """Return whether a run has each law, stage, world size and dtype that ``entry`` names, with any options.
 
-    ``attempted`` are the laws of the run, with those that the engine does not support.
+    ``attempted`` are the laws of the run, with those that the engine does not support. Laws of a mesh count only for
+    an entry that names a mesh, since no other entry covers a cell of theirs.
     """
     cells = [record.cell for record in ran]
+    laws = [law for law in find_laws(entry.laws) if law.models and (entry.meshes or not needs_mesh(law))]
     return (
-        {law.name for law in find_laws(entry.laws) if law.models} <= attempted
+        {law.name for law in laws} <= attempted
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
         and {*entry.meshes} <= {cell.mesh.label for cell in cells}

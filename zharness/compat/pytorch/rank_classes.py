@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.common_distributed import TEST_SKIPS, get_timeout
+from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase, get_timeout
 from torch.testing._internal.common_utils import set_rng_seed
 
 # PyTorch's classes start their processes without the variables of launchers.
@@ -36,14 +36,14 @@ def exit_codes_as_outcomes(expected_code: int | None = 0) -> Iterator[None]:
 
     A code of TEST_SKIPS skips the test even if it is expected, as in PyTorch's classes. Raises AssertionError for any
     other code, and for a test that returns although ``expected_code`` is not 0. With None as ``expected_code``, a test
-    passes with any code and without one.
+    passes without a code and with any but that of PyTorch's errors.
     """
     try:
         yield
     except SystemExit as error:
-        if expected_code is None:
-            return
         code = error.code or 0
+        if expected_code is None and code != MultiProcessTestCase.TEST_ERROR_EXIT_CODE:
+            return
         if code in SKIP_MESSAGES:
             raise unittest.SkipTest(SKIP_MESSAGES[int(code)]) from None
         if code == expected_code:
