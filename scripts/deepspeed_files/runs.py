@@ -94,8 +94,8 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
         outcomes = Path(folder) / "outcomes.jsonl"
-        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *options_of(way), path]
-        environment = environment_of(tests, way, sample, outcomes, operators)
+        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *list_options(way), path]
+        environment = build_environment(tests, way, sample, outcomes, operators)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = monotonic()
         with (Path(folder) / "log").open("w") as log:
@@ -122,14 +122,14 @@ def prepare_tests(source: Path, target: Path, way: Way) -> None:
             file.write_text(DEVICE_IDS.sub("", text), encoding="utf-8")
 
 
-def options_of(way: Way) -> list[str]:
+def list_options(way: Way) -> list[str]:
     """Return the options of pytest for this way."""
     if way is Way.OWN:
         return ["-p", "no:zharness"]
     return ["--isolation", "pooled", *(["-p", STAND_IN] if way is Way.STAND_IN else [])]
 
 
-def environment_of(tests: Path, way: Way, sample: int, outcomes: Path, operators: Path) -> dict[str, str]:
+def build_environment(tests: Path, way: Way, sample: int, outcomes: Path, operators: Path) -> dict[str, str]:
     """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
     own = {"LOCAL_SIZE": "8"} if way is Way.OWN else {}
     return {
@@ -154,11 +154,10 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], o
     ) as process:
         try:
             return process.wait(limit)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             os.killpg(process.pid, -KILLED)
-            return KILLED
-        except BaseException:
-            os.killpg(process.pid, -KILLED)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return KILLED
             raise
 
 

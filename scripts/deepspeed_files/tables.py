@@ -28,10 +28,12 @@ def render_drop_in(runs: Runs) -> str:
     for (path, way), own in runs.items():
         swapped = runs.get((path, Way.DROP_IN))
         if way is Way.OWN and swapped is not None:
-            same = sum(verdict_of(swapped, name) == verdict_of(own, name) for name in own.outcomes)
+            same = sum(get_verdict(swapped, name) == get_verdict(own, name) for name in own.outcomes)
             ratio = f"{own.seconds / swapped.seconds:.1f} x{' or more' if own.status == KILLED else ''}"
             names = f"{same} of {len(own.outcomes)}"
-            rows.append([short(path), own.describe(), swapped.describe(), names, own.seconds, swapped.seconds, ratio])
+            rows.append(
+                [format_path(path), own.describe(), swapped.describe(), names, own.seconds, swapped.seconds, ratio]
+            )
     headers = ["file", "own fixtures", "drop-in", "same", "own s", "drop-in s", "ratio"]
     return tabulate(rows, headers, tablefmt="github", floatfmt=".0f")
 
@@ -41,11 +43,11 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> str:
     rows, total = [], Counter[str]()
     for (path, way), run in runs.items():
         if way is Way.STAND_IN:
-            kinds = Counter(kind_of(name, listed.get(path, [])) for name in run.named("failed"))
+            kinds = Counter(find_kind(name, listed.get(path, [])) for name in run.named("failed"))
             passed = len(run.named("passed"))
             with_law = passed + len(run.named("failed")) - sum(kinds[kind] for kind in WITHOUT_LAW)
             others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            rows.append([short(path), run.describe(), with_law, passed, others])
+            rows.append([format_path(path), run.describe(), with_law, passed, others])
             total.update(passed=passed, with_law=with_law)
     rows.append(["all", "", total["with_law"], total["passed"], f"{total['passed'] / max(total['with_law'], 1):.1%}"])
     return tabulate(rows, ["file", "outcomes", "state a law", "pass", "failures"], tablefmt="github")
@@ -56,26 +58,26 @@ def find_unexpected(runs: Runs, listed: Exceptions) -> Iterator[str]:
     for (path, way), run in runs.items():
         if way is Way.STAND_IN:
             for name in run.named("failed"):
-                if kind_of(name, listed.get(path, [])) == "unexpected":
+                if find_kind(name, listed.get(path, [])) == "unexpected":
                     yield f"{path}::{name} failed on the reference engine: {run.outcomes[name][1]}"
         elif way is Way.OWN and (path, Way.DROP_IN) in runs:
             swapped = runs[path, Way.DROP_IN]
             for name, (verdict, _) in run.outcomes.items():
-                other = verdict_of(swapped, name)
+                other = get_verdict(swapped, name)
                 if verdict != other:
                     yield f"{path}::{name}: {verdict} with its own fixtures, {other} with the drop-in"
 
 
-def verdict_of(run: FileRun, name: str) -> str:
+def get_verdict(run: FileRun, name: str) -> str:
     """Return the verdict of the test, or ``missing``."""
     return run.outcomes.get(name, ("missing", ""))[0]
 
 
-def kind_of(name: str, exceptions: list[dict[str, Any]]) -> str:
+def find_kind(name: str, exceptions: list[dict[str, Any]]) -> str:
     """Return the kind of the first exception whose ``tests`` match the name, or ``unexpected``."""
     return next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), "unexpected")
 
 
-def short(path: str) -> str:
+def format_path(path: str) -> str:
     """Return the path in code font, without the folder that all files share."""
     return f"`{path.removeprefix('unit/')}`"

@@ -97,7 +97,7 @@ class StartsLaterGroupsAtTheirRate(OverDDP):
         self.right.step()
 
 
-class Rescheduled(OverDDP):
+class ReplacesSchedule(OverDDP):
     """The base class of mutants that replace the factors of the learning-rate schedule."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -115,7 +115,7 @@ class Rescheduled(OverDDP):
     option("sgd_one_cycle_stairs"),
     origin=Origin.CIRCUMSTANCES,
 )
-class ClimbsStairsSteadily(Rescheduled):
+class ClimbsStairsSteadily(ReplacesSchedule):
     """Makes a ramp of the stairs of a schedule: the last step on each stair is half-way up to the next one."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
@@ -125,7 +125,7 @@ class ClimbsStairsSteadily(Rescheduled):
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_one_cycle"), origin=Origin.CIRCUMSTANCES)
-class ForgetsTheDecayOfACycle(Rescheduled):
+class ForgetsTheDecayOfACycle(ReplacesSchedule):
     """Keeps the rate at which a cycle began when the cycle has ended, although it decays from there on."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
@@ -133,7 +133,7 @@ class ForgetsTheDecayOfACycle(Rescheduled):
 
 
 @mutant(FaultKind.OPTIMIZER, option("sgd_warm_up_decay"), origin=Origin.CIRCUMSTANCES)
-class DecaysBelowZero(Rescheduled):
+class DecaysBelowZero(ReplacesSchedule):
     """Goes on lowering the rate in the steps behind the end of a schedule that has fallen to zero."""
 
     def replace_factors(self, factors: Sequence[float]) -> Iterator[float]:
