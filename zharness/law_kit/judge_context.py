@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import Capabilities, Feature
+from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
@@ -350,8 +350,24 @@ class JudgeContext:
         objective: Objective | None = None,
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
-        """Return the loss and local gradients that the baseline computes on micro-batch ``step``, for each rank."""
-        return self.baseline.run_all_ranks(step, params, objective, weigh)
+        """Return the loss and local gradients that the baseline computes on micro-batch ``step``, for each rank.
+
+        In a cell whose caller accumulates, backward starts from the loss divided by the size of the accumulation
+        window, and the gradients are multiplied by it afterwards. The quotients of small fp16 gradients underflow, so
+        these gradients differ from those of the undivided loss.
+        """
+        steps = self.setting.accumulation_steps
+        if steps == 1 or self.setting.owner is not AccumulationOwner.CALLER:
+            return self.baseline.run_all_ranks(step, params, objective, weigh)
+
+        def divide(loss: Tensor, rank: int) -> Tensor:
+            """Return the part of the loss from which one backward of the accumulation window starts."""
+            return (loss if weigh is None else weigh(loss, rank)) / steps
+
+        return [
+            LocalResult(result.loss, {name: steps * grad for name, grad in result.grads.items()})
+            for result in self.baseline.run_all_ranks(step, params, objective, divide)
+        ]
 
 
 def stop_at_first_mismatch(comparisons: Iterable[Comparison]) -> Iterator[Comparison]:
