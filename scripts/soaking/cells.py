@@ -26,7 +26,7 @@ from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import run_cells
 from zharness.run.record import RecordFile, open_record_file
-from zharness.run.runner import pin_runners_to_cores
+from zharness.run.runner import pin_runners_to_cores, rank_pool
 from zharness.world import Isolation
 
 ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
@@ -101,6 +101,8 @@ def soak(
         seed = options.first_seed
         while left > 0:
             sample = random.Random(seed).sample(matrix, size)  # noqa: S311 - reproducible, not secret
+            # Cells of one pool of ranks follow each other, so that its ranks start once for each seed.
+            sample.sort(key=lambda cell: rank_pool(cell.cell))
             cells = [cell for cell in sample if (cell.cell, seed) not in done][:left]
             for runner in runners:
                 runner.seed = seed
