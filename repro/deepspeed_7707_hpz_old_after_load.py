@@ -26,6 +26,7 @@ neither.
 
 import importlib
 import os
+import shutil
 import sys
 import tempfile
 
@@ -71,6 +72,9 @@ def main():
         old = resumed(tokens).tolist()
         resumed.load_checkpoint(folder[0])
         got = resumed(tokens).tolist()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder[0])
     if got == old:
         print(f"repro: REPRODUCED: {SIGNATURE}: {got} instead of [[2.0, 2.0]]\n", end="", flush=True)
         return 1

@@ -50,7 +50,7 @@ CONFIG = {
 }
 
 
-class Unused(torch.autograd.Function):
+class GradientStop(torch.autograd.Function):
     """Return two tensors of one node, and no gradient for the input."""
 
     @staticmethod
@@ -66,7 +66,7 @@ class Unused(torch.autograd.Function):
 class Model(nn.Linear):
     def forward(self, x):
         output = super().forward(x)
-        return output, Unused.apply(output)
+        return output, GradientStop.apply(output)
 
 
 def main():
@@ -76,7 +76,7 @@ def main():
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     output, rest = engine(torch.ones(1, 1, device=engine.device))
     try:
-        engine.backward(output.sum() + Unused.apply(rest).sum())
+        engine.backward(output.sum() + GradientStop.apply(rest).sum())
     except TypeError as error:
         if SIGNATURE not in str(error):
             raise

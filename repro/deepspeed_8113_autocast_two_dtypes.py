@@ -49,14 +49,14 @@ CONFIG = {
     "torch_autocast": {
         "enabled": True,
         "dtype": "bfloat16",
-        "lower_precision_safe_modules": ["torch.nn.Linear", "__main__.Adapted"],
+        "lower_precision_safe_modules": ["torch.nn.Linear", "__main__.LinearWithAdapter"],
     },
     # Without the threshold a model this small stays whole on every rank.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
 
-class Adapted(nn.Module):
+class LinearWithAdapter(nn.Module):
     """A frozen weight in bf16 and its adapter in fp32."""
 
     def __init__(self):
@@ -70,7 +70,7 @@ class Adapted(nn.Module):
 
 def main():
     deepspeed.init_distributed()
-    model = Adapted()
+    model = LinearWithAdapter()
     optimizer = torch.optim.SGD([model.adapter], lr=1.0)
     try:
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]

@@ -10,7 +10,9 @@ import pytest
 from suites.export.test_export import cells_to_export, get_claims, make_record
 from suites.warm import programs
 from zharness.cell import Cell
+from zharness.engines import registry
 from zharness.export.imported_script import MAX_LINES, add_steps, render_imported_cell_script
+from zharness.export.script_run import describe_other_release
 from zharness.releases.repros import parse_repro
 
 BROKEN = "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"
@@ -44,3 +46,15 @@ def test_the_script_shows_the_verdict_of_its_cell(cell_id: str, verdict: str, tm
     assert f"the script: {verdict} (" in run.stderr
     assert "under torchrun, the script shows the same verdict" in run.stderr
     assert re.search(rf"\b{Cell.parse(cell_id).law}\b", script.read_text())
+
+
+def test_a_script_says_that_another_release_is_installed_than_the_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry.EngineInfo, "version", lambda info: "0.19.8+cpu")
+    assert describe_other_release("deepspeed==0.18.1") == (
+        "The failure was seen on deepspeed 0.18.1, but deepspeed 0.19.8+cpu is installed here, "
+        "which may end differently."
+    )
+    assert not describe_other_release("deepspeed==0.19.8")
+    assert not describe_other_release("deepspeed")

@@ -7,6 +7,7 @@ from pathlib import Path
 from suites.pytest_ranks.beside_plugins import ISOLATIONS, ON_RANKS, start_beside
 
 PLUGIN = ("_hypothesis_pytestplugin",)
+LEFT_AFTER_DRAW = "a rank left an example in which it had drawn values inside the test, while other ranks waited"
 HEAD = f"""
 import time
 import pytest, torch, torch.distributed as dist
@@ -59,6 +60,15 @@ def test_draws_inside_the_test(rank, data):
     n = data.draw(st.integers(0, 9))
     if rank == 1:
         raise ValueError("planted")
+    dist.barrier()
+
+@ranks
+@settings(max_examples=5)
+@given(data=st.data())
+def test_rejects_after_a_draw(rank, data):
+    n = data.draw(st.sampled_from([7, 8, 9]))
+    if rank == 1:
+        assume(n == 0)
     dist.barrier()
 
 @ranks
@@ -142,7 +152,12 @@ def test_an_example_that_a_rank_leaves_has_one_verdict_and_is_shrunk(tmp_path: P
         "test_fails_before_a_collective[w2]": ("rank 1: AssertionError: assert 3 < 3", "letters='b'", "n=3,"),
         "test_fails_before_backward_of_ddp[w2]": ("rank 0: ValueError: planted", "n=0,"),
         "test_rejects_every_example[w2]": ("Unsatisfiable",),
-        "test_draws_inside_the_test[w2]": ("rank 1: ValueError: planted", "not shrunk"),
+        "test_draws_inside_the_test[w2]": ("rank 1: ValueError: planted", LEFT_AFTER_DRAW),
+        "test_rejects_after_a_draw[w2]": (
+            "rank 1: UnsatisfiedAssumption",
+            "rank 0: waited in barrier",
+            LEFT_AFTER_DRAW,
+        ),
         "test_fails_before_a_hang[w2]": ("rank 1: ValueError: planted", "n=2,"),
         "test_hangs_after_a_slow_example[w2]": ("did not finish in time",),
         "test_uses_given_wrongly[w2]": ("InvalidArgument",),
@@ -160,6 +175,7 @@ def test_an_example_that_a_rank_leaves_has_one_verdict_and_is_shrunk(tmp_path: P
             for text in texts:
                 assert text in failed.text, f"{mode}: {failed.text}"
             assert "left the example" not in failed.text, f"{mode}: {failed.text}"
+            assert "ExamplesDiverged" not in failed.text, f"{mode}: {failed.text}"
         (shrunk,) = (r for r in done.tests["test_fails_before_a_collective[w2]"].reports if r.outcome == "failed")
         assert shrunk.headline == "rank 1: AssertionError: assert 3 < 3", mode
         assert "rank 0: waited in barrier" in shrunk.text, mode

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zharness import engines
 from zharness.cell import Cell
-from zharness.engines import Capabilities
+from zharness.engines import Capabilities, registry
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import WorldError
 from zharness.law_kit.rank_actions import shared_folder
@@ -72,6 +72,9 @@ def run_and_judge(
     sys.path.insert(0, os.getcwd())  # where a factory is imported from
     # The judge's process is forked before the engine is imported, because an engine may replace functions of torch.
     judge_server = RankServer() if int(os.environ.get("RANK", "0")) == 0 else None
+    difference = describe_other_release(engine)
+    if difference and judge_server is not None:
+        click.echo(difference, err=True)
     problem = prepare_process(build_warm_up_environment(engine))
     if problem:
         raise WorldError(problem)
@@ -94,6 +97,18 @@ def run_and_judge(
         click.echo(line)
     dist.destroy_process_group()
     return code
+
+
+def describe_other_release(engine: str) -> str:
+    """Return the sentence that ``engine``, written ``NAME==RELEASE``, is installed in another release, or ""."""
+    name, wanted = registry.split_release(engine)
+    installed = registry.info(name).version() if wanted is not None else None
+    if wanted is None or (installed or "").partition("+")[0] == wanted.partition("+")[0]:
+        return ""
+    return (
+        f"The failure was seen on {name} {wanted}, but {name} {installed or '(not found)'} is installed here, "
+        "which may end differently."
+    )
 
 
 def conclude_script(server: RankServer, task: RankTask, ending: ScriptEnding) -> tuple[int, str]:

@@ -233,7 +233,7 @@ class RankTestController:
                 next_index,
                 str(test_dir),
                 fixture,
-                *([known] if known.by_key else ()),
+                *(() if known == NO_EXAMPLES else [known]),
                 world_size=requirements.world_size,
                 timeout=requirements.timeout,
                 group=requirements.group,

@@ -196,6 +196,8 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
         example = _get_example_data()
         before = format_choices(example)
         key = f"{arguments} {before}"
+        if peers.known.last is not None:
+            raise _EngineAborted(_make_left_after_draw_error(peers.known.last))
         if peers.known.rejects_new or peers.known.find(key) is not None:
             return _repeat_outcome(peers.known, key, example)
         result, error = None, None
@@ -334,6 +336,25 @@ _NOT_SHRUNK_NOTE = (
 
 
 _TIME_OVER_NOTE = "perhaps not the smallest failure: the time of the test was over before Hypothesis had shrunk it\n"
+
+
+_LEFT_AFTER_DRAW_NOTE = (
+    "not shrunk: a rank left an example in which it had drawn values inside the test, while other ranks waited; such "
+    "an example cannot be repeated on new ranks; draw in the arguments of @given, or use assert_together"
+)
+
+
+def _make_left_after_draw_error(example: KnownExample) -> ExampleFailed:
+    """Make the error for an example that ranks left after a draw inside the test, while other ranks waited."""
+    verdicts = list(example.verdicts)
+    left = [verdict for verdict in verdicts if verdict.status is not ExampleStatus.BLOCKED]
+    by_rank = "; ".join(
+        described
+        for status in dict.fromkeys(verdict.status for verdict in (*left, *verdicts))
+        if (described := describe_by_rank(verdicts, lambda verdict: verdict.text or verdict.status.value, status))
+    )
+    tracebacks = "".join({verdict.text: verdict.traceback for verdict in left}.values())
+    return ExampleFailed(f"{by_rank}\ndrawn: {left[0].choices}\n{_LEFT_AFTER_DRAW_NOTE}\n{tracebacks}".rstrip())
 
 
 def _make_draw_divergence_error(verdicts: list[ExampleVerdict]) -> ExamplesDiverged:

@@ -6,6 +6,9 @@ interrupt a collective, and if the ranks closed its connections, process groups 
 server ends all ranks (``world/part_departures.py``), and the pytest process runs the test again, on new ranks that know
 the verdicts of all examples so far. Hypothesis draws the same examples again. On a known example the ranks raise its
 outcome without running the test's body, also while Hypothesis shrinks, so every example has one verdict.
+
+An example in whose body the rank had drawn values, with ``data()``, is not known on new ranks before its body has run,
+so it cannot be repeated: the test ends with the outcome of that example, as a failure that is not shrunk.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ class KnownExample:
 class KnownExamples:
     """The examples that have ended on earlier ranks of the same test.
 
-    If ``rejects_new`` is True, the time to run more examples is over, and all others count as rejected.
+    If ``rejects_new`` is True, the time to run more examples is over, and all others count as rejected. ``last`` is an
+    example with which the test ends because no new ranks can repeat it, or None.
     """
 
     by_key: Mapping[str, KnownExample] = field(default_factory=dict)
     rejects_new: bool = False
+    last: KnownExample | None = None
 
     def find(self, key: str) -> KnownExample | None:
         """Return the example if the test's body does not have to run on it.
@@ -58,31 +63,43 @@ class KnownExamples:
             return None
         return known
 
-    def add(self, examples: tuple[KnownExample, ...]) -> KnownExamples:
-        """Return these examples together with ``examples``."""
-        return replace(self, by_key={**self.by_key, **{example.key: example for example in examples}})
+    def add(self, left: LeftExample) -> KnownExamples:
+        """Return these examples together with ``left`` and those that ended before it."""
+        if not left.can_repeat:
+            return replace(self, last=left.example)
+        return replace(self, by_key={**self.by_key, **{known.key: known for known in (*left.ended, left.example)}})
 
 
 NO_EXAMPLES = KnownExamples()
 
 
-def find_left_example(outcome: GroupOutcome) -> tuple[KnownExample, ...]:
-    """Return the example that some ranks left while others were blocked, after all examples that ended before it.
+@dataclass(frozen=True)
+class LeftExample:
+    """An example that some ranks left while others were blocked, and the examples that ended before it.
 
-    Empty if the ranks ended for another reason.
+    ``can_repeat`` says whether its key identifies it: no rank that left it had drawn values in the test's body.
     """
+
+    example: KnownExample
+    ended: tuple[KnownExample, ...]
+    can_repeat: bool
+
+
+def find_left_example(outcome: GroupOutcome) -> LeftExample | None:
+    """Return the example that some ranks left while others were blocked; None if the ranks ended for another reason."""
     if any(rank.end is not RankEnd.STOPPED for rank in outcome.ranks):
-        return ()
+        return None
     last_notes = {rank.rank: notes[-1] for rank in outcome.ranks if (notes := load_example_notes(rank))}
     leavers = {rank: note for rank, note in last_notes.items() if note.error}
     if not leavers:
-        return ()
+        return None
     first = min(leavers.values(), key=lambda note: note.verdict.status is not ExampleStatus.FAILED)
     verdicts = tuple(
         leavers[rank.rank].verdict if rank.rank in leavers else _describe_blocked_rank(rank, first)
         for rank in outcome.ranks
     )
-    return (*first.ended_examples, KnownExample(first.key, verdicts))
+    can_repeat = all(note.verdict.choices == note.choices_before for note in leavers.values())
+    return LeftExample(KnownExample(first.key, verdicts), first.ended_examples, can_repeat)
 
 
 def _describe_blocked_rank(rank: RankOutcome, left: ExampleNote) -> ExampleVerdict:
@@ -99,8 +116,8 @@ def run_all_examples(run: Callable[[KnownExamples], GroupOutcome], timeout: floa
     """
     started_at, known = time.monotonic(), NO_EXAMPLES
     first = outcome = run(known)
-    while ended := find_left_example(outcome):
-        known = known.add(ended)
+    while known.last is None and (left := find_left_example(outcome)) is not None:
+        known = known.add(left)
         if time.monotonic() > started_at + timeout:
             if known.rejects_new or not any(example.is_failed for example in known.by_key.values()):
                 outcome = replace(outcome, ranks=tuple(map(_mark_as_hung, outcome.ranks)))

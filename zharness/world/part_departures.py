@@ -32,26 +32,28 @@ class PartDepartures:
         if not self._statuses:
             self._first_at = time.monotonic()
         self._statuses[rank] = status
+        self._last_sites = {}
+
+    def remove(self, rank: int) -> None:
+        """Forget the departure of ``rank``, if it has one, because the rank goes on."""
+        self._statuses.pop(rank, None)
+        self._last_sites = {}
 
     def clear(self) -> None:
         """Forget all departures, because every rank has ended the part."""
         self._statuses, self._last_sites = {}, {}
 
     def block_others(self, frames: Mapping[int, tuple[StackFrame, ...]], processes: Collection[int]) -> bool:
-        """Return whether the other ranks will never end the part; ``frames`` are the stacks of the running ranks.
+        """Return whether the ranks that have not ended the part will never end it; ``frames`` are their stacks.
 
-        After a failure, the part fails whatever the others do. So they are blocked if all of them wait in collectives,
-        or if they have not ended the part within the grace period of a failed task and do not build an operator.
-        Without a failure, they are blocked if all of them wait in the same collectives as at the last check, and
-        ``processes`` have used no CPU time since then.
+        They are blocked if all of them wait in the same collectives as at the last check, and ``processes``, those of
+        all running ranks, have used no CPU time since then. After a failure, the part fails whatever the others do. So
+        they are also blocked if they have not ended it within the grace period of a failed task and do not build an
+        operator.
         """
-        others = {rank: stack for rank, stack in frames.items() if rank not in self._statuses}
-        if not others or not self._statuses:
+        if not frames or not self._statuses:
             return False
-        sites = {rank: find_waiting_collective(stack) for rank, stack in others.items()}
-        if RankStatus.PART_FAILED in self._statuses.values():
-            is_late = time.monotonic() > self._first_at + GRACE_SECONDS + LAST_GRACE_SECONDS
-            return all(sites.values()) or (is_late and not any(map(is_building, others.values())))
+        sites = {rank: find_waiting_collective(stack) for rank, stack in frames.items()}
         used, is_same = processor_seconds(processes), sites == self._last_sites
         is_idle = (
             used is not None
@@ -59,4 +61,8 @@ class PartDepartures:
             and used - self._last_cpu_seconds < MAX_IDLE_CPU_SECONDS
         )
         self._last_sites, self._last_cpu_seconds = sites, used
+        has_failure = RankStatus.PART_FAILED in self._statuses.values()
+        is_late = time.monotonic() > self._first_at + GRACE_SECONDS + LAST_GRACE_SECONDS
+        if has_failure and is_late and not any(map(is_building, frames.values())):
+            return True
         return all(sites.values()) and is_same and is_idle

@@ -36,6 +36,11 @@ class RankCoordinator:
         self._announcements: dict[int, dict[int, CollectiveAnnouncement]] = {}
         self.mismatch: MismatchedCollective | None = None
 
+    @property
+    def waiting_ranks(self) -> frozenset[int]:
+        """The ranks that wait in the current exchange."""
+        return frozenset(self._requests)
+
     def add_exchange_request(self, request: ExchangeRequest) -> dict[int, ExchangeAnswer]:
         """Add a rank's request, and return the answers to send, by rank.
 

@@ -155,6 +155,7 @@ class TaskWatcher:
             self._record_outcome(message)
         elif isinstance(message, RankNote):
             self._notes[member.rank].append(message)
+            self._part_departures.remove(member.rank)  # a departure ends with the next note of the rank
             if message.status is RankStatus.FAILED:
                 self._deadline.shorten(GRACE_SECONDS)
             elif message.status is RankStatus.SKIPPED and not self._has_departures:
@@ -242,7 +243,10 @@ class TaskWatcher:
                 self._kill_ranks(running, stacks)
         elif self._has_departures and all_wait:
             self._kill_ranks(running, stacks)
-        elif self._part_departures.block_others(frames, [member.pid for member in running]):
+        elif self._part_departures.block_others(
+            {rank: stack for rank, stack in frames.items() if rank not in self._coordinator.waiting_ranks},
+            [member.pid for member in running],
+        ):
             self._kill_ranks(running, stacks, RankEnd.STOPPED)
         else:
             self._schedule_next_check()
