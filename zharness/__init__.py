@@ -22,7 +22,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it;
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
-   torchrun; ``run/expected_failures.py`` reads the expected failures; ``report/outputs.py`` holds the outputs.
+   torchrun; ``run/expected_failures.py`` reads the expected failures,
+   which ``run/matching_failures.py`` matches with cells; ``report/outputs.py`` holds the outputs.
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
    (``engines/registry.py``) and the models (``workload/model_lookup.py``, ``workload/user_model.py``).

@@ -20,6 +20,8 @@ ENTRY = re.compile(r"^### (?P<head>`[^\n]+)$", re.MULTILINE)
 REPRO = re.compile(r"`zharness repro ((?:[\w-]+ ?)+?)(?: --on [^`]+)?`")
 STAGES = re.compile(r"stages? (\d)(?: (to|and) (\d))?")
 ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "expected_failures").glob("*.toml"))
+# Entries whose law has no hint that would name the bug; a number would hold for one world size and window alone.
+WITHOUT_A_HINT = {"access.write_grad", "idle.whole_step", "state.resume", "training.forward_alone"}
 ALL = -1  # the stage of a finding, or of an expected failure, that names no stage
 
 # Signatures that match any failure of a kind: a part of the step, an exception type, a signal, a number.
@@ -67,11 +69,12 @@ def is_broad(signature: str) -> bool:
     """
     models = [[name for name, _ in spec.model(0).named_parameters()] for spec in MODELS.values()]
     known = {"loss", "input", *(name for names in models for name in names)}
-    bare = re.sub(r"^(step \d+, )?", "", signature).rstrip("[ ")
+    stripped = re.sub(r"\s*\bexpected\s*$", "", re.sub(r"\s*\([^()]*\)?", "", signature).rstrip())
+    bare = re.sub(r"^(step \d+, )?", "", stripped).rstrip("[ ")
     part, _, name = bare.partition(": ") if ": " in bare else (bare.rstrip(":"), "", "")
     of_a_part = part in {part.value for part in Part} and any(other.startswith(name) for other in known)
     first = bare in {"loss", "input", *(names[0] for names in models)}
-    return of_a_part or first or bool(ANY_FAILURE.fullmatch(signature))
+    return of_a_part or first or any(ANY_FAILURE.fullmatch(text) for text in (signature, stripped))
 
 
 @pytest.mark.parametrize("engine", sorted({*ENGINES, *findings_by_engine()}))
@@ -100,7 +103,9 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
     broad = {
         excuse.location: message
         for excuse in expected_failures_for(engine)
-        if not excuse.details and (message := list(filter(is_broad, excuse.signatures)))
+        if not excuse.details
+        and excuse.check not in WITHOUT_A_HINT
+        and (message := list(filter(is_broad, excuse.signatures)))
     }
     assert not broad, (
         f"name what is wrong (the hint after the numbers, the details of a crash), not where it is: {broad}"
@@ -114,6 +119,8 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
         *("reduction: head", "first.weight[", "KeyError", "NoneType", "SIGABRT", "expected 1", "got -1"),
         *("raised: KeyError: ", "KeyError: 0", "AssertionError: (no message)", "x the right gradient"),
         "ended by a signal: SIGABRT, before its function had returned, in ",
+        "reduction: norm (whole on every rank; seen on rank 0) expected ",
+        "forward: loss (whole on every rank; seen on rank 0)",
     ],
 )
 def test_a_broad_signature_is_refused(signature: str) -> None:

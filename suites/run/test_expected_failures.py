@@ -19,12 +19,15 @@ from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
-    find_expected_failure,
-    find_failure_with_remedy,
-    find_setting_failure,
     load_shipped_failures,
     read_expected_failures,
     require_narrow_entry,
+)
+from zharness.run.matching_failures import (
+    find_expected_failure,
+    find_failure_with_remedy,
+    find_matching_failure,
+    list_matchable_entries,
 )
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -357,8 +360,26 @@ def test_a_failure_under_a_setting_may_match_a_later_entry() -> None:
     second = replace(ENTRY_OF_ANY_SETTING, signatures=("another cause",), engine_variants=("overlap_comm",))
     cell = Cell("training.grads", "reference", 1, 2, "fp32", "mlp", "", "tiny_buckets+overlap_comm")
     causes = ("another cause", "new", "one cause")
-    found = [find_setting_failure(cell, "1.0", "fail", cause, "", (first, second)) for cause in causes]
+    found = [find_matching_failure(cell, "1.0", "fail", cause, "", (first, second)) for cause in causes]
     assert found == [second, first, first]
+
+
+def test_an_entry_behind_a_wider_one_is_not_matchable_and_one_with_another_signature_is() -> None:
+    first = replace(ENTRY_OF_ANY_SETTING, signatures=("one",))
+    shadowed = replace(first, signatures=("one cause",), details=("in step",))
+    other = replace(first, signatures=("one cause", "another cause"))
+    entries = (first, shadowed, other)
+    cell = Cell("training.grads", "reference", 1, 2, "fp32", "mlp")
+    assert list_matchable_entries(cell, "1.0", entries) == [first, other]
+    assert list_matchable_entries(cell, "1.0", (shadowed, first)) == [shadowed, first]
+
+
+def test_an_entry_for_every_law_may_not_end_behind_the_newest_release_known() -> None:
+    entry = replace(ENTRY_OF_ANY_SETTING, engine="deepspeed", check="*", releases="<=0.19.5")
+    require_narrow_entry(entry)
+    for releases in ("<=99", ">=0.18,<99", "==99.*"):
+        with pytest.raises(UsageError, match="releases' that end at a known one"):
+            require_narrow_entry(replace(entry, releases=releases))
 
 
 ENTRY_OF_ANY_SETTING = ExpectedFailure("reference", "training.grads", "x", "y", "fail", ("z",))

@@ -17,7 +17,8 @@ from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part, Tier
 from zharness.report.failures import render_failures
 from zharness.run import PlannedCell, Record, Verdict
-from zharness.run.expected_failures import ExpectedFailure, find_expected_failure, parse_expected_failures
+from zharness.run.expected_failures import ExpectedFailure, parse_expected_failures
+from zharness.run.matching_failures import find_expected_failure
 from zharness.run.observe_and_judge import Judgement
 from zharness.run.outcomes import outcome_name, records_exit_code
 from zharness.run.record import parse_record

@@ -11,7 +11,7 @@ from zharness.laws import Law
 from zharness.mesh import Mesh
 from zharness.mutants import Mutant, Target
 from zharness.run import PlannedCell
-from zharness.run.expected_failures import find_expected_failure
+from zharness.run.matching_failures import find_expected_failure
 from zharness.run.plan import unsupported_reason
 
 

@@ -16,7 +16,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
-from zharness.engines.registry import capabilities, split_release
+from zharness.engines.registry import capabilities, resolve_version, split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR, split_settings
 from zharness.laws.registry import find_laws
@@ -120,7 +120,12 @@ class ExpectedFailure:
     @property
     def ends(self) -> bool:
         """Whether there is a last release that the entry is about."""
-        return any(part.operator in ("<", "<=", "==") for part in SpecifierSet(self.releases))
+        return self.upper_bound is not None
+
+    @property
+    def upper_bound(self) -> Version | None:
+        """The smallest release of ``releases`` with the operator ``<``, ``<=`` or ``==``; None if there is none."""
+        return min(_list_bounds(self.releases, ("<", "<=", "==")), default=None)
 
     def is_stale_on(self, cell: Cell) -> bool:
         """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
@@ -146,6 +151,14 @@ class ExpectedFailure:
         """Return whether a cell with this verdict, this cause and these details failed in the expected way."""
         return verdict == self.verdict and self.matches_failure(cause, details)
 
+    def describes_all_failures_of(self, other: ExpectedFailure) -> bool:
+        """Return whether this entry describes each failure that ``other`` describes."""
+        return (
+            self.verdict == other.verdict
+            and _every_text_has_a_part(other.signatures, self.signatures)
+            and (not self.details or (bool(other.details) and _every_text_has_a_part(other.details, self.details)))
+        )
+
     def applies_to_version(self, version: str) -> bool:
         """Return whether ``version`` is among the releases of this entry; True if the entry has no ``releases``.
 
@@ -155,6 +168,16 @@ class ExpectedFailure:
             return not self.releases or SpecifierSet(self.releases).contains(Version(version), prereleases=True)
         except InvalidVersion:
             return False
+
+
+def _list_bounds(releases: str, operators: Sequence[str]) -> list[Version]:
+    """Return the releases that a specifier names with one of ``operators``."""
+    return [Version(part.version.removesuffix(".*")) for part in SpecifierSet(releases) if part.operator in operators]
+
+
+def _every_text_has_a_part(texts: Sequence[str], parts: Sequence[str]) -> bool:
+    """Return whether one of ``parts`` occurs in each of ``texts``."""
+    return all(any(part in text for part in parts) for text in texts)
 
 
 def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
@@ -296,7 +319,8 @@ def require_narrow_entry(entry: ExpectedFailure) -> None:
     if "*" in (entry.check, *entry.further_laws) and not may_cover_every_law(entry):
         raise UsageError(
             f"{entry.location}: got law = '*', which would also excuse other failures of the basic laws; list the laws "
-            "that fail, or give 'documented' and 'remedy', or name 'engine_variants' that all have a known_bug"
+            "that fail, or give 'documented' and 'remedy', or 'releases' that end at a known one, or name "
+            "'engine_variants' that all have a known_bug"
         )
     overridden = find_overridden_options(entry)
     if overridden:
@@ -327,9 +351,10 @@ def may_cover_every_law(entry: ExpectedFailure) -> bool:
     """Return whether ``entry`` may have the law ``*``.
 
     It may if a remedy is documented, with which the law has to hold; if its releases end, as they do not change any
-    more; or if the engine claims a ``known_bug``, which affects every training, for each option that the entry names.
+    more, unless they end behind the newest release that is known; or if the engine claims a ``known_bug``, which
+    affects every training, for each option that the entry names.
     """
-    if (entry.documented and entry.remedy) or entry.ends:
+    if (entry.documented and entry.remedy) or _ends_at_a_known_release(entry):
         return True
     claims = [capabilities(entry.engine, stage) for stage in entry.stages]
     variants = [found.engine_options for found in claims if found is not None]
@@ -338,63 +363,21 @@ def may_cover_every_law(entry: ExpectedFailure) -> bool:
     )
 
 
+def _ends_at_a_known_release(entry: ExpectedFailure) -> bool:
+    """Return whether the releases of ``entry`` end, and not behind the newest one installed or named by the package."""
+    if entry.upper_bound is None:
+        return False
+    installed = resolve_version(entry.engine)
+    named = {shipped.releases for shipped in load_shipped_failures(entry.engine)}
+    known = [version for text in named for version in _list_bounds(text, (">=", "=="))]
+    known += [Version(installed)] if installed else []
+    return not known or entry.upper_bound <= max(known)
+
+
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:
     """Return the expected failures of one engine, those of the user before those of the package.
 
-    The first entry that covers a cell applies to it.
+    The first entry that covers a cell and describes its failure applies to it.
     """
     name = split_release(engine)[0]
     return (*(entry for entry in user_failures if entry.engine == name), *load_shipped_failures(engine))
-
-
-def list_covering_entries(
-    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
-) -> list[ExpectedFailure]:
-    """Return the expected failures that cover ``cell``, in the order in which they apply, by their ``isolation``."""
-    entries = expected_failures_for(cell.engine, user_failures)
-    return [entry for entry in entries if entry.isolation == isolation and entry.covers_cell(cell, version)]
-
-
-def find_setting_failure(
-    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
-) -> ExpectedFailure | None:
-    """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
-
-    A cell with a setting, or of a named release, may fail as any entry that covers it describes, so all are tried. If
-    none matches, returns the first entry that covers the cell, or None if there is none.
-    """
-    covering = list_covering_entries(cell, version, user_failures)
-    matching = (entry for entry in covering if entry.describes_failure(verdict, cause, details))
-    return next(matching, covering[0] if covering else None)
-
-
-def find_failure_with_remedy(
-    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
-) -> ExpectedFailure | None:
-    """Return the expected failure for options of ``cell`` that describes its failure with a documented remedy.
-
-    An entry that has a remedy of its own describes the failure without it. Returns None if there is none.
-    """
-    return next(
-        (
-            entry
-            for entry in list_covering_entries(cell, version, user_failures)
-            if entry.engine_variants and not entry.remedy and entry.describes_failure(verdict, cause, details)
-        ),
-        None,
-    )
-
-
-def find_pool_failure(
-    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
-) -> ExpectedFailure | None:
-    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
-    covering = list_covering_entries(cell, version, user_failures, POOLED)
-    return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
-
-
-def find_expected_failure(
-    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
-) -> ExpectedFailure | None:
-    """Return the first expected failure that covers ``cell``; None if there is none."""
-    return next(iter(list_covering_entries(cell, version, user_failures)), None)

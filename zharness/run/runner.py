@@ -17,19 +17,13 @@ import torch
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.engines.registry import split_release
 from zharness.errors import UsageError, WorldError
 from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
-from zharness.run.expected_failures import (
-    ExpectedFailure,
-    find_expected_failure,
-    find_failure_with_remedy,
-    find_pool_failure,
-    find_setting_failure,
-)
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
+from zharness.run.matching_failures import find_failure_with_remedy, find_matching_failure, find_pool_failure
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
@@ -159,10 +153,8 @@ class Runner:
         """Run a cell, and apply the expected failure that covers the cell, and its documented remedy."""
         record = self._run_once(cell, blank_record, {}, isolation)
         version, user_failures = blank_record.engine_version, self.user_expected_failures
-        expected = (
-            find_setting_failure(cell, version, record.verdict.value, record.cause, record.details, user_failures)
-            if cell.engine_variant or is_user_model(cell.model) or split_release(cell.engine)[1] is not None
-            else find_expected_failure(cell, version, user_failures)
+        expected = find_matching_failure(
+            cell, version, record.verdict.value, record.cause, record.details, user_failures
         )
         if expected is not None:
             record = apply_expected_failure(record, expected)

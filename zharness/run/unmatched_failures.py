@@ -13,7 +13,8 @@ from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
 from zharness.run.claims import get_engine_version
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for, find_expected_failure
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.matching_failures import list_matchable_entries
 from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan, select_models
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
@@ -35,7 +36,10 @@ def describe_unmatched_failures(
         version = get_engine_version(engine)
         # Search all cells: the user's entry may be for a release that another spelling of the engine names.
         matched = [
-            find_expected_failure(cell.cell, version, user_failures) for cell in cells if not cell.unsupported_reason
+            entry
+            for cell in cells
+            if not cell.unsupported_reason
+            for entry in list_matchable_entries(cell.cell, version, user_failures)
         ]
         for entry in expected_failures_for(engine, user_failures):
             if not entry.applies_to_version(version) or any(entry is match for match in matched):

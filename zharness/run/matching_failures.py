@@ -1,0 +1,75 @@
+"""Find the expected failures that cover a cell, and the one that describes how the cell failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zharness.cell import Cell
+from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_failures_for
+
+
+def list_covering_entries(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
+) -> list[ExpectedFailure]:
+    """Return the expected failures that cover ``cell``, in the order in which they apply, by their ``isolation``."""
+    entries = expected_failures_for(cell.engine, user_failures)
+    return [entry for entry in entries if entry.isolation == isolation and entry.covers_cell(cell, version)]
+
+
+def find_matching_failure(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the first expected failure that covers ``cell`` and matches its ``verdict``, ``cause`` and ``details``.
+
+    If none matches, returns the first entry that covers the cell, or None if there is none.
+    """
+    covering = list_covering_entries(cell, version, user_failures)
+    matching = (entry for entry in covering if entry.describes_failure(verdict, cause, details))
+    return next(matching, covering[0] if covering else None)
+
+
+def list_matchable_entries(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> list[ExpectedFailure]:
+    """Return the entries that ``find_matching_failure`` can return for ``cell``.
+
+    These are all that cover it, without those whose every failure an earlier one describes too.
+    """
+    covering = list_covering_entries(cell, version, user_failures)
+    return [
+        entry
+        for index, entry in enumerate(covering)
+        if not any(earlier.describes_all_failures_of(entry) for earlier in covering[:index])
+    ]
+
+
+def find_failure_with_remedy(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the expected failure for options of ``cell`` that describes its failure with a documented remedy.
+
+    An entry that has a remedy of its own describes the failure without it. Returns None if there is none.
+    """
+    return next(
+        (
+            entry
+            for entry in list_covering_entries(cell, version, user_failures)
+            if entry.engine_variants and not entry.remedy and entry.describes_failure(verdict, cause, details)
+        ),
+        None,
+    )
+
+
+def find_pool_failure(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
+    covering = list_covering_entries(cell, version, user_failures, POOLED)
+    return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
+
+
+def find_expected_failure(
+    cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> ExpectedFailure | None:
+    """Return the first expected failure that covers ``cell``; None if there is none."""
+    return next(iter(list_covering_entries(cell, version, user_failures)), None)
