@@ -56,9 +56,10 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
     for other, hint in ((step - 1, STALE_FORWARD_HINT), (step + 1, LATE_REPORT_HINT)):
         if any(snapshot.label == "params" and snapshot.step == other for snapshot in ctx.evidence[0].snapshots):
             params = ctx.rank_records("params", other)[0]
-            losses = [ctx.baseline.run_rank(mismatch.seen_on, micro, params).loss]
+            at = ctx.data_coordinate(mismatch.seen_on)
+            losses = [ctx.baseline.run_rank(at, micro, params).loss]
             with torch.no_grad():
-                losses.append(ctx.baseline.run_forward(mismatch.seen_on, micro, params).loss)
+                losses.append(ctx.baseline.run_forward(at, micro, params).loss)
             if mismatch.actual in map(float, losses):
                 return replace(mismatch, part=Part.GATHER, hint=f"{hint} step {other}")
     return mismatch

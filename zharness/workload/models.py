@@ -17,6 +17,10 @@ from zharness.workload import exact_blocks, exact_heads, exact_mlp, mixed_precis
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
 SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over them is exact
+# How tp splits models whose layers are called one by one: each takes and returns whole tensors. Other layers are whole.
+GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
+THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
+PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
 
 
 def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -198,6 +202,7 @@ MODELS: dict[str, ModelSpec] = {
             build=nets.MLP,
             batch=partial(_draw_float_batch, (nets.FEATURES,)),
             loss=_mse,
+            tp_plan=THREE_LAYERS_PLAN,
         ),
         ModelSpec(
             name="transformer",
@@ -220,11 +225,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
-            tp_plan={
-                "first": "colwise_gather_output",
-                "second": "colwise_gather_output",
-                "last": "rowwise_split_input",
-            },
+            tp_plan=THREE_LAYERS_PLAN,
         ),
         ModelSpec(
             name="blocks",
@@ -233,6 +234,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan={"first": GATHERED_COLUMNS, "shared": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS},
         ),
         ModelSpec(
             name="delegating",
@@ -284,6 +286,12 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan={
+                "first": GATHERED_COLUMNS,
+                "experts.0": GATHERED_COLUMNS,
+                "experts.1": WHOLE_TO_ROWS,
+                "last": WHOLE_TO_ROWS,
+            },
         ),
         ModelSpec(
             name="similar",
@@ -292,6 +300,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan=PARALLEL_LAYERS_PLAN,
         ),
         ModelSpec(
             name="aligned",
@@ -300,6 +309,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_aligned_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan=PARALLEL_LAYERS_PLAN,
         ),
         *(
             ModelSpec(

@@ -10,7 +10,7 @@ import torch
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -113,5 +113,6 @@ LAWS = (
         ),
         dtypes=("bf16", "fp16"),
         kept_because="the only law that judges the steps before and after an overflow under a static loss scale",
+        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -8,7 +8,7 @@ import torch
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import compare_changes, record_changes, train_steps
@@ -51,5 +51,6 @@ LAWS = (
         dtypes=("fp32",),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in (EMPTY, ABSENT)),
         kept_because="the only loads without a file: an engine that goes on trains from its initial weights",
+        mesh_support=MeshSupport.ANY,
     ),
 )

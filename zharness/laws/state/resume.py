@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
@@ -175,5 +175,6 @@ LAWS = (
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
+        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
@@ -159,5 +159,6 @@ LAWS = (
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
         ),
         kept_because="the only law that saves one engine several times, and loads into one with other frozen weights",
+        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -10,7 +10,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
@@ -66,5 +66,6 @@ LAWS = (
         steps=LawSteps(observe_clip_and_norm),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",
+        mesh_support=MeshSupport.ANY,
     ),
 )
