@@ -166,6 +166,16 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
     return Baseline(spec, cell.seed(salt), cell.mesh.data_size(cell.world_size), dtype, scale, autocast)
 
 
+def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:
+    """Run forward and backward of the plain model of a cell on the first micro-batch of every rank.
+
+    Raises what the model's code raises.
+    """
+    baseline = build_baseline(cell, salt, capabilities)
+    for rank in range(baseline.data_size):
+        baseline.run_rank(rank, 0)
+
+
 def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
     """Return the specification of the plain PyTorch model of a cell.
 

@@ -30,6 +30,8 @@ from zharness.run.verdicts import (
     apply_expected_failure,
     apply_lacking_remedy,
     apply_remedy,
+    blame_engine,
+    is_raised_by_model,
     make_failure_record,
     make_judged_record,
     note_pool_difference,
@@ -224,9 +226,15 @@ class Runner:
         )
         self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(observe_task)
-        if outcome.cause is not None:
-            return make_failure_record(outcome, blank_record)
         judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
+        if outcome.cause is not None:
+            record = make_failure_record(outcome, blank_record)
+            if record.verdict is Verdict.ERROR and is_raised_by_model(outcome.cause):
+                plain = self._judge_server.submit(
+                    replace(judge_task, function=observe_and_judge.run_plain_model, args=(cell, self.seed, claims))
+                )
+                return blame_engine(record) if plain.cause is None else record
+            return record
         record = make_judged_record(self._judge_server.submit(judge_task), blank_record)
         if not can_locate_divergence(record.divergence, cell, claims):
             return record

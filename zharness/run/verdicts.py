@@ -14,6 +14,8 @@ from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
 PACKAGES_UNDER_TEST = ("reference", "mutants")
+# The package of zharness with the code of the models, which an engine calls with weights that it prepared.
+MODEL_PACKAGE = "workload"
 
 
 def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
@@ -49,10 +51,29 @@ def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
         return Verdict.FAIL
     if exception.endswith(".EngineRefusal"):
         return Verdict.CRASH
-    package = Path(zharness.__file__).parent
-    file = Path(innermost_file)
-    is_harness = file.is_relative_to(package) and file.relative_to(package).parts[0] not in PACKAGES_UNDER_TEST
+    is_harness = find_package(innermost_file) not in ("", *PACKAGES_UNDER_TEST)
     return Verdict.ERROR if is_harness and exception != "builtins.RuntimeError" else Verdict.CRASH
+
+
+def find_package(file: str) -> str:
+    """Return the first folder or file below the package zharness that leads to ``file``, or '' if it lies elsewhere."""
+    package = Path(zharness.__file__).parent
+    return Path(file).relative_to(package).parts[0] if Path(file).is_relative_to(package) else ""
+
+
+def is_raised_by_model(cause: RankOutcome) -> bool:
+    """Return whether the code of a model raised an exception that the harness does not define, such as IndexError.
+
+    An engine that leaves a weight sharded causes such an exception. A mistake in the model's code causes it too.
+    """
+    is_ours = cause.exception.startswith("zharness.")
+    return cause.end is RankEnd.RAISED and find_package(cause.innermost_file) == MODEL_PACKAGE and not is_ours
+
+
+def blame_engine(record: Record) -> Record:
+    """Return ``record``, the failure of a rank in a model's code, as a crash, because the plain model does not fail."""
+    note = "the model's code raised under the engine only: plain PyTorch runs its forward and backward"
+    return replace(record, verdict=Verdict.CRASH, notes=(*record.notes, note))
 
 
 def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
