@@ -23,7 +23,6 @@ that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a 
 neither.
 """
 
-
 import importlib
 import os
 import sys
