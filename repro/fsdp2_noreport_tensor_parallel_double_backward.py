@@ -69,12 +69,9 @@ def main() -> int:
     wrong = int((actual != expected).sum())
     if wrong:
         place = int((actual != expected).flatten().nonzero()[0])
-        print(
-            f"repro: REPRODUCED: {wrong} of {expected.numel()} elements of the penalty's gradient are wrong, the first "
-            f"is {actual.flatten()[place].item():g} for {expected.flatten()[place].item():g}\n",
-            end="",
-            flush=True,
-        )
+        got, wanted = (each.flatten()[place].item() for each in (actual, expected))
+        count = f"{wrong} of {expected.numel()} elements of the penalty's gradient are wrong"
+        print(f"repro: REPRODUCED: {count}, the first is {got:g} for {wanted:g}\n", end="", flush=True)
         return 1
     if rank == 0:
         print(OK, flush=True)
