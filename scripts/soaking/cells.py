@@ -24,9 +24,9 @@ from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import DTYPES
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import PlannedCell, Record, Request, Runner, plan
-from zharness.run.check_loop import run_cells
+from zharness.run.check_loop import RunOptions, run_cells
 from zharness.run.record import RecordFile, open_record_file
-from zharness.run.runner import pin_runners_to_cores, rank_pool
+from zharness.run.runner import pin_runners_to_cores
 from zharness.world import Isolation
 
 ENGINES = ("reference", "fsdp2", "ddp", "deepspeed")
@@ -101,9 +101,8 @@ def soak(
         seed = options.first_seed
         while left > 0:
             sample = random.Random(seed).sample(matrix, size)  # noqa: S311 - reproducible, not secret
-            # Cells of one pool of ranks follow each other, so that its ranks start once for each seed.
-            sample.sort(key=lambda cell: rank_pool(cell.cell))
-            cells = [cell for cell in sample if (cell.cell, seed) not in done][:left]
+            # Cut before the cells are ordered by pool, so that a part of a sample is random too.
+            cells = RunOptions().order_cells([cell for cell in sample if (cell.cell, seed) not in done][:left])
             for runner in runners:
                 runner.seed = seed
             for record in run_cells(cells, runners):

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
 from zharness.engines.checkouts import Checkout, read_checkout
 from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
@@ -158,6 +160,14 @@ def split_release(text: str) -> tuple[str, str | None]:
     """Split ``NAME==RELEASE`` into name and release. The release is None for ``NAME`` and ``NAME@PATH``."""
     match = _parse_engine_name(text)
     return match["name"], match["release"]
+
+
+def is_same_release(release: str, installed_version: str) -> bool:
+    """Return whether ``release`` equals ``installed_version``, which may also have a local version such as ``+cpu``."""
+    try:
+        return SpecifierSet(f"=={release}").contains(installed_version, prereleases=True)
+    except InvalidSpecifier:
+        raise UsageError(f"got release {release!r}; expected a version such as 0.18.8") from None
 
 
 def find_checkout(text: str) -> Checkout | None:

@@ -103,7 +103,7 @@ def describe_other_release(engine: str) -> str:
     """Return the sentence that ``engine``, written ``NAME==RELEASE``, is installed in another release, or ""."""
     name, wanted = registry.split_release(engine)
     installed = registry.info(name).version() if wanted is not None else None
-    if wanted is None or (installed or "").partition("+")[0] == wanted.partition("+")[0]:
+    if wanted is None or (installed is not None and registry.is_same_release(wanted, installed)):
         return ""
     return (
         f"The failure was seen on {name} {wanted}, but {name} {installed or '(not found)'} is installed here, "

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import AccumulationOwner, Capabilities, Feature
+from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
@@ -356,16 +356,16 @@ class JudgeContext:
         window, and the gradients are multiplied by it afterwards. The quotients of small fp16 gradients underflow, so
         these gradients differ from those of the undivided loss.
         """
-        steps = self.setting.accumulation_steps
-        if steps == 1 or self.setting.owner is not AccumulationOwner.CALLER:
+        divisor = self.setting.loss_divisor
+        if divisor == 1:
             return self.baseline.run_all_ranks(step, params, objective, weigh)
 
         def divide(loss: Tensor, rank: int) -> Tensor:
             """Return the part of the loss from which one backward of the accumulation window starts."""
-            return (loss if weigh is None else weigh(loss, rank)) / steps
+            return (loss if weigh is None else weigh(loss, rank)) / divisor
 
         return [
-            LocalResult(result.loss, {name: steps * grad for name, grad in result.grads.items()})
+            LocalResult(result.loss, {name: divisor * grad for name, grad in result.grads.items()})
             for result in self.baseline.run_all_ranks(step, params, objective, divide)
         ]
 

@@ -142,8 +142,8 @@ class RankContext:
 
     def _run_backward(self, engine: Engine, loss: Tensor) -> None:
         """Run backward by the call that the cell's setting names; divide the loss first if the caller accumulates."""
-        if self.setting.accumulation_steps > 1 and self.setting.owner is AccumulationOwner.CALLER:
-            loss = loss / self.setting.accumulation_steps
+        if self.setting.loss_divisor > 1:
+            loss = loss / self.setting.loss_divisor
         call_backward(engine, loss, self.setting.backward_call)
 
     def record(self, label: str, tensors: Mapping[str, Tensor], step: int = 0) -> None:

@@ -71,6 +71,11 @@ class Setting:
         """The name of the accumulation window, as in ``2_by_engine``."""
         return f"{self.accumulation_steps}_by_{self.owner.value}" if self.accumulation_steps > 1 else "1"
 
+    @property
+    def loss_divisor(self) -> int:
+        """The number by which the caller divides each loss: the size of an accumulation window that the caller owns."""
+        return self.accumulation_steps if self.owner is AccumulationOwner.CALLER else 1
+
     @classmethod
     @cache
     def parse(cls, label: str) -> Setting:
@@ -113,8 +118,7 @@ class Setting:
             return f"{law} is not stated for the window {self.window}: {support.value}"
         if self.backward_call is not BackwardCall.ENGINE and support is not SettingSupport.WINDOWS_AND_CALLS:
             return f"{law} is not stated for {self.backward_call.value}: it calls backward in ways of its own"
-        by_caller = self.accumulation_steps > 1 and self.owner is AccumulationOwner.CALLER
-        if by_caller and self.backward_call is BackwardCall.TENSOR:
+        if self.loss_divisor > 1 and self.backward_call is BackwardCall.TENSOR:
             return "an engine cannot count the micro-batches of its caller, who calls loss.backward()"
         return ""
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from zharness.engines import registry
-from zharness.errors import MissingEngine, UsageError
+from zharness.errors import MissingEngine
 from zharness.releases import checkout, overlay
 
 
@@ -42,7 +40,7 @@ def prepare_release(engine: str, distribution: str) -> PreparedRelease:
     installed = get_installed_version(distribution)
     if release is None and installed is None:
         raise MissingEngine(f"{name} is not installed; try: pip install 'zharness[{name}]', or name a release")
-    if installed is not None and (release is None or is_same_release(release, installed)):
+    if installed is not None and (release is None or registry.is_same_release(release, installed)):
         return PreparedRelease(installed)
     assert release is not None, "either a release was named or one is installed"
     path = overlay.ensure_overlay(distribution, release)
@@ -59,11 +57,3 @@ def get_installed_version(distribution: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     return release.partition("+")[0] if distribution == "torch" else release
-
-
-def is_same_release(release: str, installed_version: str) -> bool:
-    """Return whether ``release`` equals ``installed_version``, which may also have a local version such as ``+cpu``."""
-    try:
-        return SpecifierSet(f"=={release}").contains(installed_version, prereleases=True)
-    except InvalidSpecifier:
-        raise UsageError(f"got release {release!r}; expected a version such as 0.18.8") from None

@@ -10,7 +10,7 @@ from zharness import engines
 from zharness.engines import registry
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
-from zharness.releases.prepared_release import get_installed_version, is_same_release, prepare_release
+from zharness.releases.prepared_release import get_installed_version, prepare_release
 from zharness.world.server import RankEnvironment
 
 
@@ -25,7 +25,7 @@ def prepare_rank_environment(engine: str) -> RankEnvironment:
     if release is None and registry.find_checkout(engine) is None:
         engines.require(engine)
         return build_warm_up_environment(engine)
-    is_installed = bool(release and installed and is_same_release(release, installed))
+    is_installed = bool(release and installed and registry.is_same_release(release, installed))
     if info.distribution in registry.ALREADY_IMPORTED and not is_installed:
         raise UsageError(
             f"{engine} is not the installed release {installed}, which this process has imported for its ranks; "

@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from zharness.engines import registry
 from zharness.errors import UsageError
 from zharness.releases import launch, overlay
-from zharness.releases.prepared_release import PreparedRelease, get_installed_version, is_same_release
+from zharness.releases.prepared_release import PreparedRelease, get_installed_version
 
 REPRO_FOLDER = Path(__file__).resolve().parents[2] / "repro"
 MARKER = "repro: REPRODUCED: "
@@ -361,7 +361,7 @@ def _failure_cause(output: str) -> str:
 def _is_available(engine: str, installed_version: str | None) -> bool:
     """Return whether the release of torch that ``engine`` names is installed or in the cache."""
     release = registry.split_release(engine)[1]
-    if release is None or (installed_version is not None and is_same_release(release, installed_version)):
+    if release is None or (installed_version is not None and registry.is_same_release(release, installed_version)):
         return True
     return overlay.is_cached(overlay.TORCH, release)
 

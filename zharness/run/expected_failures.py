@@ -151,7 +151,7 @@ class ExpectedFailure:
         """Return whether a cell with this verdict, this cause and these details failed in the expected way."""
         return verdict == self.verdict and self.matches_failure(cause, details)
 
-    def describes_all_failures_of(self, other: ExpectedFailure) -> bool:
+    def subsumes(self, other: ExpectedFailure) -> bool:
         """Return whether this entry describes each failure that ``other`` describes."""
         return (
             self.verdict == other.verdict

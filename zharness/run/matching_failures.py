@@ -39,7 +39,7 @@ def list_matchable_entries(
     return [
         entry
         for index, entry in enumerate(covering)
-        if not any(earlier.describes_all_failures_of(entry) for earlier in covering[:index])
+        if not any(earlier.subsumes(entry) for earlier in covering[:index])
     ]
 
 

@@ -37,7 +37,7 @@ from zharness.run.verdicts import (
     note_pool_difference,
 )
 from zharness.workload.user_model import is_user_model, parse_user_model_name
-from zharness.world import Group, Isolation, RankEnd, RankServer, RankTask
+from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
 from zharness.world.rank import is_gpu_requested
 from zharness.world.server import RankEnvironment
@@ -226,25 +226,34 @@ class Runner:
         )
         self._pools.add(rank_pool(cell))
         outcome = self._servers[cell.engine].submit(observe_task)
-        judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
         if outcome.cause is not None:
-            record = make_failure_record(outcome, blank_record)
-            if record.verdict is Verdict.ERROR and is_raised_by_model(outcome.cause):
-                plain = self._judge_server.submit(
-                    replace(judge_task, function=observe_and_judge.run_plain_model, args=(cell, self.seed, claims))
-                )
-                return blame_engine(record) if plain.cause is None else record
-            return record
+            return self._conclude_rank_failure(outcome, blank_record, claims, isolation)
+        judge_task = self._make_judge_task(cell, isolation, observe_and_judge.judge, str(evidence_dir), claims)
         record = make_judged_record(self._judge_server.submit(judge_task), blank_record)
         if not can_locate_divergence(record.divergence, cell, claims):
             return record
         return self._locate_divergence(record, observe_task, judge_task)
 
-    def _make_judge_task(self, cell: Cell, evidence_dir: Path, claims: Capabilities, isolation: Isolation) -> RankTask:
-        """Build the task that judges the evidence of a cell."""
+    def _conclude_rank_failure(
+        self, outcome: GroupOutcome, blank_record: Record, claims: Capabilities, isolation: Isolation
+    ) -> Record:
+        """Build the record of a cell in which a rank did not return.
+
+        If a model's code raised, a judge runs the plain model: what it does not raise is a crash of the engine.
+        """
+        record = make_failure_record(outcome, blank_record)
+        if record.verdict is not Verdict.ERROR or outcome.cause is None or not is_raised_by_model(outcome.cause):
+            return record
+        task = self._make_judge_task(record.cell, isolation, observe_and_judge.run_plain_model, claims)
+        return blame_engine(record) if self._judge_server.submit(task).cause is None else record
+
+    def _make_judge_task(
+        self, cell: Cell, isolation: Isolation, function: Callable[..., object], *arguments: object
+    ) -> RankTask:
+        """Build the task that calls ``function(cell, seed, *arguments)`` in a process that never imports an engine."""
         return RankTask(
-            observe_and_judge.judge,
-            (cell, self.seed, str(evidence_dir), claims),
+            function,
+            (cell, self.seed, *arguments),
             timeout=JUDGE_TIMEOUT,
             group=Group.NONE,
             isolation=isolation,

@@ -129,7 +129,7 @@ class TorchrunRunner(Runner):
             return make_failure_record(outcome, blank_record)
         for rank, evidence in enumerate(outcome.values()):
             evidence_path(evidence_dir, rank).write_bytes(evidence)
-        judge_task = self._make_judge_task(cell, evidence_dir, claims, isolation)
+        judge_task = self._make_judge_task(cell, isolation, observe_and_judge.judge, str(evidence_dir), claims)
         return make_judged_record(self._judge_server.submit(judge_task), blank_record)
 
     def close(self) -> None:
