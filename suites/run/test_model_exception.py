@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from zharness.engines import Capabilities
 from zharness.run import PlannedCell, Verdict
 from zharness.run.observe_and_judge import observe, run_plain_model
 from zharness.run.runner import Runner
+from zharness.run.torchrun_runner import TorchrunRunner, observe_and_read_evidence
 from zharness.run.verdicts import is_raised_by_model
 from zharness.workload import MODELS
 from zharness.workload.nets import FusedLossNet
@@ -33,10 +36,12 @@ class ServerOfFailedRanks:
     """A server whose engine raises in the model's code, and which runs the plain model in this process."""
 
     scratch_dir = None
+    launch = SimpleNamespace(world_size=CELL.world_size)
+    task_title = ""
 
     def submit(self, task: RankTask) -> GroupOutcome:
         """Return the prepared failure of the engine, or the outcome of the plain model."""
-        if task.function is observe:
+        if task.function in (observe, observe_and_read_evidence):
             return GroupOutcome((RAISED,), 0.0)
         assert task.function is run_plain_model
         try:
@@ -56,12 +61,23 @@ class PreparedRunner(Runner):
         self._claims, self._free_evidence_dirs = {(CELL.engine, CELL.stage): CLAIMS}, []
 
 
+class PreparedTorchrunRunner(PreparedRunner, TorchrunRunner):
+    """A runner on the ranks of torchrun whose leader and judge are a ServerOfFailedRanks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leader = self._servers[CELL.engine]
+
+
 def raise_index_error(*_: object) -> None:
     raise IndexError("Dimension out of range")
 
 
-def test_an_exception_that_plain_pytorch_does_not_raise_is_a_crash_of_the_engine() -> None:
-    record = PreparedRunner().run(PlannedCell(CELL))
+@pytest.mark.parametrize("make_runner", [PreparedRunner, PreparedTorchrunRunner])
+def test_an_exception_that_plain_pytorch_does_not_raise_is_a_crash_of_the_engine(
+    make_runner: Callable[[], Runner],
+) -> None:
+    record = make_runner().run(PlannedCell(CELL))
     assert record.verdict is Verdict.CRASH
     assert "plain PyTorch runs its forward and backward" in record.notes[0]
 

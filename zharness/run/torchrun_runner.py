@@ -126,7 +126,7 @@ class TorchrunRunner(Runner):
             RankTask(observe_and_read_evidence, arguments, cell.world_size, self.timeout, Group.REUSED)
         )
         if outcome.cause is not None:
-            return make_failure_record(outcome, blank_record)
+            return self._conclude_rank_failure(outcome, blank_record, claims, isolation)
         for rank, evidence in enumerate(outcome.values()):
             evidence_path(evidence_dir, rank).write_bytes(evidence)
         judge_task = self._make_judge_task(cell, isolation, observe_and_judge.judge, str(evidence_dir), claims)
