@@ -51,7 +51,7 @@ def test_all_ranks_of_a_mismatched_exchange_in_a_launch_get_the_error_and_can_go
         mine = current_rank()
         launch = Launch(mine.rank, 2, mine.rank, 2, "127.0.0.1", port, uses_agent_store=False)
         store = LaunchStore(launch, serve=mine.rank == 0)
-        set_current_rank(CurrentRank(mine.rank, 2, StoreChannel(store, None, 1, mine.rank, 2, Path())))  # type: ignore[arg-type]
+        set_current_rank(CurrentRank(mine.rank, 2, StoreChannel(store, None, 1, mine.rank, 2, Path()), Path()))  # type: ignore[arg-type]
         message = mismatch_exchange()
         set_current_rank(mine)
         exchange(None)  # rank 0 serves the store until both have read it

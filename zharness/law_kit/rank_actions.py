@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,22 +16,34 @@ from torch import Tensor
 
 from zharness.engines.protocol import Engine
 from zharness.law_kit.rank_context import RankContext
+from zharness.world.current_rank import current_rank, is_rank
 
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
     """Create a folder that every rank can use, and remove the folder after the ``with`` block.
 
-    Every rank has to enter this context manager.
+    Every rank has to enter this context manager. If a rank raises, the folder stays until rank 0 ends, because another
+    rank that still reads it would otherwise report a missing file.
     """
-    paths = [tempfile.mkdtemp(prefix="zharness-") if dist.get_rank() == 0 else ""]
+    paths = [create_scratch_folder() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(paths)
-    try:
-        yield Path(paths[0])
-        dist.barrier()
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(paths[0], ignore_errors=True)
+    yield Path(paths[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(paths[0], ignore_errors=True)
+
+
+def create_scratch_folder() -> str:
+    """Create a folder that is removed when this process ends. Returns its path.
+
+    The folder of a rank that the harness started is removed even if the rank is killed.
+    """
+    if is_rank():
+        return tempfile.mkdtemp(prefix="zharness-", dir=current_rank().scratch_dir)
+    folder = tempfile.mkdtemp(prefix="zharness-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def train_and_record_step(ctx: RankContext, engine: Engine, step: int = 0) -> None:

@@ -29,12 +29,16 @@ class RankChannel(Protocol):
 
 
 class CurrentRank:
-    """The rank of this process, the world size, and the channel through which this rank reaches the other ranks."""
+    """The rank of this process, the world size, and the channel through which this rank reaches the other ranks.
 
-    def __init__(self, rank: int, world_size: int, channel: RankChannel) -> None:
+    ``scratch_dir`` is a folder that is removed when this rank ends, also if this rank is killed.
+    """
+
+    def __init__(self, rank: int, world_size: int, channel: RankChannel, scratch_dir: Path) -> None:
         self.rank = rank
         self.world_size = world_size
         self.channel = channel
+        self.scratch_dir = scratch_dir
 
 
 _current_ranks: list[CurrentRank] = []  # at most one: a process is one rank

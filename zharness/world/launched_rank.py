@@ -115,7 +115,7 @@ class LaunchedRank:
         rank, world_size = self.launch.rank, assignment.task.world_size
         channel = StoreChannel(self.store, self._witness_pipe, assignment.serial, rank, world_size, self._scratch_dir)
         self._witness_pipe.send(TaskStarted(assignment.serial, assignment.title, assignment.task.timeout))
-        set_current_rank(CurrentRank(rank, world_size, channel))
+        set_current_rank(CurrentRank(rank, world_size, channel, self._scratch_dir))
         try:
             with self._launcher_variables(assignment), self._redirect_output(assignment.task):
                 outcome = self._attempt_assignment(assignment)

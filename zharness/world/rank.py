@@ -172,7 +172,7 @@ def run_rank(
     atexit._clear()  # the parent runs its own exit functions; this has no public API
     redirect_streams(pipes)
     channel = ServerChannel(slot, pipes)
-    set_current_rank(CurrentRank(slot.rank, slot.world_size, channel))
+    set_current_rank(CurrentRank(slot.rank, slot.world_size, channel, slot.scratch_dir))
     torch.set_num_threads(1)
     if not is_gpu_requested():
         use_batch_scheduling()
