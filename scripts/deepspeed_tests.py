@@ -13,9 +13,10 @@ from deepspeed_files.tables import find_unexpected, render_drop_in, render_stand
 
 EPILOG = """
 own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
-in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again. own
-and drop-in run the same --sample tests of each file, spread over it; stand-in runs all. deepspeed_tests.toml lists the
-exceptions. The exit status is 1 if another test fails on the reference engine or ends differently with the drop-in.
+in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again,
+unless --sample differs or --limit is above the one at which a run was killed. own and drop-in run the same --sample
+tests of each file, spread over it; stand-in runs all. deepspeed_tests.toml lists the exceptions. The exit status is 1
+if another test fails on the reference engine or ends differently with the drop-in, or a run was killed or has no test.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
@@ -31,8 +32,9 @@ def main() -> int:
     known = read_runs(options.jsonl)
     for path in find_files(options.tests, options.files):
         for way in options.ways:
-            if (path, way) not in known:
-                known[path, way] = run_and_keep(options, path, way)
+            sample = 0 if way is Way.STAND_IN else options.sample
+            if (path, way) not in known or not known[path, way].answers(sample, options.limit):
+                known[path, way] = run_and_keep(options, path, way, sample)
     listed = {entry["path"]: entry.get("exception", []) for entry in tomllib.loads(EXCEPTIONS.read_text())["file"]}
     runs = {key: run for key, run in known.items() if options.files in key[0]}
     print(render_drop_in(runs), render_stand_in(runs, listed), sep="\n\n")
@@ -72,12 +74,11 @@ def find_files(tests: Path, text: str) -> list[str]:
     return sorted(path for path in (str(file.relative_to(tests)) for file in files) if text in path)
 
 
-def run_and_keep(options: argparse.Namespace, path: str, way: Way) -> FileRun:
+def run_and_keep(options: argparse.Namespace, path: str, way: Way, sample: int) -> FileRun:
     """Run one file in one way, append the run to the file of results, and return it."""
     operators = options.jsonl.resolve().parent / "operators"
     if way is not Way.STAND_IN:
         build_operators(operators)
-    sample = 0 if way is Way.STAND_IN else options.sample
     run = run_file(options.tests, path, way, sample, options.limit, operators)
     with options.jsonl.open("a") as file:
         file.write(run.to_json() + "\n")

@@ -32,12 +32,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if find_test_name(item.nodeid) in kept]
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Write that a file could not be collected, with the error."""
+    if report.failed:
+        write_record("(collection)", "failed", str(report.longrepr).strip().rpartition("\nE ")[2][:400])
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write the verdict of one phase of one test, if it is the call or did not pass."""
     if os.getpid() == CONTROLLER and (report.when == "call" or not report.passed):
-        record = [find_test_name(report.nodeid), report.outcome, describe_problem(report)]
-        with Path(os.environ["DEEPSPEED_FILES_OUTCOMES"]).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        write_record(find_test_name(report.nodeid), report.outcome, describe_problem(report))
+
+
+def write_record(name: str, verdict: str, message: str) -> None:
+    """Append one outcome to the file of outcomes."""
+    with Path(os.environ["DEEPSPEED_FILES_OUTCOMES"]).open("a") as file:
+        file.write(json.dumps([name, verdict, message]) + "\n")
 
 
 def describe_problem(report: pytest.TestReport) -> str:

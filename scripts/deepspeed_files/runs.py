@@ -25,6 +25,7 @@ STAND_IN = "zharness.compat.deepspeed_engine.install"
 WORST_FIRST = ("failed", "skipped", "passed")
 TEST_TIMEOUT = "300"  # seconds of one test, in all ways
 KILLED = -9
+COLLECTION = "(collection)"  # the name of the outcome of a file that could not be collected
 
 
 class Way(str, Enum):
@@ -39,8 +40,9 @@ class Way(str, Enum):
 class FileRun:
     """What one pytest process did with one file: verdict and message of each test by name, and the seconds.
 
-    ``sample`` is the number of tests to which the run was limited, or 0. ``status`` is -9 for a run that was killed at
-    its time limit; its tests that had not ended are missing.
+    ``sample`` is the number of tests to which the run was limited, or 0, and ``limit`` its time limit in seconds.
+    ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are missing. A file that
+    could not be collected has the one outcome ``COLLECTION``.
     """
 
     path: str
@@ -50,6 +52,7 @@ class FileRun:
     cpu_seconds: float
     status: int
     outcomes: dict[str, tuple[str, str]]
+    limit: float = 0.0
 
     def to_json(self) -> str:
         """Return the run as one line."""
@@ -64,9 +67,15 @@ class FileRun:
 
     def describe(self) -> str:
         """Return the counts of verdicts, such as ``3 passed, 1 skipped``, and whether the run was killed."""
+        if COLLECTION in self.outcomes:
+            return "not collected"
         counts = {verdict: len(self.named(verdict)) for verdict in reversed(WORST_FIRST)}
         parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
-        return ", ".join(parts or ["none"]) + (", killed" if self.status == KILLED else "")
+        return ", ".join(parts or ["no tests"]) + (", killed" if self.status == KILLED else "")
+
+    def answers(self, sample: int, limit: float) -> bool:
+        """Return whether a run of ``sample`` tests within ``limit`` seconds would tell nothing more than this one."""
+        return self.sample == sample and (self.status != KILLED or self.limit >= limit)
 
     def named(self, verdict: str) -> list[str]:
         """Return the names of the tests with this verdict."""
@@ -105,7 +114,7 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
         if not outcomes.exists():
             print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, read_outcomes(outcomes))
+        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, read_outcomes(outcomes), limit)
 
 
 def prepare_tests(source: Path, target: Path, way: Way) -> None:

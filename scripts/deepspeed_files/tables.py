@@ -2,8 +2,8 @@
 
 An exception has ``tests``, a regular expression, a ``reason``, and a ``kind``. Tests of the kinds in ``WITHOUT_LAW``
 state no law about the engine: they read DeepSpeed's internals or files, need a feature that the reference engine lacks,
-or ask for a limit of DeepSpeed. A test of the kind ``decided`` states a law in which the reference engine differs, and
-one of the kind ``open`` a law that the stand-in does not follow yet.
+ask for a limit of DeepSpeed, or refuse this machine themselves. A test of the kind ``decided`` states a law in which
+the reference engine differs, and one of the kind ``open`` a law that the stand-in does not follow yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tabulate import tabulate
 
 from deepspeed_files.runs import KILLED, FileRun, Way
 
-WITHOUT_LAW = ("internals", "feature", "limit")
+WITHOUT_LAW = ("internals", "feature", "limit", "machine")
+UNEXPECTED = "unexpected"
 Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
@@ -43,9 +44,9 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> str:
     rows, total = [], Counter[str]()
     for (path, way), run in runs.items():
         if way is Way.STAND_IN:
-            kinds = Counter(find_kind(name, listed.get(path, [])) for name in run.named("failed"))
+            kinds = Counter(classify_failures(run, listed).values())
             passed = len(run.named("passed"))
-            with_law = passed + len(run.named("failed")) - sum(kinds[kind] for kind in WITHOUT_LAW)
+            with_law = passed + sum(count for kind, count in kinds.items() if kind not in WITHOUT_LAW)
             others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             rows.append([format_path(path), run.describe(), with_law, passed, others])
             total.update(passed=passed, with_law=with_law)
@@ -54,11 +55,13 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> str:
 
 
 def find_unexpected(runs: Runs, listed: Exceptions) -> Iterator[str]:
-    """Describe failures on the reference engine that no exception names, and differences with the drop-in."""
+    """Describe runs that did not end, failures on the reference engine that no exception names, and differences."""
     for (path, way), run in runs.items():
+        if run.status == KILLED or not run.outcomes:
+            yield f"{path} {way.value}: {run.describe()}, exit status {run.status} after {run.seconds} s"
         if way is Way.STAND_IN:
-            for name in run.named("failed"):
-                if find_kind(name, listed.get(path, [])) == "unexpected":
+            for name, kind in classify_failures(run, listed).items():
+                if kind == UNEXPECTED:
                     yield f"{path}::{name} failed on the reference engine: {run.outcomes[name][1]}"
         elif way is Way.OWN and (path, Way.DROP_IN) in runs:
             swapped = runs[path, Way.DROP_IN]
@@ -73,9 +76,13 @@ def get_verdict(run: FileRun, name: str) -> str:
     return run.outcomes.get(name, ("missing", ""))[0]
 
 
-def find_kind(name: str, exceptions: list[dict[str, Any]]) -> str:
-    """Return the kind of the first exception whose ``tests`` match the name, or ``unexpected``."""
-    return next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), "unexpected")
+def classify_failures(run: FileRun, listed: Exceptions) -> dict[str, str]:
+    """Return the kind of each failed test by name: that of the first exception that matches, or ``UNEXPECTED``."""
+    exceptions = listed.get(run.path, [])
+    return {
+        name: next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), UNEXPECTED)
+        for name in run.named("failed")
+    }
 
 
 def format_path(path: str) -> str:

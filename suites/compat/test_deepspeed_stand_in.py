@@ -11,7 +11,8 @@ from suites.compat.session_runs import run
 PLUGIN = "zharness.compat.deepspeed_engine.install"
 TRAINING = """
 import deepspeed
-from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
+import warnings
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from zharness.errors import CheckpointError, ConfigError, UsageError
 
@@ -130,10 +131,31 @@ class TestStandIn(DistributedTest):
             with pytest.raises(ConfigError, match="belongs to another engine"):
                 deepspeed.initialize(model=first.module, config=self.config(stage))
             return
-        second = deepspeed.initialize(model=first.module, config=self.config(stage))[0]
+        with pytest.warns(RuntimeWarning, match="already has an engine, which ends now"):
+            second = deepspeed.initialize(model=first.module, config=self.config(stage))[0]
         self.take_step(second)
-        with pytest.raises(UsageError, match="closed"):
-            first(torch.ones(1, 4))
+        for use in (lambda: first(torch.ones(1, 4)), first.step, lambda: first.scale(torch.ones(()))):
+            with pytest.raises(UsageError, match="closed"):
+                use()
+        second.destroy()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            deepspeed.initialize(model=first.module, config=self.config(stage))[0].destroy()
+
+    def test_engines_do_not_mix_their_parameters(self, stage):
+        first, second = self.build(stage), self.build(stage)
+        with torch.no_grad():
+            for engine, value in ((first, 3.0), (second, 5.0)):
+                with deepspeed.zero.GatheredParameters(engine.module.weight, modifier_rank=0):
+                    engine.module.weight.fill_(value)
+            read = first.module.weight
+        assert torch.equal(safe_get_full_fp32_param(read), torch.full((2, 4), 3.0))
+        assert torch.equal(safe_get_full_fp32_param(second.module.weight), torch.full((2, 4), 5.0))
+        first.destroy()
+        if stage == 3:
+            with pytest.raises(UsageError, match="is no Parameter"):
+                safe_get_full_fp32_param(read)
+        assert torch.equal(safe_get_full_fp32_param(second.module.weight), torch.full((2, 4), 5.0))
         second.destroy()
 
     def take_step(self, engine):
@@ -188,7 +210,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 40, session.output
+    assert len(session.tests) == 44, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

@@ -95,6 +95,24 @@ def test_hangs_after_a_slow_example(rank, n):
 
 @ranks
 @settings(max_examples=5)
+@given(n=st.integers(0, 3))
+def test_returns_before_a_collective(rank, n):
+    if rank == 0 and n > 1:
+        return
+    dist.barrier()
+
+@pytest.mark.world_size(3)
+@settings(max_examples=3)
+@given(n=st.sampled_from([5, 7]))
+def test_leaves_two_of_three_ranks(rank, n):
+    if rank == 1:
+        assert n < 7
+    if rank == 2 and n == 7:
+        return
+    dist.barrier()
+
+@ranks
+@settings(max_examples=5)
 @given(n=st.integers())
 def test_uses_given_wrongly(n, other=1):
     pass
@@ -160,6 +178,11 @@ def test_an_example_that_a_rank_leaves_has_one_verdict_and_is_shrunk(tmp_path: P
         ),
         "test_fails_before_a_hang[w2]": ("rank 1: ValueError: planted", "n=2,"),
         "test_hangs_after_a_slow_example[w2]": ("did not finish in time",),
+        "test_returns_before_a_collective[w2]": (
+            "rank 0: had returned from the test; rank 1: waited in barrier",
+            "n=2,",
+        ),
+        "test_leaves_two_of_three_ranks[w3]": ("rank 1: AssertionError: assert 7 < 7", "n=7,", "rank 0: waited in"),
         "test_uses_given_wrongly[w2]": ("InvalidArgument",),
     }
     for mode, session in sessions.items():

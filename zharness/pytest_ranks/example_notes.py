@@ -1,4 +1,4 @@
-"""Send and read the notes of ranks that have left a Hypothesis example by an exception, and wait for the others."""
+"""Send and read the notes of ranks that have ended a Hypothesis example and wait for the others."""
 
 from __future__ import annotations
 
@@ -16,23 +16,30 @@ from zharness.world.current_rank import current_rank, is_rank
 from zharness.world.messages import RankStatus
 from zharness.world.outcome import RankOutcome
 
-NOTE_SECONDS = 0.1  # time for peers to send their verdicts before this rank sends a note of its exception
+# Time for peers to send their verdicts before this rank sends a note: of its exception, or of its return. The server
+# then looks at the ranks' stacks four times a second, which an example that is slow on one rank alone should not need.
+EXCEPTION_NOTE_SECONDS, RETURN_NOTE_SECONDS = 0.1, 1.0
 
 
 def send_note(note: ExampleNote) -> None:
     """Send a note on an example to the pytest process."""
     channel: Any = current_rank().channel  # every channel of a rank that runs tests sends notes
-    left = RankStatus.PART_FAILED if note.verdict.status is ExampleStatus.FAILED else RankStatus.PART_LEFT
-    channel.note(left if note.error else RankStatus.OK, note, time.monotonic_ns())
+    channel.note(note.status, note, time.monotonic_ns())
+
+
+def choose_departure(status: ExampleStatus) -> RankStatus:
+    """Return the status of a rank that waits for the others after an example that ended with ``status``."""
+    departures = {ExampleStatus.FAILED: RankStatus.PART_FAILED, ExampleStatus.PASSED: RankStatus.PART_ENDED}
+    return departures.get(status, RankStatus.PART_LEFT)
 
 
 @contextmanager
 def note_while_waiting(note: ExampleNote) -> Iterator[None]:
-    """Send ``note`` if it has an error and the block, which waits for the peers, takes long.
+    """Send ``note`` if the block, which waits for the peers, takes long.
 
-    If the block ends nevertheless, a note without an error replaces the note.
+    If the block ends nevertheless, a note with the status OK replaces the note.
     """
-    if not note.error or not is_rank():
+    if not is_rank():
         yield
         return
     is_sent = threading.Event()
@@ -42,7 +49,7 @@ def note_while_waiting(note: ExampleNote) -> Iterator[None]:
         send_note(note)
         is_sent.set()
 
-    timer = threading.Timer(NOTE_SECONDS, send)
+    timer = threading.Timer(EXCEPTION_NOTE_SECONDS if note.error else RETURN_NOTE_SECONDS, send)
     timer.start()
     try:
         yield
@@ -50,7 +57,7 @@ def note_while_waiting(note: ExampleNote) -> Iterator[None]:
         timer.cancel()
         timer.join()
     if is_sent.is_set():
-        send_note(replace(note, error="", ended_examples=()))
+        send_note(replace(note, status=RankStatus.OK, ended_examples=()))
 
 
 def load_example_notes(outcome: RankOutcome) -> list[ExampleNote]:

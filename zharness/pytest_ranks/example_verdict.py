@@ -17,6 +17,8 @@ from zharness.pytest_ranks.rank_text import format_ranks
 
 MAX_TEXT_LENGTH = 200  # characters of an error or an example that ranks exchange; the rest is replaced by a digest
 
+RETURNED = "had returned from the test"  # a rank that ended an example without an exception
+
 
 class ExampleStatus(Enum):
     """The status of one Hypothesis example on one rank; ENDED means that the rank runs no further example."""
@@ -134,6 +136,11 @@ def format_test_traceback(error: BaseException | None) -> str:
     if classify_error(error) is not ExampleStatus.FAILED or error is None or error.__traceback__ is None:
         return ""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))
+
+
+def describe_departure(verdict: ExampleVerdict) -> str:
+    """Describe how a rank ended an example, or where it waited."""
+    return verdict.text or (RETURNED if verdict.status is ExampleStatus.PASSED else verdict.status.value)
 
 
 def find_common_failure(message: str) -> str:

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from zharness.errors import UsageError, WorldError
-from zharness.pytest_ranks.example_notes import note_while_waiting
+from zharness.pytest_ranks.example_notes import choose_departure, note_while_waiting
 from zharness.pytest_ranks.example_verdict import (
     ExampleStatus,
     ExampleVerdict,
     describe_by_rank,
+    describe_departure,
     format_arguments,
     format_choices,
     make_verdict,
@@ -209,7 +210,8 @@ def _wrap_test_body(function: Any, peers: _Peers) -> Callable[..., Any]:
             error = caught
         verdict = make_verdict(error, arguments, example)
         summary = summarize_error(error) if error is not None else ""
-        with note_while_waiting(ExampleNote(verdict, key, before, summary, tuple(peers.ended_examples))):
+        departure = choose_departure(verdict.status)
+        with note_while_waiting(ExampleNote(departure, verdict, key, before, summary, tuple(peers.ended_examples))):
             verdicts = peers.compare(verdict)
         if verdict.choices == before:  # a body that draws values has to run again
             peers.ended_examples.append(KnownExample(key, tuple(verdicts)))
@@ -304,7 +306,8 @@ def _repeat_outcome(known: KnownExamples, key: str, example: Any) -> None:
 def _raise_common_outcome(verdicts: list[ExampleVerdict], note: str = "") -> NoReturn:
     """Raise the same outcome on every rank when their verdicts differ; ``note`` is added to a failure.
 
-    FAILED on any rank takes precedence over XFAILED, SKIPPED and REJECTED, in this order.
+    FAILED on any rank takes precedence over XFAILED, SKIPPED and REJECTED, in this order. If some ranks were BLOCKED
+    and all others PASSED, the example has failed: some ranks returned while others waited for them.
     """
     __tracebackhide__ = True
     import hypothesis
@@ -312,7 +315,9 @@ def _raise_common_outcome(verdicts: list[ExampleVerdict], note: str = "") -> NoR
     statuses = {verdict.status for verdict in verdicts}
     drew_differently = ExampleStatus.STOPPED in statuses or len({verdict.choices for verdict in verdicts}) > 1
     error: BaseException | None = None
-    if ExampleStatus.FAILED in statuses:
+    if statuses == {ExampleStatus.PASSED, ExampleStatus.BLOCKED}:
+        error = ExampleFailed(f"{describe_by_rank(verdicts, describe_departure)}\n{note}".rstrip())
+    elif ExampleStatus.FAILED in statuses:
         by_rank = describe_by_rank(verdicts, lambda verdict: verdict.text, ExampleStatus.FAILED)
         blocked = describe_by_rank(verdicts, lambda verdict: verdict.text, ExampleStatus.BLOCKED)
         tracebacks = {verdict.text: verdict.traceback for verdict in verdicts if verdict.status is ExampleStatus.FAILED}
@@ -351,7 +356,7 @@ def _make_left_after_draw_error(example: KnownExample) -> ExampleFailed:
     by_rank = "; ".join(
         described
         for status in dict.fromkeys(verdict.status for verdict in (*left, *verdicts))
-        if (described := describe_by_rank(verdicts, lambda verdict: verdict.text or verdict.status.value, status))
+        if (described := describe_by_rank(verdicts, describe_departure, status))
     )
     tracebacks = "".join({verdict.text: verdict.traceback for verdict in left}.values())
     return ExampleFailed(f"{by_rank}\ndrawn: {left[0].choices}\n{_LEFT_AFTER_DRAW_NOTE}\n{tracebacks}".rstrip())

@@ -1,11 +1,12 @@
 """Continue a Hypothesis test on new ranks after an example in which some ranks waited for a rank that had left it.
 
 [Note: an example that a rank leaves]
-A rank that leaves an example by an exception does not reach the collectives in which other ranks wait. No message can
-interrupt a collective, and if the ranks closed its connections, process groups of fixtures would be lost. So the rank
-server ends all ranks (``world/part_departures.py``), and the pytest process runs the test again, on new ranks that know
-the verdicts of all examples so far. Hypothesis draws the same examples again. On a known example the ranks raise its
-outcome without running the test's body, also while Hypothesis shrinks, so every example has one verdict.
+A rank that leaves an example by an exception or an early return does not reach the collectives in which other ranks
+wait. No message can interrupt a collective, and if the ranks closed its connections, process groups of fixtures would
+be lost. So the rank server ends all ranks (``world/part_departures.py``), and the pytest process runs the test again,
+on new ranks that know the verdicts of all examples so far. Hypothesis draws the same examples again. On a known example
+the ranks raise its outcome without running the test's body, also while Hypothesis shrinks, so every example has one
+verdict.
 
 An example in whose body the rank had drawn values, with ``data()``, is not known on new ranks before its body has run,
 so it cannot be repeated: the test ends with the outcome of that example, as a failure that is not shrunk.
@@ -21,6 +22,7 @@ from zharness.pytest_ranks.example_notes import load_example_notes
 from zharness.pytest_ranks.example_verdict import ExampleStatus, ExampleVerdict
 from zharness.pytest_ranks.phase_report import ExampleNote
 from zharness.world import GroupOutcome, RankEnd, RankOutcome
+from zharness.world.messages import RankStatus
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class KnownExample:
 
     @property
     def is_failed(self) -> bool:
-        """Return whether the example failed on some rank."""
-        return any(verdict.status is ExampleStatus.FAILED for verdict in self.verdicts)
+        """Return whether the example failed on some rank, or ranks waited for others that had returned."""
+        statuses = {verdict.status for verdict in self.verdicts}
+        return ExampleStatus.FAILED in statuses or statuses == {ExampleStatus.PASSED, ExampleStatus.BLOCKED}
 
     @property
     def is_blocked(self) -> bool:
@@ -71,6 +74,7 @@ class KnownExamples:
 
 
 NO_EXAMPLES = KnownExamples()
+_DEPARTURES = (RankStatus.PART_FAILED, RankStatus.PART_LEFT, RankStatus.PART_ENDED)  # what decides an example is first
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,10 @@ def find_left_example(outcome: GroupOutcome) -> LeftExample | None:
     if any(rank.end is not RankEnd.STOPPED for rank in outcome.ranks):
         return None
     last_notes = {rank.rank: notes[-1] for rank in outcome.ranks if (notes := load_example_notes(rank))}
-    leavers = {rank: note for rank, note in last_notes.items() if note.error}
+    leavers = {rank: note for rank, note in last_notes.items() if note.status is not RankStatus.OK}
     if not leavers:
         return None
-    first = min(leavers.values(), key=lambda note: note.verdict.status is not ExampleStatus.FAILED)
+    first = min(leavers.values(), key=lambda note: _DEPARTURES.index(note.status))
     verdicts = tuple(
         leavers[rank.rank].verdict if rank.rank in leavers else _describe_blocked_rank(rank, first)
         for rank in outcome.ranks

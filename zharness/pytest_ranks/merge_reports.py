@@ -19,7 +19,7 @@ import pytest
 
 from zharness.pytest_ranks import longreprs, merge_output
 from zharness.pytest_ranks.example_notes import load_example_notes
-from zharness.pytest_ranks.example_verdict import find_common_failure
+from zharness.pytest_ranks.example_verdict import RETURNED, find_common_failure
 from zharness.pytest_ranks.phase_report import PHASES
 from zharness.pytest_ranks.rank_problems import (
     ProblemKind,
@@ -34,6 +34,7 @@ from zharness.pytest_ranks.rank_problems import (
     select_failures,
 )
 from zharness.pytest_ranks.rank_text import first_line, format_rank_sentence, format_ranks, mask_addresses
+from zharness.world.messages import RankStatus
 from zharness.world.outcome import GroupOutcome, RankEnd
 from zharness.world.stacks import strip_harness_frames
 
@@ -309,16 +310,19 @@ def make_further_sections(group: ProblemGroup) -> list[tuple[str, str]]:
 
 
 def make_example_sections(rank_results: Iterable[RankResult]) -> list[tuple[str, str]]:
-    """Make one section for each rank that did not end a Hypothesis test, with its error in an unfinished example."""
+    """Make one section for each rank that did not end a Hypothesis test but an example, with its error or return."""
     notes = [
         (rank_result.rank, load_example_notes(rank_result.outcome))
         for rank_result in rank_results
         if rank_result.outcome.end in (RankEnd.HUNG, RankEnd.STOPPED)
     ]
     return [
-        (f"rank {rank} left the example {last.verdict.arguments}", f"{last.error}\n{last.verdict.traceback}".strip())
+        (
+            f"rank {rank} left the example {last.verdict.arguments}",
+            f"{last.error}\n{last.verdict.traceback}".strip() or RETURNED,
+        )
         for rank, (*_, last) in ((rank, found) for rank, found in notes if found)
-        if last.error
+        if last.status is not RankStatus.OK
     ]
 
 

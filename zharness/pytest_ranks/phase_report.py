@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zharness.world.messages import RankStatus
+
 if TYPE_CHECKING:
     from zharness.pytest_ranks.example_verdict import ExampleVerdict
     from zharness.pytest_ranks.known_examples import KnownExample
@@ -27,11 +29,12 @@ class PhaseReport:
 class ExampleNote:
     """The verdict of a rank on a Hypothesis example that other ranks have not ended.
 
-    ``error`` is the text of the rank's exception; it is empty once all ranks have ended the example. ``key`` identifies
-    the example, and ``choices_before`` are the values that were drawn before the test's body began. ``ended_examples``
-    are the earlier examples that ran on these ranks.
+    ``status`` says how the rank has ended the example; it is OK once all ranks have ended it. ``error`` is the text of
+    the rank's exception, or empty. ``key`` identifies the example, and ``choices_before`` are the values that were
+    drawn before the test's body began. ``ended_examples`` are the earlier examples that ran on these ranks.
     """
 
+    status: RankStatus
     verdict: ExampleVerdict
     key: str
     choices_before: str

@@ -30,9 +30,6 @@ from zharness.reference.unshard import (
     unshard_param,
 )
 
-# The Parameter of which an unsharded tensor is a read, for callers that get the tensor instead of the Parameter.
-PARAMETER_OF_READ = WeakTensorKeyDictionary()
-
 
 @dataclass
 class ModuleForward:
@@ -58,6 +55,7 @@ class ParamUnsharder:
         self._grad_placeholders: dict[tuple[str, bool], Tensor] = {}  # by parameter name and grad mode
         self._params_by_bucket: dict[int, list[ModelParam]] = {}
         self._editable_params: dict[nn.Parameter, Tensor] = {}
+        self.parameter_of_read = WeakTensorKeyDictionary()  # for callers that get the unsharded tensor from a module
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
@@ -87,7 +85,7 @@ class ParamUnsharder:
             running.unsharded_params.append(unsharded_param)
             if private.is_transforming():
                 return full  # not cached: a torch.func wrapper dies with its transform, maybe before the forward ends
-            PARAMETER_OF_READ[full] = value
+            self.parameter_of_read[full] = value
             running.tensors_by_read[key] = full
         return running.tensors_by_read[key]
 
@@ -96,7 +94,7 @@ class ParamUnsharder:
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
-            PARAMETER_OF_READ[self._editable_params[parameter]] = parameter
+            self.parameter_of_read[self._editable_params[parameter]] = parameter
         self._context.prefetcher.clear()
         return list(self._editable_params.values())
 

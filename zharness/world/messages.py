@@ -9,8 +9,8 @@ from enum import Enum
 class RankStatus(Enum):
     """The state that a rank reports in a note: the rank continues, has failed, or has skipped the rest of the task.
 
-    The last two states are those of a rank that waits in an exchange because it has ended a part of the task, such as a
-    Hypothesis example, earlier than other ranks: by a failure, or without one.
+    The last three states are those of a rank that waits in an exchange because it has ended a part of the task, such as
+    a Hypothesis example, earlier than other ranks: by a failure, by another exception such as a skip, or by returning.
     """
 
     OK = "fine"
@@ -18,6 +18,7 @@ class RankStatus(Enum):
     SKIPPED = "left"
     PART_FAILED = "failed a part"
     PART_LEFT = "left a part"
+    PART_ENDED = "ended a part"
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,27 @@ from zharness.world.stacks import StackFrame, find_waiting_collective, is_buildi
 
 CHECK_SECONDS = 0.25  # interval between two checks of the ranks that have not ended the part
 MAX_IDLE_CPU_SECONDS = 0.05  # processor time between two checks, all ranks together, that waiting ranks do not exceed
+# The checks in a row that find the same standstill. After a return the verdict depends on them, so there are more;
+# a failure decides the part by itself.
+STILL_CHECKS, STILL_CHECKS_AFTER_RETURN = 1, 8
 
 
 class PartDepartures:
-    """The ranks that wait in an exchange because they have ended a part of the task by an exception."""
+    """The ranks that wait in an exchange because they have ended a part of the task."""
 
     def __init__(self) -> None:
         self._statuses: dict[int, RankStatus] = {}
         self._first_at = 0.0
         self._last_sites: dict[int, str] = {}
         self._last_cpu_seconds: float | None = None
+        self._still_checks = 0
 
     def __bool__(self) -> bool:
         """Return whether any rank waits for others to end the part."""
         return bool(self._statuses)
 
     def add(self, rank: int, status: RankStatus) -> None:
-        """Add a rank that has ended the part by a failure (PART_FAILED) or without one (PART_LEFT)."""
+        """Add a rank that has ended the part by a failure (PART_FAILED), another exception (PART_LEFT) or a return."""
         if not self._statuses:
             self._first_at = time.monotonic()
         self._statuses[rank] = status
@@ -47,9 +51,9 @@ class PartDepartures:
         """Return whether the ranks that have not ended the part will never end it; ``frames`` are their stacks.
 
         They are blocked if all of them wait in the same collectives as at the last check, and ``processes``, those of
-        all running ranks, have used no CPU time since then. After a failure, the part fails whatever the others do. So
-        they are also blocked if they have not ended it within the grace period of a failed task and do not build an
-        operator.
+        all running ranks, have used no CPU time since then; if no rank has ended the part by an exception, as at the
+        last eight checks. After a failure, the part fails whatever the others do. So they are also blocked if they have
+        not ended it within the grace period of a failed task and do not build an operator.
         """
         if not frames or not self._statuses:
             return False
@@ -61,8 +65,10 @@ class PartDepartures:
             and used - self._last_cpu_seconds < MAX_IDLE_CPU_SECONDS
         )
         self._last_sites, self._last_cpu_seconds = sites, used
+        self._still_checks = self._still_checks + 1 if all(sites.values()) and is_same and is_idle else 0
         has_failure = RankStatus.PART_FAILED in self._statuses.values()
         is_late = time.monotonic() > self._first_at + GRACE_SECONDS + LAST_GRACE_SECONDS
         if has_failure and is_late and not any(map(is_building, frames.values())):
             return True
-        return all(sites.values()) and is_same and is_idle
+        have_returned = set(self._statuses.values()) == {RankStatus.PART_ENDED}
+        return self._still_checks >= (STILL_CHECKS_AFTER_RETURN if have_returned else STILL_CHECKS)

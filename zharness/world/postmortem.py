@@ -10,7 +10,7 @@ from pathlib import Path
 from zharness.world.outcome import MISMATCH_EXCEPTION, RankEnd, RankOutcome, signal_name
 from zharness.world.rank import PIPE_CLOSED_STATUS
 from zharness.world.rank_coordinator import MismatchedCollective
-from zharness.world.stacks import describe_innermost_frame, find_waiting_collective, parse_main_thread
+from zharness.world.stacks import describe_innermost_frame, find_waiting_site, parse_main_thread
 from zharness.world.team import TeamMember
 
 FATAL_ERROR_PREFIX = "Fatal Python error"  # the beginning of faulthandler's dump; the stack follows
@@ -87,8 +87,7 @@ def describe_hang(seconds: float, stack: str, has_returned: bool) -> str:
         return f"its function had returned, but its process did not end within {seconds:g} s"
     if not stack.strip():
         return f"still running after {seconds:g} s; it wrote no stack (the test may block SIGUSR1)"
-    frames = parse_main_thread(stack)
-    site = find_waiting_collective(frames)
+    frames, site = parse_main_thread(stack), find_waiting_site(stack)
     location = (
         f"waits in {site}"
         if site

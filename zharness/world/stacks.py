@@ -14,6 +14,8 @@ _COLLECTIVES_FILE = "/torch/distributed/distributed_c10d.py"
 _LOGGER_FILE = "/torch/distributed/c10d_logger.py"
 _COMM_FILE = "/zharness/comm.py"
 RANK_FILE = "/zharness/world/rank.py"
+_CHANNEL_METHODS = ("receive", "send", "exchange", "note", "announce")  # of that file: the test is their caller
+_EXCHANGE_FRAME = " in exchange_as\n"  # of zharness/world/current_rank.py
 # Code that compiles an engine's operators or imports a module: a rank in it is not hung yet.
 _BUILD_PATHS = ("/torch/utils/cpp_extension.py", "/op_builder/", "<frozen importlib._bootstrap>")
 
@@ -42,7 +44,8 @@ def parse_main_thread(text: str) -> tuple[StackFrame, ...]:
     current = text.find("Current thread ")
     stack = text[current:] if current >= 0 else (threads[-1] if threads else "")
     frames = [StackFrame(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(stack)]
-    outer = next((at for at, frame in enumerate(frames) if frame.file.endswith(RANK_FILE)), len(frames))
+    is_runner = [frame.file.endswith(RANK_FILE) and frame.name not in _CHANNEL_METHODS for frame in frames]
+    outer = is_runner.index(True) if True in is_runner else len(frames)
     return tuple(frame for frame in frames[:outer] if not any(part in frame.file for part in _HARNESS_PATHS))
 
 
@@ -62,6 +65,15 @@ def find_waiting_collective(frames: tuple[StackFrame, ...]) -> str:
     return ""
 
 
+def find_waiting_site(text: str) -> str:
+    """Return the collective in which a rank waits, or that it waits in an exchange of values; empty if in neither."""
+    frames = parse_main_thread(text)
+    collective = find_waiting_collective(frames)
+    if collective or _EXCHANGE_FRAME not in text[max(text.find("Current thread "), 0) :]:
+        return collective
+    return "an exchange with the other ranks" + (f" ({frames[0].location})" if frames else "")
+
+
 def describe_innermost_frame(frames: tuple[StackFrame, ...]) -> str:
     """Describe the innermost frame and, if that is in the standard library, the innermost frame outside of it."""
     if not frames:
@@ -77,6 +89,9 @@ def is_building(frames: tuple[StackFrame, ...]) -> bool:
     return any(part in frame.file for frame in frames for part in _BUILD_PATHS)
 
 
+_CHANNEL_ENDS = tuple(f" in {name}" for name in _CHANNEL_METHODS)
+
+
 def strip_harness_frames(text: str) -> str:
     """Remove from stacks the frames of the harness and of pytest, and faulthandler's list of extension modules."""
     lines = []
@@ -84,7 +99,7 @@ def strip_harness_frames(text: str) -> str:
     for line in text.splitlines():
         if not line.startswith('  File "'):
             is_runner = False
-        is_runner = is_runner or RANK_FILE in line
+        is_runner = is_runner or (RANK_FILE in line and not line.endswith(_CHANNEL_ENDS))
         if (
             not is_runner
             and not any(part in line for part in _HARNESS_PATHS)

@@ -35,7 +35,13 @@ from zharness.world.postmortem import (
 )
 from zharness.world.progress import ProgressMonitor
 from zharness.world.rank_coordinator import RankCoordinator
-from zharness.world.stacks import find_waiting_collective, is_building, parse_main_thread, strip_harness_frames
+from zharness.world.stacks import (
+    find_waiting_collective,
+    find_waiting_site,
+    is_building,
+    parse_main_thread,
+    strip_harness_frames,
+)
 from zharness.world.streams import RankStream
 from zharness.world.task import Isolation, RankTask
 from zharness.world.team import RankTeam, SelectorEvent, TeamMember
@@ -161,7 +167,7 @@ class TaskWatcher:
             elif message.status is RankStatus.SKIPPED and not self._has_departures:
                 self._has_departures = True
                 self._deadline.schedule_check(GRACE_SECONDS)
-            elif message.status in (RankStatus.PART_FAILED, RankStatus.PART_LEFT):
+            elif message.status in (RankStatus.PART_FAILED, RankStatus.PART_LEFT, RankStatus.PART_ENDED):
                 self._part_departures.add(member.rank, message.status)
                 self._deadline.schedule_check(0.0)
         elif isinstance(message, DeadlineHold):
@@ -331,7 +337,7 @@ class TaskWatcher:
         has not reported an outcome. ``has_failure`` says whether another rank failed.
         """
         end = RankEnd.STOPPED if has_failure else RankEnd.HUNG
-        site = find_waiting_collective(parse_main_thread(stack))
+        site = find_waiting_site(stack)
         cause = (
             ""
             if has_failure

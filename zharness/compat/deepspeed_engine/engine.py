@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,15 +25,22 @@ from zharness.reference.layout import ModelParam
 
 ENGINES: WeakKeyDictionary[nn.Module, ReferenceType[DeepSpeedEngine]] = WeakKeyDictionary()  # by the model
 
+SECOND_ENGINE = (
+    "the model already has an engine, which ends now: any further use of it raises UsageError; call destroy() on the "
+    "first engine before deepspeed.initialize builds a second one for the same model"
+)
+
 
 def release_engine(model: nn.Module) -> None:
-    """End the engine that ``model`` already has at stage 0, 1 or 2, as DeepSpeed lets a model have a second engine.
+    """End the engine that ``model`` already has at stage 0, 1 or 2, with a RuntimeWarning.
 
-    At stage 3 the model's parameters stay shards, so ``initialize`` refuses the model.
+    DeepSpeed lets both engines live; here every further use of the first raises UsageError. At stage 3 the model's
+    parameters stay shards, so ``initialize`` refuses the model.
     """
     reference = ENGINES.pop(model, None)
     engine = reference() if reference is not None else None
     if engine is not None and engine.zero_optimization_stage() < 3:
+        warnings.warn(SECOND_ENGINE, RuntimeWarning, stacklevel=3)
         engine.destroy()
 
 
@@ -305,7 +313,9 @@ class DeepSpeedEngine(nn.Module):
         """Do nothing: no full Parameter is kept between steps."""
 
     def destroy(self) -> None:
-        """End the engine; its model can be used no more at stage 3."""
+        """End the engine; its model can be used no more at stage 3, and may have another engine at stages 0 to 2."""
+        if (known := ENGINES.get(self.module)) is not None and known() is self:
+            del ENGINES[self.module]
         for param in self.reference.model_params.values():
             detach_access(param.parameter)
             unmark(param.parameter)
