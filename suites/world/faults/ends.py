@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from suites.world.faults.fault import HUNG, LATER, SETUP, fault, in_fixture, on_culprit
 
 RAISE = 'raise ValueError("planted")'
 STOPPED = "(was|were) stopped because another rank had failed, waiting in barrier"
 RAISE_HERE = RAISE + "  # site"
 RAISED = "ValueError: planted"
+
+_SUBTESTS = (
+    fault(
+        "fails_a_subtest",
+        """
+        def test_fails_a_subtest(rank, subtests):
+            for i in range(3):
+                with subtests.test(i=i):
+                    assert rank != CULPRIT or i != 1  # site
+        """,
+        "assert .* 1 != 1",
+        outcome=("passed", "any", "passed"),
+        patterns=("assert .* 1 != 1",),
+    ),
+)
+SUBTESTS = _SUBTESTS if importlib.util.find_spec("_pytest.subtests") else ()  # built into pytest 9
 
 RAISING = (
     on_culprit(
@@ -74,6 +92,20 @@ RAISING = (
         r"AssertionError: 1 of \d ranks: rank CULPRIT: planted",
         blamed="all",
     ),
+    fault(
+        "raises_before_backward_of_ddp",
+        """
+        def test_raises_before_backward_of_ddp(rank):
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+            loss = model(torch.ones(1, 2)).sum()
+            if rank == CULPRIT:
+                raise ValueError("planted")  # site
+            loss.backward()  # site
+        """,
+        RAISED,
+        bar=LATER,
+    ),
+    *SUBTESTS,
     fault(
         "fails_an_example_of_hypothesis",
         """

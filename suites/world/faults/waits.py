@@ -156,6 +156,24 @@ EXAMPLES = (
         patterns=("waited in barrier", "n=3", "later=True"),
         bar=HUNG + LATER,
     ),
+    fault(
+        "returns_from_an_example",
+        """
+        import hypothesis
+        from hypothesis import strategies
+
+        @hypothesis.settings(max_examples=10)
+        @hypothesis.given(n=strategies.integers(0, 1))
+        def test_returns_from_an_example(rank, n):
+            if rank == CULPRIT and n > 0:
+                return
+            dist.barrier()  # site
+        """,
+        "rank CULPRIT: had returned from the test",
+        blamed="either",
+        patterns=("waited in barrier", "n=1"),
+        bar=HUNG + 2 * LATER,
+    ),
 )
 
 SKIPPING = (
