@@ -167,6 +167,8 @@ class Capabilities:
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
+    - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
+      data parallelism; it is empty if ranks may be left over.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -186,6 +188,7 @@ class Capabilities:
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
+    whole_mesh: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""

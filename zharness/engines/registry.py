@@ -126,6 +126,14 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("torch.distributed.fsdp._fully_shard", "torch.distributed.checkpoint.state_dict"),
         ),
         EngineInfo(
+            name="torch_tp",
+            target="zharness.engines.torch_tp:factory",
+            summary="torch.distributed.tensor.parallel.parallelize_module, on a mesh with the axis tp alone",
+            distribution="torch",
+            install="pip install torch",
+            sources=("torch.distributed.tensor",),
+        ),
+        EngineInfo(
             name="deepspeed",
             target="zharness.engines.deepspeed:factory",
             summary="DeepSpeed, ZeRO stages 0 to 3",

@@ -64,7 +64,7 @@ class TorchTensorAccess:
         set_optimizer_state_dict(self.module, self._optimizer, state_dict, options=_full_state_dict_options())
 
     def read_grad_shard(self, name: str) -> Tensor:
-        return copy_shard(self._grad(name))
+        return copy_shard(reduce_partial_sums(self._grad(name)))
 
     def read_param_shard(self, name: str) -> Tensor:
         return copy_shard(self._param(name))
@@ -129,6 +129,19 @@ def copy_into(target: Tensor, value: Tensor) -> None:
         target.copy_(distribute_tensor(local, target.device_mesh, target.placements))
     else:
         target.copy_(local)
+
+
+def reduce_partial_sums(tensor: Tensor) -> Tensor:
+    """Return a DTensor of partial sums with the sums on every rank (collective), or any other tensor unchanged.
+
+    Sequence parallelism leaves the gradient of a norm's weight as partial sums, which torch's optimizers reduce.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=whole)
 
 
 def copy_shard(tensor: Tensor) -> Tensor:

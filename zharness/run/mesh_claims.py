@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
@@ -35,12 +37,21 @@ def require_tp_plan(model: str, mesh: Mesh) -> None:
         raise UsageError(reason)
 
 
-def require_axes(engine: str, mesh: Mesh, capabilities: Capabilities) -> None:
-    """Raise UsageError if ``mesh`` has an axis that ``engine`` does not claim."""
+def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
+    """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
     unclaimed = [axis for axis in mesh.axes if axis not in capabilities.mesh_axes]
     if unclaimed:
         claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
         raise UsageError(f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}")
+    if not capabilities.whole_mesh:
+        return
+    axis = min(capabilities.mesh_axes)
+    for world_size in world_sizes:
+        if mesh.data_size(world_size) > 1 or not mesh.sizes:
+            raise UsageError(
+                f"got {engine} with {mesh.label or 'no mesh'} on {world_size} ranks; expected a mesh that takes all "
+                f"ranks, such as --mesh {axis}{world_size} --world-size {world_size}: {capabilities.whole_mesh}"
+            )
 
 
 def reason_mesh_not_stated(law: Law, cell: Cell) -> str:

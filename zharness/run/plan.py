@@ -20,7 +20,7 @@ from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
-from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_axes, require_tp_plan
+from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_tp_plan
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
@@ -165,7 +165,7 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
         raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
-    require_axes(cell.engine, cell.mesh, claims(cell.engine, stages[0]))
+    require_mesh(cell.engine, cell.mesh, (cell.world_size,), claims(cell.engine, stages[0]))
     return plan_cell(law, cell, claims(cell.engine, stages[0]))
 
 
@@ -173,7 +173,7 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
     """Yield every cell of one engine. Raises UsageError for a stage or variant that the engine does not have."""
     engine_stages = select_stages(engine, request.stages, claims)
     require_variant(engine, request.engine_variant, engine_stages, claims)
-    require_axes(engine, request.mesh, claims(engine, engine_stages[0]))
+    require_mesh(engine, request.mesh, request.world_sizes, claims(engine, engine_stages[0]))
     for stage in request.stages or engine_stages:
         capabilities = claims(engine, stage) if stage in engine_stages else None
         for law in laws:

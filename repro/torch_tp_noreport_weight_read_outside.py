@@ -1,0 +1,76 @@
+"""A forward that reads a weight that tensor parallelism splits, beside the weight's own module, raises.
+
+id: weight-read-outside
+engine: torch_tp
+symptom: a forward that multiplies by a split weight raises "got mixed torch.Tensor and DTensor"
+reported: no report known
+affects: ==2.13.0
+fixed: not yet
+ranks: 2
+law: torch_func.inside_forward
+signature: got mixed torch.Tensor and DTensor
+ok: repro: a forward that reads a split weight OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/torch_tp_noreport_weight_read_outside.py
+
+A fused loss multiplies by the weight of the last layer itself. The weight is a DTensor, and no operator takes a DTensor
+and a tensor.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+SIGNATURE = "got mixed torch.Tensor and DTensor"
+OK = "repro: a forward that reads a split weight OK."
+
+
+def build() -> nn.Module:
+    """Return the plain model."""
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
+
+
+def run(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the last layer's outputs, computed from the layer's weight."""
+    hidden = model[1](model[0](inputs))
+    return (hidden @ model[2].weight.t()).square().sum()
+
+
+def main() -> int:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain, split = build(), build()
+    split.load_state_dict(plain.state_dict())
+    parallelize_module(split, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    inputs = torch.randn(3, 4)
+    expected = run(plain, inputs)
+    try:
+        actual = run(split, inputs)
+    except RuntimeError as error:
+        if SIGNATURE not in str(error):
+            raise
+        message = " ".join(str(error).split())
+        print(f"repro: REPRODUCED: {message}\n", end="", flush=True)
+        return 1
+    torch.testing.assert_close(actual, expected)
+    if dist.get_rank() == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if status == 0:
+        dist.destroy_process_group()
+    sys.exit(status)
