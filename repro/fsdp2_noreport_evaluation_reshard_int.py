@@ -17,7 +17,8 @@ Run it with nothing but torch installed:
 
 The evaluation leaves copies of the weights, sharded over two ranks, from which a backward would gather them. The step
 changes the shards over four ranks; the next forward gathers from the copies. With reshard_after_forward=True it is
-right. model.reshard() of every group after the evaluation helps.
+right. What drops the copies after the evaluation is reshard() of every module that fully_shard was applied to (that of
+the root reshards its own group alone), or reset_iter_state() of the root.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

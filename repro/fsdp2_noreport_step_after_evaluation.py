@@ -17,7 +17,8 @@ Run it with nothing but torch installed:
 
 With reshard_after_forward=False, which is the default of the root, the weights that the evaluation gathered stay until
 a backward frees them. The step changes the shards; the next forward finds gathered weights and gathers none.
-model.reshard() after the evaluation helps.
+What frees them after the evaluation is reshard() of every module that fully_shard was applied to (that of the root
+reshards its own group alone), or reset_iter_state() of the root.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

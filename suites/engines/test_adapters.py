@@ -355,3 +355,19 @@ def test_frozen_parameters_of_integers_get_no_gradient_hook() -> None:
     assert not quantised.requires_grad
     assert not frozen.requires_grad
     assert frozen._backward_hooks, "it may be unfrozen later"
+
+
+def read_deferred_grads(device: str) -> dict[str, Tensor]:
+    """Return the gradients of a layer that was built on ``device``, and whose bias ``fully_shard`` ignores."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Linear(3, 2)
+    engine = fsdp2.factory(model, EngineConfig(stage=3, options={"ignored_params": "vectors"}))
+    engine.backward((current_rank() + 1) * engine(torch.ones(1, 3)).sum())
+    return engine.full_grads()
+
+
+def test_fsdp2_reduces_gradients_of_ignored_parameters_of_a_deferred_model() -> None:
+    expected = {"weight": torch.full((2, 3), 1.5), "bias": torch.full((2,), 1.5)}
+    for device in ("cpu", "meta"):
+        assert all(equal_tensors(grads, expected) for grads in run_on_ranks(read_deferred_grads, device)), device

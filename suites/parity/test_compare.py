@@ -180,6 +180,16 @@ def test_a_suspect_that_no_rank_has_a_gradient_for_is_passed_over() -> None:
     assert "nobody's" not in found.hint
 
 
+def test_a_suspect_explains_a_gradient_only_if_every_rank_reports_it() -> None:
+    right, suspect = torch.tensor([3.0]), torch.tensor([2.0])
+    wrong = compare_within_bound(TensorLocation("w", Part.REDUCTION), right.double(), suspect, torch.zeros(1).double())
+    for other, hint in ((suspect, "it is the last"), (torch.tensor([5.0]), "the ranks report different gradients")):
+        terms = [[torch.tensor([1.0])], [torch.tensor([5.0])]]
+        found = attribute_mismatch(wrong, suspect, terms, [suspect, other], {"the last": [[suspect, suspect]]}).mismatch
+        assert found is not None
+        assert found.hint == hint
+
+
 def test_a_wrong_gradient_that_was_reduced_in_bf16_and_is_held_in_fp32_is_recognised() -> None:
     generator = torch.Generator().manual_seed(3)
     terms = [[torch.randn(30, generator=generator).bfloat16() for _ in range(2)] for _ in range(2)]

@@ -16,12 +16,17 @@ from zharness.errors import EngineContractError, HarnessFault
 from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
-from zharness.law_kit.program_judge import is_sum
 from zharness.law_kit.program_steps import apply_input_marks
+from zharness.law_kit.program_suspects import (
+    UNREDUCED_GRADS_KEPT_HINT,
+    ZEROED_GRADS_KEPT_HINT,
+    is_sum,
+    make_kept_suspects,
+)
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.laws import LAWS
 from zharness.parity import Mismatch, Part
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, LocalResult
 from zharness.run.locate import can_locate_divergence
 from zharness.workload import Batch, model_spec
 from zharness.workload.programs import Act, Mark, Verb
@@ -119,6 +124,20 @@ def test_a_gradient_that_contains_an_older_one_is_told_from_other_wrong_ones() -
     assert is_sum(found, 1.0, eps)
     assert not is_sum(found, 1.5, eps)
     assert not is_sum(replace(found, actual=10.0), 0.0, eps)
+
+
+def make_backward(grad: float) -> list[LocalResult]:
+    """Return the local gradients of one backward on one rank."""
+    return [LocalResult(torch.zeros(()), {"w": torch.tensor([grad])})]
+
+
+def test_unreduced_gradients_that_survive_zero_grad_are_told_from_all_that_it_discarded() -> None:
+    reduced, unreduced, window = make_backward(1), make_backward(10), make_backward(100)
+    found = make_kept_suspects([reduced, unreduced], [unreduced], [window], 2)
+    sums = {hint: sum(float(local.grads["w"]) for row in rows for local in row) for hint, rows in found.items()}
+    assert sums == {UNREDUCED_GRADS_KEPT_HINT: 220, ZEROED_GRADS_KEPT_HINT: 222}
+    assert make_kept_suspects([reduced], [unreduced], [window], 2).keys() == {ZEROED_GRADS_KEPT_HINT}
+    assert make_kept_suspects([], [], [window], 2) == {}
 
 
 def test_an_exception_that_does_not_reach_the_caller_is_the_engines_fault() -> None:

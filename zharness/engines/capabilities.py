@@ -161,6 +161,8 @@ class Capabilities:
       into the autograd graph, because autograd adds gradients in another order there.
     - ``scaled_sum`` is the reason why the engine's sum over ranks is a mean times the world size, which rounds unless
       the world size is a power of two; it is empty if the engine computes a sum.
+    - ``order_settles`` is the reason why the first backward may sum over ranks in another order than later ones, so
+      that over more than two ranks its last bits may differ; it is empty if all backwards sum in one order.
     - ``buffers`` is what the engine promises of the buffers that forwards write.
     - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
       a loss does not use every parameter; it is empty if the engine needs none.
@@ -183,6 +185,7 @@ class Capabilities:
     own_model: Mapping[str, Any] = field(default_factory=dict)
     junctions: Callable[[nn.Module, Mapping[str, Any]], Sequence[nn.Module]] | None = None
     scaled_sum: str = ""
+    order_settles: str = ""
     buffers: BufferPromise = BufferPromise.LOCAL
     unused_parameters_option: str = ""
     replicas: int = 1

@@ -77,11 +77,16 @@ VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
 }
 # Each backward averages the gradients accumulated so far, so on three ranks the sum of several backwards is rounded.
 SCALED_SUM_REASON = "DDP can only average; the adapter multiplies gradients by the world size before the mean"
+ORDER_SETTLES_REASON = (
+    "after its first backward DDP lays its buckets out anew, in the order in which gradients became ready "
+    "(Reducer::rebuild_buckets); where in a bucket a gradient lies decides in which order the ranks are summed"
+)
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
     refuses=REFUSES,
     variants=VARIANTS,
     scaled_sum=SCALED_SUM_REASON,
+    order_settles=ORDER_SETTLES_REASON,
     buffers=BufferPromise.FROM_RANK_0,  # broadcast_buffers is true by default
     unused_parameters_option="find_unused_parameters",
 )

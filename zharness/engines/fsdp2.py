@@ -145,7 +145,6 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     mesh = build_mesh(config, device) if devices is None else select_data_axes(devices, config.mesh)
     values = initial_state_on_rank0(model, device)
     ignored = ignored_parameters(model, config.options.get("ignored_params", False))
-    register_all_reduce_hooks(ignored.values(), config.reduction)
     shapes = {name: param.shape for name, param in leaf_parameters(model).items() if name not in ignored}
     if devices is not None:
         split_modules(model, config, devices)
@@ -165,6 +164,8 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     apply_options(sharded, config)
     sync = GradientSync(model, sharded, config)
     params, replicas = leaf_parameters(model), mesh.size() // mesh.size(-1)
+    # Not before: materialize_and_load replaces the parameters that fully_shard ignores, and their hooks with them.
+    register_all_reduce_hooks([params[name] for name in ignored], config.reduction)
     reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
     adapter = EngineAdapter(
         forward=model.__call__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,25 +32,31 @@ from zharness.law_kit.program_steps import (
     get_grad_mode,
     make_model_kwargs,
 )
+from zharness.law_kit.program_suspects import (
+    SUMMED_AGAIN_HINT,
+    is_sum,
+    make_kept_suspects,
+    make_summed_again_suspects,
+)
 from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import (
+    EXCEPT_VECTORS,
     STALE_FORWARD_HINT,
     compare_initial_weights,
     compare_records,
+    replace_vectors,
 )
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
-from zharness.parity import Comparison, Mismatch, Part, compare_bitwise
+from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import is_bitwise_equal
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
-SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
-
-ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
-
 WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
+
+MATRICES_NOT_CHANGED_HINT = f"{WEIGHTS_NOT_CHANGED_HINT}{EXCEPT_VECTORS}"
 
 OLD_GRADIENT_HINT = "it is the gradient that an earlier step used"
 
@@ -73,11 +79,12 @@ class ProgramJudge:
         default_factory=list
     )  # local gradients since the last step, by backward and rank
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
+    unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
     step_counts: StepCounts = field(default_factory=StepCounts)
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
     stepped_grads: list[int] = field(default_factory=list)  # positions of the gradients that steps used
-    cached_module: tuple[int, torch.nn.Module] | None = None  # the plain model with the weights of a version
+    cached_module: tuple[tuple[int, int], torch.nn.Module] | None = None  # with the versions of weights and vectors
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
         """Compare the records of one verb with plain PyTorch; ``caller`` is the caller's state before the verb."""
@@ -109,15 +116,17 @@ class ProgramJudge:
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
             self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
         if act is Act.STEP and caller.is_boundary:
-            self.zeroed_grads, self.window_grads = [], []
+            self.zeroed_grads, self.window_grads, self.unreduced_grads = [], [], []
 
-    def get_plain_module(self, weights_version: int) -> torch.nn.Module:
-        """Return the plain model in training mode with the weights that the engine had at ``weights_version``."""
-        if self.cached_module is None or self.cached_module[0] != weights_version:
-            self.cached_module = (
-                weights_version,
-                self.ctx.baseline.build_module(self.ctx.rank_records("params", weights_version)[0]),
-            )
+    def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
+        """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
+
+        Its vectors are those of ``vectors_version``, by default the same.
+        """
+        versions = (weights_version, weights_version if vectors_version is None else vectors_version)
+        if self.cached_module is None or self.cached_module[0] != versions:
+            weights, vectors = (self.ctx.rank_records("params", version)[0] for version in versions)
+            self.cached_module = versions, self.ctx.baseline.build_module(replace_vectors(weights, vectors))
         _, module = self.cached_module
         module.zero_grad(set_to_none=True)
         return module.train()
@@ -130,18 +139,24 @@ class ProgramJudge:
                 self.compute_plain_output(self.weights_version, verb, micro, rank),
                 record["output"],
             )
-            if (
-                found.mismatch is not None
-                and self.weights_version
-                and self.compute_plain_output(self.weights_version - 1, verb, micro, rank).equal(record["output"])
-            ):
-                found = add_hint(found, WEIGHTS_NOT_CHANGED_HINT)
+            if found.mismatch is not None and self.weights_version:
+                found = self.hint_old_weights(found, verb, micro, rank, record["output"])
             yield found
 
-    def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
+    def hint_old_weights(self, comparison: Comparison, verb: Verb, micro: int, rank: int, output: Tensor) -> Comparison:
+        """Add a hint to the mismatch of an output that was computed with the weights from before their last change."""
+        before = self.weights_version - 1
+        for hint, vectors in ((WEIGHTS_NOT_CHANGED_HINT, before), (MATRICES_NOT_CHANGED_HINT, self.weights_version)):
+            if self.compute_plain_output(before, verb, micro, rank, vectors).equal(output):
+                return add_hint(comparison, hint)
+        return comparison
+
+    def compute_plain_output(
+        self, weights_version: int, verb: Verb, micro: int, rank: int, vectors_version: int | None = None
+    ) -> Tensor:
         """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
         baseline = self.ctx.baseline
-        module = self.get_plain_module(weights_version).train(verb.act not in EVAL_MODE_ACTS)
+        module = self.get_plain_module(weights_version, vectors_version).train(verb.act not in EVAL_MODE_ACTS)
         with get_grad_mode(verb.act):
             output: Tensor = call_with_extra_kwargs(
                 apply_input_marks(baseline.batch(rank, micro), verb, rank, micro),
@@ -160,6 +175,8 @@ class ProgramJudge:
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
         self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)])
+        if verb.act is Act.NO_SYNC:
+            self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
             yield from self.compare_window_grads(position)
 
@@ -172,10 +189,9 @@ class ProgramJudge:
             if ranks > 1 and len(self.window_grads) > 1
             else {}
         )
-        if self.zeroed_grads:
-            suspects[ZEROED_GRADS_KEPT_HINT] = scale_local_grads(
-                [*self.zeroed_grads, *self.window_grads], ranks / self.program.window
-            )
+        suspects |= make_kept_suspects(
+            self.zeroed_grads, self.unreduced_grads, self.window_grads, ranks / self.program.window
+        )
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):
@@ -337,26 +353,6 @@ class ProgramJudge:
         for rank, record in enumerate(self.ctx.rank_records("gathered", self.weights_version)):
             for name, count in record.items():
                 yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), torch.zeros_like(count), count)
-
-
-def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
-    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
-    error = abs(mismatch.actual - mismatch.expected - added)
-    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
-
-
-def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the gradients of a wrong engine that, in every backward, sums earlier gradients over ranks again."""
-    pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
-    return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
-
-
-def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
-    """Return the local results with every gradient multiplied by ``factor``."""
-    return [
-        [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
-        for row in micros
-    ]
 
 
 def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:

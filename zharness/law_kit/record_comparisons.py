@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
@@ -14,6 +15,7 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
+EXCEPT_VECTORS = ", except vectors"  # appended to STALE_FORWARD_HINT: an engine may leave vectors unsharded
 ROUNDED_WEIGHT_HINT = "it is the initial weight, rounded"
 LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
@@ -51,18 +53,35 @@ def compare_forward(
 def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mismatch) -> Mismatch:
     """Attribute a mismatch to the gather of weights if the loss was computed from the weights of another step.
 
-    These are the weights before the last step, or those that the engine reported only at the next step.
+    These are the weights before the last step, all of them or all but the vectors, or those that the engine reported
+    only at the next step.
     """
-    for other, hint in ((step - 1, STALE_FORWARD_HINT), (step + 1, LATE_REPORT_HINT)):
-        if any(snapshot.label == "params" and snapshot.step == other for snapshot in ctx.evidence[0].snapshots):
-            params = ctx.rank_records("params", other)[0]
-            at = ctx.data_coordinate(mismatch.seen_on)
-            losses = [ctx.baseline.run_rank(at, micro, params).loss]
-            with torch.no_grad():
-                losses.append(ctx.baseline.run_forward(at, micro, params).loss)
-            if mismatch.actual in map(float, losses):
-                return replace(mismatch, part=Part.GATHER, hint=f"{hint} step {other}")
+    recorded = {snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "params"}
+    candidates = (
+        (step - 1, step - 1, f"{STALE_FORWARD_HINT} step {step - 1}"),
+        (step - 1, step, f"{STALE_FORWARD_HINT} step {step - 1}{EXCEPT_VECTORS}"),
+        (step + 1, step + 1, f"{LATE_REPORT_HINT} step {step + 1}"),
+    )
+    for *steps, hint in candidates:
+        if recorded.issuperset(steps):
+            weights, vectors = (ctx.rank_records("params", at)[0] for at in steps)
+            if is_loss_of(ctx, micro, mismatch, replace_vectors(weights, vectors)):
+                return replace(mismatch, part=Part.GATHER, hint=hint)
     return mismatch
+
+
+def is_loss_of(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor]) -> bool:
+    """Return whether the loss of ``mismatch`` is that of plain PyTorch with ``params``, with or without gradients."""
+    at = ctx.data_coordinate(mismatch.seen_on)
+    losses = [ctx.baseline.run_rank(at, micro, params).loss]
+    with torch.no_grad():
+        losses.append(ctx.baseline.run_forward(at, micro, params).loss)
+    return mismatch.actual in map(float, losses)
+
+
+def replace_vectors(weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``weights`` with the tensors of one dimension taken from ``vectors``."""
+    return {name: vectors[name] if weight.dim() == 1 else weight for name, weight in weights.items()}
 
 
 def compare_records(

@@ -15,6 +15,9 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import division_exactness
 
+DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discarded"
+LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
+
 
 def make_scenario_judge(scenario: Scenario) -> Callable[[JudgeContext], Iterator[Comparison]]:
     """Return a judge that compares values bitwise on each rank, and gradients with the exact sum over ranks."""
@@ -88,7 +91,11 @@ def split_reduction_terms(
 def make_backward_suspects(
     results: Sequence[ScenarioResult], engine_index: int, scale: float
 ) -> Mapping[str, Sequence[Sequence[LocalResult]]]:
-    """Return the gradients of two wrong engines: one keeps only the last backward's gradients, the other drops them."""
+    """Return the gradients of four wrong engines.
+
+    One keeps only the last backward's gradients, and one drops them. Two also have gradients that ``zero_grad``
+    discarded: all of them, or the last alone, as of a backward that raised.
+    """
     alone, without = [], []
     for result in results:
         last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}
@@ -97,7 +104,38 @@ def make_backward_suspects(
         rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
         # Zeros are left if only one backward reached a parameter: then none of several was dropped.
         without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in rest.items() if bool(grad.any())}))
-    return {"the gradient of the last backward alone": [alone], "the gradient without the last backward": [without]}
+    return {
+        "the gradient of the last backward alone": [alone],
+        "the gradient without the last backward": [without],
+        DISCARDED_GRADS_KEPT_HINT: [sum_backwards(results, engine_index, scale)],
+        LAST_DISCARDED_GRAD_KEPT_HINT: [sum_backwards(results, engine_index, scale, last=2)],
+    }
+
+
+def sum_backwards(
+    results: Sequence[ScenarioResult], engine_index: int, scale: float, last: int = 0
+) -> list[LocalResult]:
+    """Return, for each rank, the sum of the ``last`` backwards of each parameter, or of all of them if ``last`` is 0.
+
+    Parameters of which no rank's ``zero_grad`` discarded a gradient are left out, as their sums are right.
+    """
+    rank_sums = [
+        {
+            name: sum_tensors([entry for entries in backwards[-last:] for entry in entries])
+            for name, backwards in result.backward_grads[engine_index].items()
+        }
+        for result in results
+    ]
+    discarded = {
+        name
+        for result, sums in zip(results, rank_sums, strict=True)
+        for name, grad in result.grads[engine_index].items()
+        if name in sums and not torch.equal(grad, sums[name])
+    }
+    return [
+        LocalResult(torch.zeros(()), {name: scale * grad for name, grad in sums.items() if name in discarded})
+        for sums in rank_sums
+    ]
 
 
 def zeros_for_unused_params(ctx: JudgeContext, label: str, engine_index: int) -> NamedTensors:

@@ -55,7 +55,9 @@ def explain_mismatch(
 
     If no known fault gives these numbers, return ``Part.LOCAL_GRADIENT`` and an empty hint.
     """
-    for what, losses in suspects.items():
+    ranks_agree = all(torch.equal(rank_copies[0], copy) for copy in rank_copies[1:])
+    # Suspects are reduced gradients, so one that only some rank reports explains nothing.
+    for what, losses in suspects.items() if ranks_agree else ():
         suspected = [term for row in losses for term in row]
         if suspected and is_close_to_mean(actual, suspected, len(losses), reduce_dtype):
             return Part.REDUCTION, f"it is {what}"
@@ -66,7 +68,7 @@ def explain_mismatch(
             return part, f"it is {what}"
         if is_close_to_mean(actual, kept, len(kept) / total, reduce_dtype):
             return part, f"it is {what}, divided as if nothing were missing"
-    if any(not torch.equal(rank_copies[0], copy) for copy in rank_copies[1:]):
+    if not ranks_agree:
         return Part.REDUCTION, "the ranks report different gradients"
     for narrow in (torch.float16, torch.bfloat16):
         if is_rounded_to(narrow, actual, [term for row in terms for term in row]):

@@ -1,0 +1,50 @@
+"""Compute the gradients of wrong engines in a program, which explain wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zharness.parity import Mismatch
+from zharness.parity.baseline import LocalResult
+
+SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
+
+UNREDUCED_GRADS_KEPT_HINT = "the sum with the unreduced gradients that zero_grad() discarded"
+
+ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
+
+
+def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
+    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
+    error = abs(mismatch.actual - mismatch.expected - added)
+    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
+
+
+def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
+    """Return the gradients of a wrong engine that, in every backward, sums earlier gradients over ranks again."""
+    pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
+    return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
+
+
+def make_kept_suspects(
+    zeroed: list[list[LocalResult]],
+    unreduced: list[list[LocalResult]],
+    window: list[list[LocalResult]],
+    factor: float,
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of wrong engines that add ``zeroed``, or the unreduced ones of it, to ``window``.
+
+    Every gradient is multiplied by ``factor``.
+    """
+    zeroed_unreduced = [row for row in zeroed if any(row is other for other in unreduced)]
+    by_hint = {UNREDUCED_GRADS_KEPT_HINT: zeroed_unreduced, ZEROED_GRADS_KEPT_HINT: zeroed}
+    return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in by_hint.items() if kept}
+
+
+def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
+    """Return the local results with every gradient multiplied by ``factor``."""
+    return [
+        [replace(local, grads={name: factor * grad for name, grad in local.grads.items()}) for local in row]
+        for row in micros
+    ]
