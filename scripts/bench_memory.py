@@ -2,9 +2,10 @@
 
     python scripts/bench_memory.py suites.model.large:of_64_mib [--engine NAME] [--stage N] [--only LAW ...] [--jobs N]
 
-The memory is the sum of the proportional set sizes of the command's processes (Pss in /proc/PID/smaps_rollup: a page
-that several processes share counts once), read every tenth of a second. It does not count the files of evidence, which
-the system may keep in memory as long as that is free. CPU time is that of all processes, from the same samples.
+The memory is what the system cannot take back: anonymous and shared pages of the command's processes (Pss_Anon and
+Pss_Shmem in /proc/PID/smaps_rollup: a page that several processes share counts once), read every tenth of a second. The
+temporary files that ranks record are measured on their own; the judge maps them, so that a process may seem to have
+them, but the system drops their pages when memory runs short. CPU time is that of all processes, from the same samples.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ from pathlib import Path
 
 GIB, KIB = 2**30, 2**10
 INTERVAL = 0.1  # seconds
-ANNOUNCED = re.compile(r"at most ([\d.]+) GiB")
+ROUNDING = 0.05  # GiB, of an announced size
+ANNOUNCED = re.compile(r"at most ([\d.]+) GiB, and ([\d.]+) GiB of temporary files")
+PAGES = re.compile(r"^Pss_(?:Anon|Shmem): +(\d+) kB", re.MULTILINE)
 
 
 def main() -> int:
@@ -36,15 +40,25 @@ def main() -> int:
     options = ["--engine", arguments.engine, "--stage", arguments.stage, "--jobs", arguments.jobs]
     options += [word for law in arguments.only for word in ("--only", law)]
     command = [sys.executable, "-m", "zharness", "model", arguments.model, *options]
-    began, peak, cpu_seconds = time.monotonic(), 0, dict[int, float]()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    began, peak, most_files, cpu_seconds = time.monotonic(), 0, 0, dict[int, float]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TMPDIR": folder},
+        ) as process,
+    ):
         assert process.stdout is not None, "it was asked for"
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()))
         reader.start()
         while process.poll() is None:
             members = list(find_family(process.pid))
-            peak = max(peak, sum(map(read_pss, members)))
+            peak = max(peak, sum(map(read_memory, members)))
+            most_files = max(most_files, sum(map(read_size, Path(folder).rglob("*"))))
             cpu_seconds |= {pid: seconds for pid in members if (seconds := read_cpu_seconds(pid)) > 0}
             with suppress(subprocess.TimeoutExpired):
                 process.wait(INTERVAL)
@@ -53,14 +67,14 @@ def main() -> int:
     announced = ANNOUNCED.search(output)
     if process.returncode not in (0, 1) or announced is None:
         sys.exit(output)
-    ratio = peak / GIB / float(announced[1])
+    memory, files = peak / GIB / float(announced[1]), most_files / GIB
     print(output.strip().splitlines()[-1])
     print(
         f"{arguments.model} on {arguments.engine} {arguments.stage}: {peak / GIB:.2f} GiB of {announced[1]} GiB "
-        f"announced ({ratio:.0%}), {sum(cpu_seconds.values()):.0f} s of CPU time in "
-        f"{time.monotonic() - began:.0f} s"
+        f"announced ({memory:.0%}), {files:.2f} GiB of {announced[2]} GiB of files, {sum(cpu_seconds.values()):.0f} s "
+        f"of CPU time in {time.monotonic() - began:.0f} s"
     )
-    return int(ratio > 1)
+    return int(memory > 1 or files > float(announced[2]) + ROUNDING)
 
 
 def find_family(root: int) -> Iterator[int]:
@@ -80,14 +94,21 @@ def read_stat(pid: int) -> list[str]:
         return []
 
 
-def read_pss(pid: int) -> int:
-    """Return the proportional set size of a process, in bytes; 0 if it has ended."""
+def read_memory(pid: int) -> int:
+    """Return the pages of a process that no file backs, in bytes; 0 if it has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * KIB if found else 0
+    return sum(int(size) for size in PAGES.findall(text)) * KIB
+
+
+def read_size(path: Path) -> int:
+    """Return the bytes that a file takes on its disk; 0 if it is gone."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def read_cpu_seconds(pid: int) -> float:

@@ -28,6 +28,11 @@ def of_64_mib() -> Any:
     return nn.Sequential(nn.Linear(5, 1 << 12), nn.Linear(1 << 12, 1 << 12)), draw, score
 
 
+def of_4_mib() -> Any:
+    """Return a model of 4 MiB."""
+    return nn.Sequential(nn.Linear(5, 1 << 10), nn.Linear(1 << 10, 1 << 10)), draw, score
+
+
 def adapter_on_frozen_layers() -> Any:
     """Return a bf16 model of 0.75 GiB, of which 32 thousand weights are trained."""
     frozen = [nn.Linear(1 << 12, 1 << 12, bias=False, dtype=torch.bfloat16) for _ in range(24)]

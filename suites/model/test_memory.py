@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,32 +82,46 @@ def test_frozen_parameters_have_no_gradients_optimizer_state_or_master_weights()
     assert size.judge_bytes() > size.frozen_parameters * 8, "the judge copies frozen weights to float64 as well"
 
 
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """Make a cgroup that allows 4 GiB, if this user may."""
+@contextmanager
+def make_cgroup(limit_bytes: int) -> Iterator[Callable[[], None]]:
+    """Make a cgroup that allows ``limit_bytes``, and yield a function by which a process enters it.
+
+    Skips the test if this user may not make a cgroup.
+    """
     version_1 = limits.CGROUP_ROOT / "memory"
     folder = (version_1 if version_1.exists() else limits.CGROUP_ROOT) / f"zharness-test-{os.getpid()}"
     limit = folder / ("memory.limit_in_bytes" if version_1.exists() else "memory.max")
     try:
         folder.mkdir()
-        limit.write_text(str(4 * GIB))
+        limit.write_text(str(limit_bytes))
     except OSError as error:
         with suppress(OSError):
             folder.rmdir()
         pytest.skip(f"this user cannot make a cgroup with a limit: {error}")
-    yield folder
+
+    def enter() -> None:
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    yield enter
     folder.rmdir()
 
 
-def test_a_limit_of_the_cgroup_refuses_the_model(small_cgroup: Path) -> None:
-    def enter() -> None:
-        (small_cgroup / "cgroup.procs").write_text(str(os.getpid()))
-
-    done = run_model("of_half_a_gib", enter)
+def test_a_limit_of_the_cgroup_refuses_the_model() -> None:
+    with make_cgroup(4 * GIB) as enter:
+        done = run_model("of_half_a_gib", enter)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "GiB on 2 ranks (each up to 5.9 GiB" in done.stderr
     assert "but only 3." in done.stderr
     assert "GiB are free" in done.stderr
+
+
+def test_a_model_that_is_let_in_stays_within_the_limit_of_the_cgroup() -> None:
+    """Run the law with most files, those of two engines, in a cgroup with little more than what is announced."""
+    announced = ModelSize(1 << 20, 1 << 22).estimate_memory(2)
+    with make_cgroup(announced + GIB // 2) as enter:
+        done = run_model("of_4_mib", enter, ("--only", "state.resume"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"at most {announced / GIB:.1f} GiB, and 0.2 GiB of temporary files" in done.stderr
 
 
 def test_the_limits_of_this_process_s_cgroup_and_of_those_above_it_apply(tmp_path: Path) -> None:

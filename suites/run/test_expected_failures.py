@@ -175,10 +175,10 @@ def test_every_entry_of_the_package_is_narrow(engine: str) -> None:
 def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_window(engine: str) -> None:
     laws = ("training.grads", "training.accumulation", "training.sgd_step")
     cells = [
-        Cell(law, engine, stage, world_size, dtype, model, variant.name, window)
+        Cell(law, engine, stage, world_size, dtype, model, variant, window)
         for law in laws
         for model in get_law(law).models
-        for variant in get_law(law).variants
+        for variant in get_law(law).workload_variants
         for stage, world_size, dtype, window in itertools.product(range(4), (2, 4), DTYPES, WINDOWS)
     ]
     covering = {
@@ -222,35 +222,6 @@ def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_
     assert description.startswith("ours.toml:99")
     narrow = plan(Request(("training.trajectory",), ("ddp",)), claims)
     assert not describe_unmatched_failures(narrow, claims, (needed, shadowed)), "a run without its cells cannot know"
-
-
-def test_an_entry_for_a_users_model_is_reported_by_a_run_that_has_its_cells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nets_of_a_user.py").write_text(
-        "import torch\n\ndef net():\n    return torch.nn.Linear(2, 1), lambda generator: torch.ones(2, 2)\n"
-        "\n\nother = net\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    net, other = "nets_of_a_user:net", "nets_of_a_user:other"
-    right, mistyped, elsewhere, never = (
-        load(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}"]\n'.replace("training.grads", law))[0]
-        for model, law in (
-            (net, "training.grads"),
-            ("nets_of_a_user:nte", "training.grads"),
-            (other, "training.grads"),
-            (net, "training.trajectory"),
-        )
-    )
-    cells = plan(Request(("training.grads",), ("ddp",), models=(net,), dtypes=tuple(DTYPES)), claims)
-    assert not describe_unmatched_failures(cells, claims, (right, elsewhere))
-    (description,) = describe_unmatched_failures(cells, claims, (right, mistyped))
-    assert "names a model that cannot be imported" in description
-    assert "has no callable 'nte'" in description
-    (description,) = describe_unmatched_failures(cells, claims, (never, right))
-    assert description.startswith(f"{never.location}: no cell of ddp")
-    without = plan(Request(("training.grads",), ("ddp",)), claims)
-    assert not describe_unmatched_failures(without, claims, (mistyped,)), "a run without users' models need not import"
 
 
 def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
     largest = sizes.get(cell.model, 10**9)
     names = sorted((name for name in sizes if sizes[name] < largest), key=lambda name: sizes[name])
     if is_user_model(cell.model):  # an engine's fault usually shows in any model
-        names = names[:MAX_OTHER_MODELS] if cell.variant in [variant.name for variant in law.variants] else []
+        names = names[:MAX_OTHER_MODELS] if cell.variant in law.workload_variants else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     yield from (replace(cell, engine_variant=label) for label in smaller_settings(cell.engine_variant))
     yield from (replace(cell, world_size=size) for size in range(1, cell.world_size))

@@ -42,11 +42,11 @@ def plan_kill_attempts(
     targets = [make_target_cell(mutant, target) for target in mutant.targets if target.law == law.name]
     chosen = [model for model in law.models if model in models] if models else law.models[:1]
     rest = [
-        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant.name)
+        Cell(law.name, mutant.engine, stage, world_size, "fp32", model, variant)
         for world_size in world_sizes
         for model in chosen
         for stage in mutant.stages
-        for variant in law.variants
+        for variant in law.workload_variants
     ]
     others = [cell for cell in dict.fromkeys(rest) if cell not in targets]
     # A target runs even if the correct engine is known to fail there: part and parameter distinguish the two failures.

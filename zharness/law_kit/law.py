@@ -28,6 +28,14 @@ class MeshSupport(Enum):
     ONLY = "the law is about a mesh of several axes"
 
 
+class ModelScope(Enum):
+    """The models to which a variant of a law applies."""
+
+    WORKLOAD = "models of zharness.workload that the law names"
+    ANY = "those, and users' models"
+    USERS = "users' models alone"
+
+
 @dataclass(frozen=True)
 class Variant:
     """A spelling or setting of a law that makes a cell of its own.
@@ -36,8 +44,8 @@ class Variant:
     engine has to claim in addition to the law's features. ``compares_engine_with_itself`` says that the judge compares
     the engine's numbers only with each other, so that the variant also applies to an engine with its own kernels.
     ``exact_by_sum`` says that the variant is exact if gradients are summed over ranks; if they are averaged, the
-    variant is exact only at world sizes that are powers of two. ``applies_to_user_models`` says that the variant also
-    applies to a user's model. ``training_run`` is the training of several steps whose curves a report shows, or None.
+    variant is exact only at world sizes that are powers of two. ``model_scope`` says to which models
+    the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
     ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
     is then the name of a variant too.
     """
@@ -46,7 +54,7 @@ class Variant:
     features: tuple[Feature, ...] = ()
     compares_engine_with_itself: bool = False
     exact_by_sum: bool = False
-    applies_to_user_models: bool = False
+    model_scope: ModelScope = ModelScope.WORKLOAD
     training_run: TrainingRun | None = field(default=None, hash=False)
     is_step_count: bool = False
 
@@ -125,4 +133,9 @@ class Law:
     @property
     def user_model_variants(self) -> tuple[str, ...]:
         """The names of the law variants that apply to a user's model."""
-        return tuple(variant.name for variant in self.variants if variant.applies_to_user_models)
+        return tuple(variant.name for variant in self.variants if variant.model_scope is not ModelScope.WORKLOAD)
+
+    @property
+    def workload_variants(self) -> tuple[str, ...]:
+        """The names of the law variants that apply to the models of ``models``."""
+        return tuple(variant.name for variant in self.variants if variant.model_scope is not ModelScope.USERS)

@@ -21,7 +21,7 @@ from zharness.law_kit.accumulation import (
 )
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -192,7 +192,7 @@ LAWS = (
         judge=judge_configured,
         weights_stay_integers=False,
         variants=(
-            Variant(DEFAULT_STEPS, compares_engine_with_itself=True, applies_to_user_models=True, is_step_count=True),
+            Variant(DEFAULT_STEPS, compares_engine_with_itself=True, model_scope=ModelScope.ANY, is_step_count=True),
         ),
         compares_later_forwards=True,
         steps=LawSteps(observe_configured),
@@ -205,7 +205,7 @@ LAWS = (
         observe=observe_accumulation,
         judge=judge_accumulation,
         variants=tuple(
-            Variant(owner.value, (feature,), compares_engine_with_itself=True, applies_to_user_models=True)
+            Variant(owner.value, (feature,), compares_engine_with_itself=True, model_scope=ModelScope.ANY)
             for owner, feature in OWNER_FEATURES.items()
         ),
         compares_later_forwards=True,
@@ -220,6 +220,6 @@ LAWS = (
         judge=judge_checkpointing,
         features=(Feature.RECOMPUTATION,),
         applies_to_module=can_checkpoint,
-        variants=tuple(Variant(kind, applies_to_user_models=True) for kind in CHECKPOINT_KINDS),
+        variants=tuple(Variant(kind, model_scope=ModelScope.ANY) for kind in CHECKPOINT_KINDS),
     ),
 )

@@ -26,7 +26,14 @@ from zharness.run.model_facts import (
     describe_model_run,
     measure_model,
 )
+from zharness.run.model_files import (
+    count_fitting_cells,
+    estimate_file_bytes,
+    find_file_problem,
+    measure_temporary_folder,
+)
 from zharness.run.model_memory import (
+    GIB,
     IGNORE_OPTION,
     ModelSize,
     SizeEstimate,
@@ -36,7 +43,6 @@ from zharness.run.model_memory import (
 )
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
-from zharness.world.limits import available_memory
 
 DROPOUT_REASON = (
     "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
@@ -149,14 +155,19 @@ def check_model_on(
     )
     if size is None and ignore_limit:
         warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
+    file_problem = find_file_problem(
+        check_request.model, facts.size, check_request.world_size, check_request.steps, ignore_limit
+    )
+    if file_problem:
+        report_status(file_problem)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
     cells = plan_model_cells(request, check_request, facts, first.claims)
     failed_builds = build_engines(first, cells)
     cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
     running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in failed_builds]
-    runners = lanes.take(count_lanes(lanes.options, facts, check_request.world_size) if running else 1)
+    runners = lanes.take(count_lanes(lanes.options, facts, check_request) if running else 1)
     if running:
-        report_status(describe_model_run(facts, running, check_request.world_size, len(runners), os.cpu_count() or 1))
+        report_status(describe_run(facts, running, check_request, len(runners)))
     finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], runners)
     records = chain(failed_builds.values(), finished)
     return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
@@ -238,9 +249,18 @@ def announce_unused_parameters(
     return replace(request, engine_variant=option)
 
 
-def count_lanes(options: RunOptions, facts: ModelFacts, world_size: int) -> int:
-    """Return the number of cells that run at a time: as requested, by default one per core, if they fit into memory."""
-    fitting = int(available_memory() // facts.size.estimate_memory(world_size))
+def describe_run(facts: ModelFacts, cells: Sequence[Cell], check_request: ModelCheckRequest, jobs: int) -> str:
+    """Describe the run in one line: the model's size, the number of cells, the estimated time, memory and files."""
+    world_size = check_request.world_size
+    files = jobs * estimate_file_bytes(facts.size, world_size, check_request.steps)
+    described = describe_model_run(facts, cells, world_size, jobs, os.cpu_count() or 1)
+    return f"{described}, and {files / GIB:.1f} GiB of temporary files"
+
+
+def count_lanes(options: RunOptions, facts: ModelFacts, check_request: ModelCheckRequest) -> int:
+    """Return the number of cells that run at a time: as requested, by default one per core, if they and files fit."""
+    folder = measure_temporary_folder()
+    fitting = count_fitting_cells(facts.size, check_request.world_size, check_request.steps, folder)
     return max(1, min(options.job_count(), fitting))
 
 

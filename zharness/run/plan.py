@@ -12,6 +12,7 @@ from zharness.cell import Cell, is_cell_id
 from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
+from zharness.law_kit.law import ModelScope
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, require_dtypes, require_stages
@@ -163,6 +164,8 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
         require_any_model_law(law, cell)
     elif cell.model not in law.models:
         raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
+    elif law.get_variant(cell.variant).model_scope is ModelScope.USERS:
+        raise UsageError.unknown_name(f"variant of {law.name} on {cell.model}:", cell.variant, law.workload_variants)
     stages = select_stages(cell.engine, (cell.stage,), claims)
     require_variant(cell.engine, cell.engine_variant, stages, claims)
     require_mesh(cell.engine, cell.mesh, (cell.world_size,), claims(cell.engine, stages[0]))
@@ -269,12 +272,12 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
         if is_user_model(name):
             yield from ((name, variant) for variant in law.user_model_variants)
         elif name in law.models:
-            yield from ((name, variant.name) for variant in law.variants)
+            yield from ((name, variant) for variant in law.workload_variants)
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:
     """Raise UsageError unless ``law``, in the law variant of ``cell``, applies to users' models."""
-    if not law.get_variant(cell.variant).applies_to_user_models:
+    if law.get_variant(cell.variant).model_scope is ModelScope.WORKLOAD:
         applicable = [
             f"{applicable_law.name}{variant and f' ({variant})'}"
             for applicable_law in find_laws(())

@@ -26,8 +26,8 @@ def describe_unmatched_failures(
 
     An entry is described only if the run has every cell that the entry covers. An entry that matches a passing cell is
     not described, because the record of that cell says that the entry is stale. An entry for users' models alone is
-    also described if one of them cannot be imported, but only in a run that has a user's model: other runs need not be
-    able to import them.
+    also described if one of them cannot be imported. In a run without a user's model, this applies only to an entry of
+    ``user_failures`` whose path names nothing: such a run need not be able to import what the model itself imports.
     """
     run_cells = {cell.cell for cell in cells}
     has_user_model = any(is_user_model(cell.model) for cell in run_cells)
@@ -44,13 +44,14 @@ def describe_unmatched_failures(
         for entry in expected_failures_for(engine, user_failures):
             if not entry.applies_to_version(version) or any(entry is match for match in matched):
                 continue
-            if is_for_user_models(entry) and (not has_user_model or is_for_models_of_this_process(entry)):
-                continue
+            is_in_run = has_user_model or not is_for_user_models(entry)
             what = f"the expected failure of {', '.join(entry.laws)} ({entry.upstream})"
-            error = find_import_error(entry) if is_for_user_models(entry) else ""
+            error = find_import_error(entry, has_user_model) if is_in_run or entry in user_failures else ""
             if error:
                 descriptions.append(f"{entry.location}: {what} names a model that cannot be imported: {error}")
-            elif is_fully_run(list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine):
+            elif is_in_run and is_fully_run(
+                list(iter_covered_cells(entry, engine, version, claims)), run_cells, engine
+            ):
                 descriptions.append(
                     f"{entry.location}: no cell of {entry.engine} {version} matches {what}, or an earlier entry "
                     "matches them all; delete this entry, or narrow its releases"
@@ -68,14 +69,30 @@ def is_for_models_of_this_process(entry: ExpectedFailure) -> bool:
     return any(model.startswith(f"{IN_PROCESS_PACKAGE}:") for model in entry.models)
 
 
-def find_import_error(entry: ExpectedFailure) -> str:
-    """Return why the first model of ``entry`` that cannot be imported cannot be, or an empty text if all can be."""
+def find_import_error(entry: ExpectedFailure, has_user_model: bool) -> str:
+    """Return why the first of an entry's users' models that cannot be imported cannot be, or an empty text.
+
+    Models that only the process that registered them can build are not imported. Unless the run ``has_user_model``, a
+    module that exists and raises while it is imported counts as importable.
+    """
+    if not is_for_user_models(entry) or is_for_models_of_this_process(entry):
+        return ""
     for model in entry.models:
         try:
             resolve_factory(model)
         except UsageError as error:
-            return str(error)
+            if has_user_model or names_nothing(model, error.__cause__):
+                return str(error)
     return ""
+
+
+def names_nothing(model: str, cause: BaseException | None) -> bool:
+    """Return whether the import of ``model`` failed because its module, or the factory in it, does not exist.
+
+    ``cause`` is what the import of the module raised, or None if the module has no such factory.
+    """
+    module = model.partition(":")[0]
+    return cause is None or (isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."))
 
 
 def is_fully_run(covered: Sequence[PlannedCell], run_cells: Set[Cell], engine: str) -> bool:

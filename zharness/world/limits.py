@@ -34,6 +34,14 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def is_in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Return whether files in ``folder`` take memory, because its file system is a tmpfs or ramfs."""
+    kinds = {Path(fields[1]): fields[2] for fields in map(str.split, read_lines(mounts)) if len(fields) > 2}
+    resolved = folder.resolve()
+    mounted = next((path for path in (resolved, *resolved.parents) if path in kinds), None)
+    return mounted is not None and kinds[mounted] in ("tmpfs", "ramfs")
+
+
 def cgroup_memory_left(root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int | None:
     """Return the memory in bytes that the cgroups of this process still allow, or None without a limit.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.rank_actions import eval_mode
@@ -205,7 +205,7 @@ LAWS = (
         observe_states,
         judge_states,
         models=("mixed", "recomputed"),
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",
     ),

@@ -9,7 +9,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import hint_missing_norm
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.precision.common import (
@@ -68,7 +68,7 @@ LAWS = (
         observe_norm,
         judge_norm,
         features=(Feature.AUTOCAST, Feature.CLIP),
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
         kept_because="the only norm under autocast: a released engine divided it by a loss scale that bf16 lacks",
     ),

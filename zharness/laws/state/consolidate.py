@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.state.common import RESHARD_OPTIMIZER, train_steps
@@ -80,7 +80,7 @@ LAWS = (
         features=(Feature.CHECKPOINT,),
         weights_stay_integers=False,
         compares_later_forwards=True,
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that gives the weights to a plain model",
     ),

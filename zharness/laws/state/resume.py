@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
@@ -165,7 +165,7 @@ LAWS = (
         features=(Feature.CHECKPOINT, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
         variants=(
-            Variant("adamw", compares_engine_with_itself=True, applies_to_user_models=True),
+            Variant("adamw", compares_engine_with_itself=True, model_scope=ModelScope.ANY),
             Variant("sgd", compares_engine_with_itself=True),
             Variant("amsgrad", compares_engine_with_itself=True),
             Variant("centered", compares_engine_with_itself=True),

@@ -12,7 +12,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -25,12 +25,13 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
 from zharness.parity.certificate import is_power_of_two
-from zharness.workload.user_model import is_user_model
 
 # Division by two is exact, by three it rounds. The other laws of training cover a caller's window of one micro-batch.
 ACCUMULATION_STEPS = {AccumulationOwner.ENGINE: (1, 2, 3), AccumulationOwner.CALLER: (2, 3)}
 
 NUM_BOUNDARIES = 2
+
+EVALUATED = "evaluated_by_"  # before the owner: variants of users' models, which have no other law with an evaluation
 
 OPTIMIZERS_BY_NAME = {"frozen": ZERO_LR_SGD, "moving": SCHEDULED_SGD}
 
@@ -39,14 +40,24 @@ CLIP = 0.1  # below the norm of a window's mean gradient, so that it clips
 
 def observe_accumulation(ctx: RankContext) -> None:
     """Train accumulation windows with several numbers of micro-batches, and build a new engine for each number."""
-    owner = AccumulationOwner(ctx.variant)
+    owner = get_owner(ctx.variant)
     own_kernels = ctx.config.stage in ctx.capabilities.own_kernels
     # An engine's own kernels are judged by exact arithmetic alone: integer weights, and no division by three.
     optimizer_name = "frozen" if own_kernels else "moving"
     windows = [steps for steps in ACCUMULATION_STEPS[owner] if is_power_of_two(steps) or not own_kernels]
     # A user's model may be large: train only the window whose division rounds.
-    for steps in windows[-1:] if is_user_model(ctx.spec.name) else windows:
+    for steps in windows[-1:] if is_evaluated(ctx.variant) else windows:
         observe_boundaries(ctx, owner, optimizer_name, steps)
+
+
+def get_owner(variant: str) -> AccumulationOwner:
+    """Return the accumulation owner that the variant of the law names."""
+    return AccumulationOwner(variant.removeprefix(EVALUATED))
+
+
+def is_evaluated(variant: str) -> bool:
+    """Return whether an evaluation runs in each window of the variant."""
+    return variant.startswith(EVALUATED)
 
 
 def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_name: str, steps: int) -> None:
@@ -66,8 +77,7 @@ def observe_boundaries(ctx: RankContext, owner: AccumulationOwner, optimizer_nam
             range(boundary * steps, (boundary + 1) * steps),
             backward_calls[boundary % len(backward_calls)],
         )
-        # A user's model has no other law with a window in which an evaluation runs.
-        between = partial(evaluate, ctx, engine, window[0]) if is_user_model(ctx.spec.name) else lambda: None
+        between = partial(evaluate, ctx, engine, window[0]) if is_evaluated(ctx.variant) else lambda: None
         accumulate(ctx, engine, owner, window, f"loss-{label}", backward, between)
         ctx.record(f"grads-{label}", engine.full_grads(), boundary)
         engine.step()
@@ -103,7 +113,7 @@ def choose_backward_calls(
 def judge_accumulation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Judge the gradients, the norm and the optimizer step of every recorded accumulation window."""
     for optimizer_name, optimizer in OPTIMIZERS_BY_NAME.items():
-        for steps in ACCUMULATION_STEPS[AccumulationOwner(ctx.variant)]:
+        for steps in ACCUMULATION_STEPS[get_owner(ctx.variant)]:
             label = f"{optimizer_name}-{steps}"
             if ctx.has_record(f"grads-{label}"):
                 for boundary in range(NUM_BOUNDARIES):
@@ -129,7 +139,7 @@ def judge_boundary(ctx: JudgeContext, label: str, boundary: int, steps: int) -> 
     for micro, local in zip(window, divided, strict=True):
         yield from ctx.compare_losses(micro, local, f"loss-{label}")
     exact = ctx.certify_exactness(window) and (boundary == 0 or label.startswith("frozen"))
-    if ctx.variant == AccumulationOwner.ENGINE.value:
+    if get_owner(ctx.variant) is AccumulationOwner.ENGINE:
         yield from judge_engine_divided_gradients(ctx, f"grads-{label}", boundary, window, params, divided, exact)
     else:
         yield from ctx.compare_reduced_grads(f"grads-{label}", divided, boundary, exact, scale=steps)
@@ -145,8 +155,10 @@ LAWS = (
         judge=judge_accumulation,
         compares_later_forwards=True,
         variants=(
-            Variant("caller", (Feature.CALLER_ACCUMULATION,), applies_to_user_models=True),
-            Variant("engine", (Feature.ENGINE_ACCUMULATION,), applies_to_user_models=True),
+            Variant("caller", (Feature.CALLER_ACCUMULATION,)),
+            Variant("engine", (Feature.ENGINE_ACCUMULATION,)),
+            Variant(f"{EVALUATED}caller", (Feature.CALLER_ACCUMULATION,), model_scope=ModelScope.USERS),
+            Variant(f"{EVALUATED}engine", (Feature.ENGINE_ACCUMULATION,), model_scope=ModelScope.USERS),
         ),
         # Division by three rounds, and after a boundary the weights are no longer integers.
         steps=LawSteps(observe_accumulation, rounds=True),

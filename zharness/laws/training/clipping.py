@@ -10,7 +10,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.law import MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
@@ -62,7 +62,7 @@ LAWS = (
         models=MODELS,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
-        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         steps=LawSteps(observe_clip_and_norm),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",

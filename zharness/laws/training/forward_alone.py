@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Absent, Engine
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
@@ -88,7 +88,10 @@ LAWS = (
         "a forward without backward (in eval mode, under no_grad or inference_mode) does not affect training",
         observe_forward_alone,
         judge_forward_alone,
-        variants=tuple(Variant(mode, applies_to_user_models=mode == "no_grad") for mode in FORWARD_MODES),
+        variants=tuple(
+            Variant(mode, model_scope=ModelScope.ANY if mode == "no_grad" else ModelScope.WORKLOAD)
+            for mode in FORWARD_MODES
+        ),
         steps=LawSteps(observe_forward_alone),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,

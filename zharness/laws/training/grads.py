@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
@@ -71,7 +71,7 @@ LAWS = (
         models=ALL_MODELS,
         observe=observe_grads,
         judge=judge_grads,
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         steps=LawSteps(observe_grads),
         is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
@@ -85,7 +85,7 @@ LAWS = (
         models=ALL_MODELS,
         observe=observe_one_hot_rank,
         judge=judge_one_hot_rank,
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         steps=LawSteps(observe_one_hot_rank),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Part, Tier, compare_ranks, compare_within_bound
@@ -80,7 +80,7 @@ LAWS = (
         observe=observe_kernels,
         judge=judge_kernels,
         dtypes=("fp32",),
-        variants=(Variant(applies_to_user_models=True),),
+        variants=(Variant(model_scope=ModelScope.ANY),),
         is_gradient_law=True,
         kept_because="the only law for random weights on an engine with kernels of its own",
         mesh_support=MeshSupport.ANY,

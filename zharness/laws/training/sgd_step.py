@@ -14,7 +14,7 @@ from torch import Tensor
 from zharness.engines.protocol import Engine, Piece
 from zharness.law_kit.construction import is_dtensor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Variant
+from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.process_state import compare_process_state, read_process_state
@@ -111,7 +111,7 @@ LAWS = (
         judge_sgd_step,
         models=MODELS,
         weights_stay_integers=False,
-        variants=(Variant(compares_engine_with_itself=True, applies_to_user_models=True),),
+        variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that checks a rank's shards and its random number generator",
     ),
