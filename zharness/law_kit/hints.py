@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -13,6 +14,13 @@ from zharness.parity import Comparison
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
     """Add a hint to a mismatch of a weight if the step did not change the weight at all."""
     return add_hint(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
+
+
+def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Comparison:
+    """Add a hint to a mismatch of a weight if its optimizer state ``after`` the step does not count one step more."""
+    if "step" not in before or "step" not in after or float(after["step"]) == float(before["step"]) + 1:
+        return comparison
+    return add_hint(comparison, f"its step count went from {float(before['step']):g} to {float(after['step']):g}")
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
-from zharness.law_kit.hints import add_hint, hint_unmoved
+from zharness.law_kit.hints import add_hint, hint_step_count, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
@@ -199,7 +199,8 @@ class ParameterStep:
             )
         change = expected.value - self.weight.double()
         comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)
-        yield hint_unmoved(attach_plain_values(comparison, plain), self.weight, self.weight_after)
+        comparison = hint_step_count(attach_plain_values(comparison, plain), self.state_before, self.state_after)
+        yield hint_unmoved(comparison, self.weight, self.weight_after)
 
 
 @dataclass(frozen=True)
