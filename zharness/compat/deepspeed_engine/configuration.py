@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,14 @@ class EngineConfig:
     """The configuration of one engine: the reference engine's JSON, and what this package does itself.
 
     If ``is_managed`` is False, every call of step is a boundary, and the mean is still taken over the number of
-    micro-batches in the JSON.
+    micro-batches in the JSON. ``leaf_modules`` is the section ``leaf_module``: lists of ``classes``, ``names`` and
+    ``name_suffixes``.
     """
 
     reference_json: Mapping[str, Any]
     is_managed: bool
     half_dtype: torch.dtype | None
+    leaf_modules: Mapping[str, Sequence[str]]
 
     @property
     def gathers_on_save(self) -> bool:
@@ -76,6 +78,9 @@ def translate_config(config: Any) -> EngineConfig:
     is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
     zero = json_config.setdefault("zero_optimization", {})
     zero.pop("elastic_checkpoint", None)  # every checkpoint of the reference engine loads at any world size
+    leaf_modules = {
+        key: [value] if isinstance(value, str) else list(value) for key, value in zero.pop("leaf_module", {}).items()
+    }
     if not is_managed:
         assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
             "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
@@ -85,4 +90,4 @@ def translate_config(config: Any) -> EngineConfig:
     json_config.setdefault("gradient_clipping", DEFAULT_GRADIENT_CLIPPING)
     if json_config.get("fp16", {}).get("enabled"):
         json_config["fp16"].setdefault("hysteresis", DEFAULT_HYSTERESIS)
-    return EngineConfig(json_config, is_managed, half_dtype(json_config))
+    return EngineConfig(json_config, is_managed, half_dtype(json_config), leaf_modules)
