@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from tabulate import tabulate
 
 EPILOG = """
 Each file runs twice, in two pytest processes: unchanged, and with its imports swapped. What runs are temporary copies.
-The seconds are those of the whole process. The exit status is 1 if a test that both ways run ends differently.
+The seconds are those of the whole process, and the CPU seconds those of it and its children, which are comparable on a
+busy machine too. The exit status is 1 if a test that both ways run ends differently.
 
   python scripts/side_by_side.py pytorch --root pytorch/test/distributed tensor/test_init.py
   python scripts/side_by_side.py pytorch --cpu-devices 4 --root pytorch/test/distributed pipelining/test_stage.py
@@ -48,9 +50,13 @@ VERDICT_ORDER = ("error", "failed", "skipped", "passed")
 
 @dataclass(frozen=True)
 class SideRun:
-    """One way to run a file: wall seconds of the process, exit status, and verdict and message of each test."""
+    """One way to run a file: wall and CPU seconds, exit status, and verdict and message of each test.
+
+    The CPU seconds of a run that was killed are too low: they lack those of processes that nobody waited for.
+    """
 
     seconds: float
+    cpu_seconds: float
     status: int
     verdicts: dict[str, str]
     messages: dict[str, str]
@@ -86,7 +92,9 @@ class FileRuns:
         equal = sum(self.swapped.verdicts.get(name) == verdict for name, verdict in self.own.verdicts.items())
         same = f"{equal} of {len({*self.own.verdicts, *self.swapped.verdicts})}"
         own, swapped = self.own, self.swapped
-        return [self.file, own.describe(), swapped.describe(), same, own.seconds, swapped.seconds, ratio]
+        cpu_ratio = own.cpu_seconds / swapped.cpu_seconds
+        times = [own.seconds, swapped.seconds, ratio, own.cpu_seconds, swapped.cpu_seconds, cpu_ratio]
+        return [self.file, own.describe(), swapped.describe(), same, *times]
 
 
 def main() -> int:
@@ -135,13 +143,19 @@ def run_file(options: argparse.Namespace, file: str, *, is_swapped: bool) -> Sid
         environment.setdefault("DS_UNITTEST_TIMEOUT", "120")
         log = Path(folder) / "log"
         with log.open("w") as output:
-            start = monotonic()
+            start, cpu_before = monotonic(), children_cpu_seconds()
             status = run_limited(command, root, environment, output.fileno(), options.limit)
-            seconds = monotonic() - start
+            seconds, cpu_seconds = monotonic() - start, children_cpu_seconds() - cpu_before
         verdicts, messages = read_junit_xml(xml)
         if not verdicts:
             print(log.read_text()[-3000:], file=sys.stderr)
-        return SideRun(seconds, status, verdicts, messages)
+        return SideRun(seconds, cpu_seconds, status, verdicts, messages)
+
+
+def children_cpu_seconds() -> float:
+    """Return the CPU seconds of all child processes that have ended and that this process has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def run_limited(command: list[str], root: Path, environment: dict[str, str], output: int, limit: float) -> int:
@@ -202,9 +216,10 @@ def has_different_run(result: FileRuns) -> bool:
 
 def print_table(results: Iterable[FileRuns]) -> None:
     """Print a Markdown table with a row for each file."""
-    headers = ["file", "own classes", "drop-in", "same", "own s", "drop-in s", "ratio"]
+    times = ["own s", "drop-in s", "ratio", "own CPU s", "drop-in CPU s", "CPU ratio"]
+    headers = ["file", "own classes", "drop-in", "same", *times]
     rows = [result.row() for result in results]
-    print(tabulate(rows, headers=headers, tablefmt="github", floatfmt=("", "", "", "", ".1f", ".1f", ".1f")))
+    print(tabulate(rows, headers=headers, tablefmt="github", floatfmt=("", "", "", "", *(".1f" for _ in times))))
 
 
 if __name__ == "__main__":

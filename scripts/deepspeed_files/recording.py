@@ -33,9 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Write that a file could not be collected, with the error."""
-    if report.failed:
-        write_record("(collection)", "failed", str(report.longrepr).strip().rpartition("\nE ")[2][:400])
+    """Write that a file could not be collected, or that it skips itself as a whole, with the reason."""
+    if not report.passed and report.nodeid:
+        message = describe_problem(report).rpartition("\nE ")[2]
+        write_record("(collection)", report.outcome, message)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -47,14 +48,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def write_record(name: str, verdict: str, message: str) -> None:
     """Append one outcome to the file of outcomes."""
     with Path(os.environ["DEEPSPEED_FILES_OUTCOMES"]).open("a") as file:
-        file.write(json.dumps([name, verdict, message]) + "\n")
+        file.write(json.dumps([name, verdict, message[:400]]) + "\n")
 
 
-def describe_problem(report: pytest.TestReport) -> str:
-    """Return the reason of a skip or the message of a failure, at most 400 characters."""
+def describe_problem(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the reason of a skip or the message of a failure."""
     if report.passed:
         return ""
     if isinstance(report.longrepr, tuple):
-        return report.longrepr[2][:400]
+        return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr)[:400]
+    return str(crash.message if crash else report.longrepr).strip()

@@ -68,7 +68,7 @@ class FileRun:
     def describe(self) -> str:
         """Return the counts of verdicts, such as ``3 passed, 1 skipped``, and whether the run was killed."""
         if COLLECTION in self.outcomes:
-            return "not collected"
+            return {"failed": "not collected", "skipped": "skips itself"}[self.outcomes[COLLECTION][0]]
         counts = {verdict: len(self.named(verdict)) for verdict in reversed(WORST_FIRST)}
         parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
         return ", ".join(parts or ["no tests"]) + (", killed" if self.status == KILLED else "")

@@ -142,6 +142,26 @@ class TestStandIn(DistributedTest):
             warnings.simplefilter("error")
             deepspeed.initialize(model=first.module, config=self.config(stage))[0].destroy()
 
+    def test_tags_and_folders_are_checked(self, stage, tmp_path):
+        engine = self.build(stage, checkpoint={"tag_validation": "Fail"})
+        for folder in (None, ""):
+            with pytest.raises(ValueError, match="save_dir"):
+                engine.save_checkpoint(folder)
+        with pytest.raises(AssertionError, match="differ in the tag"):
+            engine.save_checkpoint(str(tmp_path), f"tag-{dist.get_rank()}")
+        engine.save_checkpoint(str(tmp_path), "tag")
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match="tag_validation"):
+            self.build(stage, checkpoint={"tag_validation": "foo"})
+        engine.destroy()
+
+    def test_the_json_marks_leaf_modules(self, stage):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Tanh()), torch.nn.Linear(4, 2))
+        leaves = {"classes": "Tanh", "names": ["0", "absent"], "name_suffixes": ["2"]}
+        config = self.config(stage, zero_optimization={"stage": stage, "leaf_module": leaves})
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1][0], model[2]]
+        engine.destroy()
+
     def test_engines_do_not_mix_their_parameters(self, stage):
         first, second = self.build(stage), self.build(stage)
         with torch.no_grad():
@@ -210,7 +230,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 44, session.output
+    assert len(session.tests) == 52, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

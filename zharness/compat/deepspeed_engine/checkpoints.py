@@ -25,7 +25,17 @@ def save_checkpoint(
     save_latest: bool,
     exclude_frozen_parameters: bool,
 ) -> None:
-    """Save a checkpoint, with the schedule and the engine's counts beside the client's state. This is a collective."""
+    """Save a checkpoint, with the schedule and the engine's counts beside the client's state. This is a collective.
+
+    Raises ValueError without a ``save_dir``, and if the ranks differ in the tag AssertionError under the JSON's
+    ``tag_validation`` FAIL, else CheckpointError, because the checkpoint would be in several folders.
+    """
+    if not save_dir:
+        raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; pass a folder")
+    if engine.has_strict_tags:
+        tags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, tag)
+        assert len(set(map(str, tags))) == 1, f"the ranks differ in the tag: {tags}"
     state = {
         "client": client_state or {},
         "counts": {name: getattr(engine, name) for name in COUNTS},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,12 @@ import torch
 
 # DeepSpeed clips gradients at this norm if its JSON does not say otherwise; the reference engine does not clip.
 DEFAULT_GRADIENT_CLIPPING = 1.0
+TAG_VALIDATIONS = ("WARN", "IGNORE", "FAIL")  # the first is DeepSpeed's default
 DEFAULT_HYSTERESIS = 2  # of the dynamic loss scale; the reference engine's default is GradScaler's, 1
+
+
+class DeepSpeedConfigError(Exception):
+    """The exception of DeepSpeed for a wrong value in its JSON, raised here for ``tag_validation`` only."""
 
 
 class ZeRORuntimeException(Exception):
@@ -33,12 +38,15 @@ class EngineConfig:
     """The configuration of one engine: the reference engine's JSON, and what this package does itself.
 
     If ``is_managed`` is False, every call of step is a boundary, and the mean is still taken over the number of
-    micro-batches in the JSON.
+    micro-batches in the JSON. ``leaf_modules`` is the section ``leaf_module``: lists of ``classes``, ``names`` and
+    ``name_suffixes``. ``tag_validation`` is FAIL, WARN or IGNORE.
     """
 
     reference_json: Mapping[str, Any]
     is_managed: bool
     half_dtype: torch.dtype | None
+    leaf_modules: Mapping[str, Sequence[str]]
+    tag_validation: str
 
     @property
     def gathers_on_save(self) -> bool:
@@ -69,13 +77,20 @@ def half_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def translate_config(config: Any) -> EngineConfig:
-    """Translate DeepSpeed's JSON. Raises AssertionError, as DeepSpeed does, for a combination that it refuses."""
+    """Translate DeepSpeed's JSON.
+
+    Raises AssertionError, as DeepSpeed does, for a combination that it refuses, and DeepSpeedConfigError for an unknown
+    ``tag_validation``.
+    """
     json_config = read_config(config)
     if "bfloat16" in json_config:
         json_config["bf16"] = json_config.pop("bfloat16")
     is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
     zero = json_config.setdefault("zero_optimization", {})
     zero.pop("elastic_checkpoint", None)  # every checkpoint of the reference engine loads at any world size
+    leaf_modules = {
+        key: [value] if isinstance(value, str) else list(value) for key, value in zero.pop("leaf_module", {}).items()
+    }
     if not is_managed:
         assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
             "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
@@ -85,4 +100,7 @@ def translate_config(config: Any) -> EngineConfig:
     json_config.setdefault("gradient_clipping", DEFAULT_GRADIENT_CLIPPING)
     if json_config.get("fp16", {}).get("enabled"):
         json_config["fp16"].setdefault("hysteresis", DEFAULT_HYSTERESIS)
-    return EngineConfig(json_config, is_managed, half_dtype(json_config))
+    tag_validation = str(json_config.get("checkpoint", {}).get("tag_validation", TAG_VALIDATIONS[0])).upper()
+    if tag_validation not in TAG_VALIDATIONS:
+        raise DeepSpeedConfigError(f"checkpoint.tag_validation is {tag_validation!r}; allowed are {TAG_VALIDATIONS}")
+    return EngineConfig(json_config, is_managed, half_dtype(json_config), leaf_modules, tag_validation)

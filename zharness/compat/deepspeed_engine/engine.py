@@ -161,6 +161,11 @@ class DeepSpeedEngine(nn.Module):
         """Return whether the engine counts micro-batches; else every ``step`` is a boundary."""
         return self._stand_in_config.is_managed
 
+    @property
+    def has_strict_tags(self) -> bool:
+        """Whether a checkpoint whose tag differs between ranks raises AssertionError."""
+        return self._stand_in_config.tag_validation == "FAIL"
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank inside the block, at stages 0 and 1."""

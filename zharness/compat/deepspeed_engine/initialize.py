@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,11 @@ from torch import nn
 from zharness.compat.deepspeed_engine.communication import init_distributed
 from zharness.compat.deepspeed_engine.configuration import EngineConfig, translate_config
 from zharness.compat.deepspeed_engine.engine import DeepSpeedEngine, release_engine
+from zharness.compat.deepspeed_engine.leaf_modules import (
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from zharness.compat.deepspeed_engine.parameters import unshard_model
 from zharness.compat.deepspeed_engine.unsupported import PipelineModule
 from zharness.errors import ConfigError
@@ -46,6 +51,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed()
     release_engine(model)
+    _mark_leaf_modules(model, translated.leaf_modules)
     unshard_model(model)
     if translated.half_dtype is not None:
         model.to(translated.half_dtype)
@@ -66,6 +72,13 @@ def initialize(
     )
     stand_in = DeepSpeedEngine(engine, translated, schedule, loader)
     return stand_in, stand_in.optimizer, loader, schedule
+
+
+def _mark_leaf_modules(model: nn.Module, configured: Mapping[str, Sequence[str]]) -> None:
+    """Mark the leaf modules that the JSON names; as in DeepSpeed, names that match none are ignored."""
+    set_z3_leaf_modules(model, configured.get("classes", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, configured.get("names", ()), raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, configured.get("name_suffixes", ()), raise_if_not_found=False)
 
 
 def _build_idle_optimizer(leaves: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:

@@ -60,6 +60,7 @@ def exported_names() -> dict[str, Mapping[str, Any]]:
             "add_config_arguments": initialize.add_config_arguments,
             "init_distributed": communication.init_distributed,
             "DeepSpeedEngine": engine.DeepSpeedEngine,
+            "DeepSpeedConfigError": configuration.DeepSpeedConfigError,
             "get_accelerator": accelerator.get_accelerator,
             "__version__": VERSION,
         },
