@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -68,25 +69,47 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
 
+def hint_other_norm(comparison: Comparison, others: Mapping[str, Mapping[str, Tensor]]) -> Comparison:
+    """Add to a mismatch of a norm the key of the gradients in ``others`` that have this norm."""
+    if comparison.mismatch is None:
+        return comparison
+    for hint, grads in others.items():
+        norm, error = total_norm_and_bound(grads)
+        if abs(comparison.mismatch.actual - float(norm)) <= float(error):
+            return add_hint(comparison, hint)
+    return comparison
+
+
 def judge_clip_factor(
-    ctx: JudgeContext, label: str, step: int, grads: Mapping[str, Tensor], limit: float
+    ctx: JudgeContext,
+    label: str,
+    step: int,
+    grads: Mapping[str, Tensor],
+    limit: float,
+    others: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Generator[Comparison, None, ClipFactor]:
     """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
     The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if nothing was
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
-    each rank, because DeepSpeed averages the norm over ranks at stage 0.
+    each rank, because DeepSpeed averages the norm over ranks at stage 0. ``others`` are other gradients, by the hint
+    for a mismatch if the reported norm is theirs.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
     norm, error = total_norm_and_bound(grads)
-    reported = yield from judge_reported_norm(ctx, label, step, norm, error)
+    reported = yield from judge_reported_norm(ctx, label, step, norm, error, others)
     return ClipFactor.from_norm(limit, norm, error, reported)
 
 
 def judge_reported_norm(
-    ctx: JudgeContext, label: str, step: int, norm: Tensor, error: Tensor
+    ctx: JudgeContext,
+    label: str,
+    step: int,
+    norm: Tensor,
+    error: Tensor,
+    others: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Generator[Comparison, None, Tensor | None]:
     """Check that every rank's norm recorded under ``label`` equals ``norm`` within ``error``, and return rank 0's norm.
 
@@ -95,7 +118,6 @@ def judge_reported_norm(
     reported = [record.get("norm") for record in ctx.rank_records(label, step)]
     for rank, rank_norm in enumerate(reported):
         if rank_norm is not None:
-            yield hint_missing_norm(
-                compare_within_bound(ctx.location("norm", Part.REDUCTION, step, rank), norm, rank_norm, error)
-            )
+            place = ctx.location("norm", Part.REDUCTION, step, rank)
+            yield hint_other_norm(hint_missing_norm(compare_within_bound(place, norm, rank_norm, error)), others)
     return reported[0]

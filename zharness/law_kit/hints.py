@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zharness.parity import Comparison
+from zharness.parity.attribution import fit_scale
 
 
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
@@ -21,6 +23,18 @@ def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after:
     if "step" not in before or "step" not in after or float(after["step"]) == float(before["step"]) + 1:
         return comparison
     return add_hint(comparison, f"its step count went from {float(before['step']):g} to {float(after['step']):g}")
+
+
+def hint_learning_rate(
+    comparison: Comparison, update: Tensor, grad: Tensor, hyperparameters: Mapping[str, Any]
+) -> Comparison:
+    """Add a hint to a mismatch of a weight if plain SGD with another learning rate makes its ``update``."""
+    if comparison.mismatch is None or any(hyperparameters.get(key) for key in ("momentum", "weight_decay", "maximize")):
+        return comparison
+    rate = fit_scale(update, [-grad])
+    if rate is None or rate <= 0:
+        return comparison
+    return add_hint(comparison, f"the step used the learning rate {rate:.4g} in place of {hyperparameters['lr']:.4g}")
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:

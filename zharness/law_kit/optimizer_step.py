@@ -15,7 +15,7 @@ from torch import Tensor
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
-from zharness.law_kit.hints import add_hint, hint_step_count, hint_unmoved
+from zharness.law_kit.hints import add_hint, hint_learning_rate, hint_step_count, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
@@ -200,6 +200,9 @@ class ParameterStep:
         change = expected.value - self.weight.double()
         comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)
         comparison = hint_step_count(attach_plain_values(comparison, plain), self.state_before, self.state_after)
+        if optimizer == "sgd" and self.clip_factor == NO_CLIPPING:
+            update = self.weight_after.double() - self.weight.double()
+            comparison = hint_learning_rate(comparison, update, self.grad.double(), self.hyperparameters)
         yield hint_unmoved(comparison, self.weight, self.weight_after)
 
 

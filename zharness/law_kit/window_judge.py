@@ -27,6 +27,8 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import check_names
 
+OLD_GRADIENTS_HINT = "it counts the gradients that unused weights had in an earlier step"
+
 
 @dataclass(frozen=True)
 class WindowResult:
@@ -107,6 +109,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
     narrow, wide = (PlainRanks(ctx, scenario, dtype) for dtype in (ctx.dtype, torch.float64))
     is_exact = bool(ctx.rank_records("setting")[0]["exact"])
     momentum: dict[str, BoundedTensor] = {}
+    last: dict[str, Tensor] = {}
     for window in range(scenario.windows):
         before = ctx.rank_records(f"params{suffix}", window)[0]
         result = narrow.run_window(window, before)
@@ -118,7 +121,9 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
         factor = NO_CLIPPING
         if scenario.clip is not None:
             means = {name: grad.value.to(ctx.dtype) for name, grad in grads.items()}
-            factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip)
+            last |= means
+            others = {OLD_GRADIENTS_HINT: last}
+            factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip, others)
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
         updates = compute_updates(scenario, clipped, before, momentum)
         yield from compare_weights(ctx, f"params{suffix}", window, updates)

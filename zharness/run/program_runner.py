@@ -26,7 +26,12 @@ from zharness.run import observe_and_judge
 from zharness.run.claims import get_claims
 from zharness.run.record import Verdict
 from zharness.run.runner import JUDGE_TIMEOUT
-from zharness.run.verdicts import conclude_judgement, verdict_of_judge_failure, verdict_of_rank_failure
+from zharness.run.verdicts import (
+    conclude_judgement,
+    is_raised_by_model,
+    verdict_of_judge_failure,
+    verdict_of_rank_failure,
+)
 from zharness.workload.program_model import program_model_spec
 from zharness.workload.program_text import DEFAULT_SETTINGS
 from zharness.workload.programs import Program
@@ -122,10 +127,26 @@ def program_evidence_dir(evidence_dir: str, number: int) -> Path:
     return folder
 
 
+def build_program_baseline(program: Program) -> Baseline:
+    """Return the plain PyTorch model that ``program`` is compared with."""
+    dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
+    return Baseline(program_model_spec(program.layers), SEED, program.world_size, dtype, scale)
+
+
+def run_plain_models(programs: Sequence[Program]) -> None:
+    """Run forward and backward of the plain model of each program on the first micro-batch of every rank.
+
+    Raises what the model's code raises.
+    """
+    for program in programs:
+        baseline = build_program_baseline(program)
+        for rank in range(program.world_size):
+            baseline.run_rank(rank, 0)
+
+
 def build_program_judge_context(program: Program, evidence_dir: Path, capabilities: Capabilities) -> JudgeContext:
     """Read the evidence of ``program`` from ``evidence_dir``, and combine it with its baseline."""
-    dtype, scale = DTYPES[program.dtype], LOSS_SCALES[program.dtype]
-    baseline = Baseline(program_model_spec(program.layers), SEED, program.world_size, dtype, scale)
+    baseline = build_program_baseline(program)
     claims = capabilities.with_options(program.options)
     return observe_and_judge.build_judge_context(baseline, evidence_dir, program.dtype, claims)
 
@@ -203,8 +224,9 @@ class ProgramRunner:
         )
         observed = self._server.submit(observe_task)
         if observed.cause is not None:
-            verdict = verdict_of_rank_failure(observed.cause)
-            cause = observed.cause
+            cause, verdict = observed.cause, verdict_of_rank_failure(observed.cause)
+            if verdict is Verdict.ERROR and is_raised_by_model(cause) and self._plain_models_run(programs, isolation):
+                verdict = Verdict.CRASH
             return ProgramOutcome(verdict, cause.describe(), cause.innermost_file, observed.describe())
         judge_task = RankTask(
             judge_programs,
@@ -217,6 +239,11 @@ class ProgramRunner:
         if judged.cause is None:
             return ProgramOutcome(*conclude_judgement(judged.ranks[0].value))
         return ProgramOutcome(verdict_of_judge_failure(judged.cause), judged.cause.describe())
+
+    def _plain_models_run(self, programs: tuple[Program, ...], isolation: Isolation) -> bool:
+        """Return whether forward and backward of the plain models of ``programs`` raise nothing."""
+        task = RankTask(run_plain_models, (programs,), timeout=JUDGE_TIMEOUT, group=Group.NONE, isolation=isolation)
+        return self._judge_server.submit(task).cause is None
 
     def close(self) -> None:
         """End the rank server and the judges' server, and with them their ranks."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out, require_shard_access, require_write_in
 from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
@@ -47,6 +49,8 @@ BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
 SHARD_VARIANTS = (SHARD, CLIPPED_SHARD, FORWARD_SHARD)
 FORWARD_VARIANTS = (FORWARD, FORWARD_SHARD)
+UNWRITTEN_HINT = "it is the gradient from before the write"
+OLD_NORM_HINT = "it is the norm of the gradients from before the write"
 
 
 def observe_write_grad(ctx: RankContext) -> None:
@@ -100,9 +104,13 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
         expected = {**before, **written}
         check_names("read_grad", expected, {name: grad for name, grad in read.items() if name in expected})
         for name, grad in expected.items():
-            yield compare_bitwise(ctx.location(name, Part.REDUCTION, 0, rank), grad.to(read[name].dtype), read[name])
-    grads = {**ctx.rank_records("grads")[0], **ctx.rank_records("written")[0]}
-    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
+            place, found = ctx.location(name, Part.REDUCTION, 0, rank), read[name]
+            comparison = compare_bitwise(place, grad.to(found.dtype), found)
+            is_old = torch.equal(before[name].to(found.dtype), found)
+            yield add_hint(comparison, UNWRITTEN_HINT) if is_old else comparison
+    replaced = ctx.rank_records("grads")[0]
+    grads = {**replaced, **ctx.rank_records("written")[0]}
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP, {OLD_NORM_HINT: replaced})
     yield from judge_step(ctx, UNIT_LR_SGD, grads, RecordedStep(0, "weights"), factor)
     yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
 

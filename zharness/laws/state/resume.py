@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
@@ -29,6 +30,9 @@ CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 IDLE_NUMEL = 3
 
 RANK_0_HINT = "it is the buffer that rank 0 saved"
+UNLOADED_BUFFER_HINT = "it is the buffer from before the load"
+UNLOADED_HINT = "it is the value from before the load"
+UNLOADED_WEIGHTS_HINT = "the forward used the weights from before the load"
 
 # Options of optimizers that keep more state than others, or that a load may reset to their defaults.
 RESUMED_OPTIMIZERS = {
@@ -63,6 +67,8 @@ def observe_resume(ctx: RankContext) -> None:
     train_steps(ctx, never, range(SAVE_STEP), "before")
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
     run_eval_forward(ctx, resumed, "forgotten")
+    record_snapshot(ctx, resumed, SAVE_STEP, "forgotten")
+    ctx.record("buffers-forgotten", dict(resumed.module.named_buffers()))
     # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
     # Not by attribute: a compiled module looks up attributes in the module that it wraps.
     registered = never.module._buffers
@@ -105,6 +111,7 @@ def continue_from_buffers(never: Engine, resumed: Engine) -> None:
 def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that each rank loaded its own buffers, or those of one rank if a checkpoint holds each buffer once."""
     saved, loaded = ctx.rank_records("buffers-never"), ctx.rank_records("buffers-resumed")
+    forgotten = ctx.rank_records("buffers-forgotten")
     for rank, record in enumerate(loaded):
         check_names("what a rank reports as buffers-resumed", saved[rank], record)
     shared = bool(ctx.rank_records("shared")[0]["shared"])
@@ -112,7 +119,32 @@ def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     for rank, record in enumerate(loaded):
         for name, buffer in expected[rank].items():
             comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), buffer, record[name])
-            yield blame_rank_0(comparison, saved[0][name], record[name])
+            comparison = hint_if_equal(comparison, forgotten[rank][name], record[name], UNLOADED_BUFFER_HINT)
+            yield hint_if_equal(comparison, saved[0][name], record[name], RANK_0_HINT)
+
+
+def compare_evaluations(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the first forward after the load has the loss of the engine that never stopped, on every rank."""
+    labels = [f"evaluated-{name}" for name in ("never", "resumed", "forgotten")]
+    for rank, (never, resumed, forgotten) in enumerate(
+        zip(*(ctx.rank_records(label, SAVE_STEP) for label in labels), strict=True)
+    ):
+        check_names("what a rank reports as evaluated-resumed", never, resumed)
+        for name, loss in never.items():
+            comparison = compare_bitwise(ctx.location(name, Part.FORWARD, SAVE_STEP, rank), loss, resumed[name])
+            yield hint_if_equal(comparison, forgotten[name], resumed[name], UNLOADED_WEIGHTS_HINT)
+
+
+def hint_unloaded(ctx: JudgeContext, what: str, comparisons: Iterator[Comparison]) -> Iterator[Comparison]:
+    """Add a hint to a mismatch of the first snapshot after the load if the tensor is that of before the load."""
+    before, after = (ctx.rank_records(f"{what}-{label}", SAVE_STEP) for label in ("forgotten", "resumed"))
+    for comparison in comparisons:
+        place = comparison.location
+        if comparison.mismatch is None or place is None or place.name not in before[place.seen_on]:
+            yield comparison
+            continue
+        old, found = (records[place.seen_on][place.name] for records in (before, after))
+        yield hint_if_equal(comparison, old, found, UNLOADED_HINT)
 
 
 def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[str, Tensor]]) -> int:
@@ -125,11 +157,9 @@ def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[
     return max(range(len(saved)), key=count_equal)
 
 
-def blame_rank_0(comparison: Comparison, of_rank_0: Tensor, loaded: Tensor) -> Comparison:
-    """Add a hint to a mismatch if the loaded buffer is that of rank 0."""
-    if comparison.mismatch is None or not is_bitwise_equal(of_rank_0, loaded):
-        return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, hint=RANK_0_HINT))
+def hint_if_equal(comparison: Comparison, suspect: Tensor, found: Tensor, hint: str) -> Comparison:
+    """Add ``hint`` to a mismatch if what was found is ``suspect``."""
+    return add_hint(comparison, hint) if is_bitwise_equal(suspect, found) else comparison
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -140,7 +170,7 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
     """
     yield from compare_process_state(ctx, "switches", range(3))
     yield from compare_loaded_buffers(ctx)
-    yield from compare_records(ctx, "evaluated-never", "evaluated-resumed", SAVE_STEP, SAVE_STEP, Part.FORWARD)
+    yield from compare_evaluations(ctx)
     for what in ("params", "masters", "state", "facts"):
         yield from compare_records(ctx, f"{what}-unsaved", f"{what}-never", SAVE_STEP, SAVE_STEP, Part.OPTIMIZER)
     parts = {"params": Part.OPTIMIZER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZER, "loss": Part.FORWARD}
@@ -150,7 +180,8 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
             if what == "loss" and step == CONTINUED_STEPS.stop:
                 continue
             place = Part.GATHER if step == SAVE_STEP and what == "params" else part
-            yield from compare_records(ctx, f"{what}-never", f"{what}-resumed", step, step, place)
+            comparisons = compare_records(ctx, f"{what}-never", f"{what}-resumed", step, step, place)
+            yield from hint_unloaded(ctx, what, comparisons) if step == SAVE_STEP and what != "loss" else comparisons
     yield from compare_ranks_after_step(ctx, RecordedStep(CONTINUED_STEPS.stop, "params-resumed", "state-resumed"))
 
 
