@@ -5,6 +5,9 @@
 
 Each seed contributes a sample of the whole matrix, or with `--settings` a sample of all laws under the engine options,
 accumulation windows and calls of backward of the covering array. Cells that are in the file are not run again.
+
+Below each alarm stand the known failures that it resembles: expected failures of other cells with its signature, and
+with one of its options or its law. It counts as an alarm all the same.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zharness.parity import Tier
 from zharness.run import Record, Verdict
+from zharness.run.matching_failures import list_similar_entries
 
 CONFIDENCE = 0.95
 BOUNDED_TIERS = (Tier.EXACT.value, Tier.STAGED.value)
@@ -35,17 +36,26 @@ class CleanRecord:
         return upper_bound(len(self.false_alarms), self.judged_count)
 
     def describe(self) -> str:
-        """Return a line that summarizes the counts, followed by two lines for each false alarm and each error."""
+        """Return a line that summarizes the counts, followed by the lines of each false alarm and each error."""
         head = (
             f"{len(self.false_alarms)} false alarms in {self.judged_count} clean cells: "
             f"below {100 * self.false_alarm_rate_bound:.3g} % with 95 % confidence; "
             f"{self.bounded_count} of them at tier X or S "
             f"({self.expected_failure_count} excused, {self.unsupported_count} unsupported, {len(self.errors)} errors)"
         )
-        rest = [
-            f"{record.verdict.value} {record.command}\n  {record.cause}" for record in self.false_alarms + self.errors
-        ]
-        return "\n".join([head, *rest])
+        return "\n".join([head, *map(describe_alarm, self.false_alarms + self.errors)])
+
+
+def describe_alarm(record: Record) -> str:
+    """Return lines with the verdict, command and cause of ``record``, and with the known failures that it resembles.
+
+    It stays an alarm until an expected failure covers its cell.
+    """
+    similar = list_similar_entries(
+        record.cell, record.engine_version, record.verdict.value, record.cause, record.details
+    )
+    known = [f"  like {entry.location}: {', '.join(entry.laws)}: {entry.reason}" for entry in similar]
+    return "\n".join([f"{record.verdict.value} {record.command}", f"  {record.cause}", *known])
 
 
 def make_clean_record(records: Sequence[Record]) -> CleanRecord:

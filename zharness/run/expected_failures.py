@@ -151,6 +151,18 @@ class ExpectedFailure:
         """Return whether a cell with this verdict, this cause and these details failed in the expected way."""
         return verdict == self.verdict and self.matches_failure(cause, details)
 
+    def names_cause_in(self, cell: Cell, version: str) -> bool:
+        """Return whether ``cell`` sets the options that this entry names or, if it names none, has one of its laws."""
+        return (
+            split_release(cell.engine)[0] == self.engine
+            and self.applies_to_version(version)
+            and (
+                _names_variant(self.engine_variants, cell.engine_variant)
+                if self.engine_variants
+                else any(matches_pattern(cell.law, pattern) for pattern in self.laws)
+            )
+        )
+
     def subsumes(self, other: ExpectedFailure) -> bool:
         """Return whether this entry describes each failure that ``other`` describes."""
         return (

@@ -28,6 +28,24 @@ def find_matching_failure(
     return next(matching, covering[0] if covering else None)
 
 
+def list_similar_entries(
+    cell: Cell, version: str, verdict: str, cause: str, details: str, user_failures: Sequence[ExpectedFailure] = ()
+) -> list[ExpectedFailure]:
+    """Return the expected failures of other cells that describe how ``cell`` failed, and name its options or its law.
+
+    The failure may be a known one in another product of law, options, ranks and dtype. That is for a person to decide:
+    these entries do not excuse the cell.
+    """
+    return [
+        entry
+        for entry in expected_failures_for(cell.engine, user_failures)
+        if not entry.isolation
+        and not entry.covers_cell(cell, version)
+        and entry.names_cause_in(cell, version)
+        and entry.describes_failure(verdict, cause, details)
+    ]
+
+
 def list_matchable_entries(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()
 ) -> list[ExpectedFailure]:
