@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tomllib
-from deepspeed_files.runs import FileRun, Way, build_operators, run_file
+from deepspeed_files.runs import COLLECTION, FileRun, Way, build_operators, run_file
 from deepspeed_files.tables import find_unexpected, render_drop_in, render_stand_in
 
 EPILOG = """
@@ -35,7 +37,7 @@ def main() -> int:
             sample = 0 if way is Way.STAND_IN else options.sample
             if (path, way) not in known or not known[path, way].answers(sample, options.limit):
                 known[path, way] = run_and_keep(options, path, way, sample)
-    listed = {entry["path"]: entry.get("exception", []) for entry in tomllib.loads(EXCEPTIONS.read_text())["file"]}
+    listed = read_exceptions()
     runs = {key: run for key, run in known.items() if options.files in key[0]}
     print(render_drop_in(runs), render_stand_in(runs, listed), sep="\n\n")
     unexpected = list(find_unexpected(runs, listed))
@@ -66,6 +68,16 @@ def read_runs(file: Path) -> dict[tuple[str, Way], FileRun]:
     """Return the runs that ``file`` has, by path and way; of two equal ones the last."""
     lines: Iterable[str] = file.read_text().splitlines() if file.exists() else ()
     return {(run.path, run.way): run for run in map(FileRun.from_json, lines)}
+
+
+def read_exceptions() -> dict[str, list[dict[str, Any]]]:
+    """Return the exceptions of ``EXCEPTIONS`` by the path of the file, with one for each file that is not collected."""
+    exceptions = tomllib.loads(EXCEPTIONS.read_text())
+    listed = {entry["path"]: entry.get("exception", []) for entry in exceptions["file"]}
+    for group in exceptions.get("uncollectable", []):
+        entry = {"tests": re.escape(COLLECTION), "kind": group["kind"], "reason": group["reason"]}
+        listed |= {path: [entry, *listed.get(path, [])] for path in group["paths"]}
+    return listed
 
 
 def find_files(tests: Path, text: str) -> list[str]:

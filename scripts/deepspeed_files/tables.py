@@ -3,7 +3,9 @@
 An exception has ``tests``, a regular expression, a ``reason``, and a ``kind``. Tests of the kinds in ``WITHOUT_LAW``
 state no law about the engine: they read DeepSpeed's internals or files, need a feature that the reference engine lacks,
 ask for a limit of DeepSpeed, or refuse this machine themselves. A test of the kind ``decided`` states a law in which
-the reference engine differs, and one of the kind ``open`` a law that the stand-in does not follow yet.
+the reference engine differs, and one of the kind ``open`` a law that the stand-in does not follow yet. With
+``verdict = "passed"`` an exception names tests that pass without running, for example because they return on a CPU;
+they count as tests without law. The list ``uncollectable`` has the files that cannot be imported.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tabulate import tabulate
 from deepspeed_files.runs import KILLED, FileRun, Way
 
 WITHOUT_LAW = ("internals", "feature", "limit", "machine")
-UNEXPECTED = "unexpected"
+NOT_LISTED = "unexpected"
 Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
@@ -44,8 +46,8 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> str:
     rows, total = [], Counter[str]()
     for (path, way), run in runs.items():
         if way is Way.STAND_IN:
-            kinds = Counter(classify_failures(run, listed).values())
-            passed = len(run.named("passed"))
+            kinds = Counter(classify(run, listed, "failed").values())
+            passed = list(classify(run, listed, "passed").values()).count(NOT_LISTED)
             with_law = passed + sum(count for kind, count in kinds.items() if kind not in WITHOUT_LAW)
             others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             rows.append([format_path(path), run.describe(), with_law, passed, others])
@@ -60,8 +62,8 @@ def find_unexpected(runs: Runs, listed: Exceptions) -> Iterator[str]:
         if run.status == KILLED or not run.outcomes:
             yield f"{path} {way.value}: {run.describe()}, exit status {run.status} after {run.seconds} s"
         if way is Way.STAND_IN:
-            for name, kind in classify_failures(run, listed).items():
-                if kind == UNEXPECTED:
+            for name, kind in classify(run, listed, "failed").items():
+                if kind == NOT_LISTED:
                     yield f"{path}::{name} failed on the reference engine: {run.outcomes[name][1]}"
         elif way is Way.OWN and (path, Way.DROP_IN) in runs:
             swapped = runs[path, Way.DROP_IN]
@@ -76,12 +78,15 @@ def get_verdict(run: FileRun, name: str) -> str:
     return run.outcomes.get(name, ("missing", ""))[0]
 
 
-def classify_failures(run: FileRun, listed: Exceptions) -> dict[str, str]:
-    """Return the kind of each failed test by name: that of the first exception that matches, or ``UNEXPECTED``."""
-    exceptions = listed.get(run.path, [])
+def classify(run: FileRun, listed: Exceptions, verdict: str) -> dict[str, str]:
+    """Return the kind of each test with this verdict, by name: that of the first exception, or ``NOT_LISTED``.
+
+    An exception for ``verdict`` "passed" says so; all others are for failures.
+    """
+    exceptions = [entry for entry in listed.get(run.path, []) if entry.get("verdict", "failed") == verdict]
     return {
-        name: next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), UNEXPECTED)
-        for name in run.named("failed")
+        name: next((entry["kind"] for entry in exceptions if re.search(entry["tests"], name)), NOT_LISTED)
+        for name in run.named(verdict)
     }
 
 

@@ -157,7 +157,8 @@ class TestStandIn(DistributedTest):
     def test_the_json_marks_leaf_modules(self, stage):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Tanh()), torch.nn.Linear(4, 2))
         leaves = {"classes": "Tanh", "names": ["0", "absent"], "name_suffixes": ["2"]}
-        config = self.config(stage, zero_optimization={"stage": stage, "leaf_module": leaves})
+        short = {"param_persistence_threshold": 0, "prefetch_bucket_size": 8}  # without stage3_
+        config = self.config(stage, zero_optimization={"stage": stage, "leaf_module": leaves, **short})
         engine = deepspeed.initialize(model=model, config=config)[0]
         assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1][0], model[2]]
         engine.destroy()

@@ -13,6 +13,8 @@ import torch
 
 # DeepSpeed clips gradients at this norm if its JSON does not say otherwise; the reference engine does not clip.
 DEFAULT_GRADIENT_CLIPPING = 1.0
+# Keys of zero_optimization that DeepSpeed accepts without their prefix stage3_ too.
+STAGE3_NAMES = {"prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"}
 TAG_VALIDATIONS = ("WARN", "IGNORE", "FAIL")  # the first is DeepSpeed's default
 DEFAULT_HYSTERESIS = 2  # of the dynamic loss scale; the reference engine's default is GradScaler's, 1
 
@@ -87,6 +89,8 @@ def translate_config(config: Any) -> EngineConfig:
         json_config["bf16"] = json_config.pop("bfloat16")
     is_managed = bool(json_config.pop("managed_gradient_accumulation", True))
     zero = json_config.setdefault("zero_optimization", {})
+    for name in STAGE3_NAMES & zero.keys():
+        zero[f"stage3_{name}"] = zero.pop(name)
     zero.pop("elastic_checkpoint", None)  # every checkpoint of the reference engine loads at any world size
     leaf_modules = {
         key: [value] if isinstance(value, str) else list(value) for key, value in zero.pop("leaf_module", {}).items()
