@@ -40,6 +40,11 @@ def adapter_on_frozen_layers() -> Any:
     return nn.Sequential(base, nn.Linear(1 << 12, 8, bias=False, dtype=torch.bfloat16)), draw, score
 
 
+def converted() -> Any:
+    """Return a bf16 model of 8 GiB, converted from fp32."""
+    return nn.Sequential(nn.Linear(5, LARGE_WIDTH), nn.Linear(LARGE_WIDTH, LARGE_WIDTH // 4)).bfloat16(), draw, score
+
+
 def reading_its_weights() -> Any:
     """Return a model of 0.5 GiB from a factory that reads a number from a weight."""
     first = nn.Linear(5, 1 << 14)

@@ -69,7 +69,7 @@ def test_a_user_may_run_a_model_that_seems_too_large() -> None:
     done = run_model("of_64_mib", limit, ("--ignore-memory-limit", "--only", "training.forward_alone"))
     warning = next(line for line in done.stderr.splitlines() if line.startswith("WARNING"))
     assert "needs about 1.0 GiB in one rank, but the limits of this shell" in warning
-    assert "1 cells" in done.stderr, "the law is announced after the warning"
+    assert "; 1 cell, about" in done.stderr, "the law is announced after the warning"
 
 
 def test_frozen_parameters_have_no_gradients_optimizer_state_or_master_weights() -> None:
@@ -163,6 +163,13 @@ def test_a_factory_without_memory_is_not_told_to_ignore_the_limit_again() -> Non
         build_within_memory(spec, 0, "fp32", 2)
     with pytest.raises(UsageError, match=r"or a machine with more memory$"):
         build_within_memory(spec, 0, "fp32", 2, ignore_memory_limit=True)
+
+
+def test_a_model_that_its_factory_converts_is_measured_before_it_is_built() -> None:
+    estimate = estimate_size(f"{LARGE}:converted", "bf16")
+    assert estimate.size is not None, estimate.reason
+    assert estimate.size.parameter_bytes == 2 * estimate.size.parameters > 8 * GIB
+    assert estimate.size.has_masters
 
 
 def test_a_factory_that_ends_its_process_has_no_estimate() -> None:

@@ -8,6 +8,7 @@ from zharness.cell import Cell
 from zharness.engines import Feature
 from zharness.laws import get_law
 from zharness.run.configuration import cell_setting
+from zharness.run.outcomes import count_cells
 from zharness.run.plan import ClaimsLookup, PlannedCell
 from zharness.workload.user_model import is_user_model
 
@@ -45,4 +46,4 @@ def describe_claim(engine: str, feature: Feature, cells: Sequence[Cell]) -> str:
     laws = list(dict.fromkeys(cell.law for cell in cells))
     more = f" and {len(laws) - MAX_LISTED_LAWS} more" if len(laws) > MAX_LISTED_LAWS else ""
     shown = ", ".join(laws[:MAX_LISTED_LAWS])
-    return f"CLAIM Feature.{feature.name} ({feature.value}) in {engine} to add {len(cells)} cells: {shown}{more}"
+    return f"CLAIM Feature.{feature.name} ({feature.value}) in {engine} to add {count_cells(len(cells))}: {shown}{more}"

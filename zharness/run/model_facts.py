@@ -22,6 +22,7 @@ from zharness.parity.sample_draws import SharedDrawError
 from zharness.run.configuration import configuration_for
 from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
+from zharness.run.outcomes import count_cells
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.models import collect_tensors
 from zharness.workload.user_model import build_fresh_model
@@ -319,5 +320,6 @@ def describe_model_run(facts: ModelFacts, cells: Sequence[Cell], world_size: int
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return (
         f"{cells[0].model}: {millions}, {facts.forward_backward_seconds:.2g} s for one forward and backward; "
-        f"{len(cells)} cells, about {duration} and at most {facts.size.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
+        f"{count_cells(len(cells))}, about {duration} "
+        f"and at most {facts.size.estimate_memory(world_size, jobs) / GIB:.1f} GiB"
     )

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import torch
 from torch import nn
 
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
@@ -110,13 +111,20 @@ def estimate_size(name: str, dtype: str) -> SizeEstimate:
 
 
 def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimate:
-    """Build the model without memory and measure it."""
-    try:
-        with build_without_memory():
-            return SizeEstimate(ModelSize.measure(call_factory(name, factory).model, dtype))
-    except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong with it
-        lines = str(error).strip().splitlines() or [""]
-        return SizeEstimate(None, f"{type(error.__cause__ or error).__name__}: {lines[0]}"[:200])
+    """Build the model without memory and measure it.
+
+    A fake tensor cannot be converted in place, as ``model.bfloat16()`` does, and a meta tensor cannot meet tensors with
+    memory, so both are tried. If both fail, the reason is that of the fake tensors.
+    """
+    reasons = []
+    for without_memory in (build_without_memory(), torch.device("meta")):
+        try:
+            with without_memory:
+                return SizeEstimate(ModelSize.measure(call_factory(name, factory).model, dtype))
+        except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong
+            lines = str(error).strip().splitlines() or [""]
+            reasons.append(f"{type(error.__cause__ or error).__name__}: {lines[0]}"[:200])
+    return SizeEstimate(None, reasons[0])
 
 
 def run_in_child(function: Callable[[], SizeEstimate]) -> SizeEstimate:
