@@ -81,7 +81,7 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
         ("fsdp2", "pp2", 4, "exact", "fsdp2 does not claim the axis pp"),
         ("ddp", "tp2", 4, "exact", "axes that it claims: none"),
         ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),
-        ("torch_tp", "tp2", 4, "exact", "such as --mesh tp4 --world-size 4"),
+        ("torch_tp", "tp2", 4, "exact", "such as --mesh tp2 --world-size 2"),
         ("torch_tp", "", 2, "exact", "got torch_tp with no mesh on 2 ranks; expected a mesh that takes all ranks"),
     ],
 )

@@ -165,13 +165,13 @@ def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) ->
         load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "torch_tp"])
 def test_every_entry_of_the_package_is_narrow(engine: str) -> None:
     for entry in load_shipped_failures(engine):
         require_narrow_entry(entry)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1"])
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "torch_tp"])
 def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_window(engine: str) -> None:
     laws = ("training.grads", "training.accumulation", "training.sgd_step")
     cells = [

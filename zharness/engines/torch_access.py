@@ -73,7 +73,9 @@ class TorchTensorAccess:
         return copy_shard(self._optimizer.state[self._param(name)][key])
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
-        copy_into_shard(self._grad(name), value)
+        param = self._adapter.params[name]
+        param.grad = reduce_partial_sums(self._grad(name))  # written into a partial sum, the value would be added to others
+        copy_into_shard(param.grad, value)
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
         copy_into_shard(self._param(name), value)

@@ -45,12 +45,12 @@ def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabiliti
         raise UsageError(f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}")
     if not capabilities.whole_mesh:
         return
-    axis = min(capabilities.mesh_axes)
+    example = f"{(*mesh.axes, *sorted(capabilities.mesh_axes))[0]}2"
     for world_size in world_sizes:
         if mesh.data_size(world_size) > 1 or not mesh.sizes:
             raise UsageError(
                 f"got {engine} with {mesh.label or 'no mesh'} on {world_size} ranks; expected a mesh that takes all "
-                f"ranks, such as --mesh {axis}{world_size} --world-size {world_size}: {capabilities.whole_mesh}"
+                f"ranks, such as --mesh {example} --world-size 2: {capabilities.whole_mesh}"
             )
 
 
