@@ -74,7 +74,8 @@ class TorchTensorAccess:
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
         param = self._adapter.params[name]
-        param.grad = reduce_partial_sums(self._grad(name))  # written into a partial sum, the value would be added to others
+        # Written into a rank's partial sum, the value would be added to those of other ranks.
+        param.grad = reduce_partial_sums(self._grad(name))
         copy_into_shard(param.grad, value)
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
