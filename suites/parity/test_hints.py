@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zharness.law_kit.clipping import hint_other_norm
-from zharness.law_kit.hints import hint_learning_rate, hint_step_count
+from zharness.law_kit.hints import add_hint, hint_learning_rate, hint_step_count
 from zharness.parity import Part, compare_bitwise
 from zharness.parity.comparison import TensorLocation
 
@@ -37,18 +37,25 @@ def test_a_weight_without_a_count_or_a_mismatch_has_no_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "hint"),
-    [({}, "the step used the learning rate 0.5 in place of 0.25"), ({"momentum": 0.5}, "")],
+    ("rate", "options", "hint"),
+    [
+        (0.5, {}, "as if the learning rate were 0.5 in place of 0.25, or the gradient 2 times as large"),
+        (0.5, {"lr": 0.0}, "as if the learning rate were 0.5 in place of 0"),
+        (0.5, {"momentum": 0.5}, ""),
+        (0.25 * (1 + 1e-5), {}, ""),
+    ],
 )
-def test_the_hint_names_the_learning_rate_of_plain_sgd(options: dict[str, float], hint: str) -> None:
+def test_the_hint_names_the_learning_rate_of_plain_sgd(rate: float, options: dict[str, float], hint: str) -> None:
     place = TensorLocation(name="weight", part=Part.OPTIMIZER, step=0)
-    grad = torch.tensor([1.0, 2.0])
-    wrong = compare_bitwise(place, -0.25 * grad, -0.5 * grad)
-    hinted = hint_learning_rate(wrong, -0.5 * grad, grad, {"lr": 0.25, **options})
+    grad = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    wrong = compare_bitwise(place, -0.25 * grad, -rate * grad)
+    hinted = hint_learning_rate(wrong, -rate * grad, grad, {"lr": 0.25, **options})
     assert hinted.mismatch is not None
-    assert hinted.mismatch.hint == hint
-    unfitting = hint_learning_rate(wrong, torch.tensor([1.0, -2.0]), grad, {"lr": 0.25})
+    assert hinted.mismatch.hint == (f"the step is {hint}" if hint else "")
+    unfitting = hint_learning_rate(wrong, torch.tensor([1.0, -2.0]), grad.float(), {"lr": 0.25})
     assert unfitting == wrong
+    counted = add_hint(wrong, "its step count went from 1 to 7")
+    assert hint_learning_rate(counted, -rate * grad, grad, {"lr": 0.25}) == counted
 
 
 def test_the_hint_names_the_gradients_that_have_the_norm() -> None:

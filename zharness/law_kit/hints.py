@@ -28,13 +28,19 @@ def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after:
 def hint_learning_rate(
     comparison: Comparison, update: Tensor, grad: Tensor, hyperparameters: Mapping[str, Any]
 ) -> Comparison:
-    """Add a hint to a mismatch of a weight if plain SGD with another learning rate makes its ``update``."""
-    if comparison.mismatch is None or any(hyperparameters.get(key) for key in ("momentum", "weight_decay", "maximize")):
+    """Add a hint to a mismatch of a weight if plain SGD with another learning rate or a scaled gradient updates it so.
+
+    The ``update`` cannot tell the two apart. A hint that the mismatch has is kept, and one whose numbers would be
+    printed alike is not added.
+    """
+    mismatch = comparison.mismatch
+    if mismatch is None or mismatch.hint or any(map(hyperparameters.get, ("momentum", "weight_decay", "maximize"))):
         return comparison
-    rate = fit_scale(update, [-grad])
-    if rate is None or rate <= 0:
+    rate, used = fit_scale(update, [-grad]), float(hyperparameters["lr"])
+    if rate is None or rate <= 0 or f"{rate:.4g}" == f"{used:.4g}":
         return comparison
-    return add_hint(comparison, f"the step used the learning rate {rate:.4g} in place of {hyperparameters['lr']:.4g}")
+    hint = f"the step is as if the learning rate were {rate:.4g} in place of {used:.4g}"
+    return add_hint(comparison, f"{hint}, or the gradient {rate / used:.4g} times as large" if used else hint)
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:
