@@ -25,7 +25,8 @@ from pathlib import Path
 GIB, KIB = 2**30, 2**10
 INTERVAL = 0.1  # seconds
 ROUNDING = 0.05  # GiB, of an announced size
-ANNOUNCED = re.compile(r"at most ([\d.]+) GiB, and ([\d.]+) GiB of temporary files")
+ANNOUNCED = re.compile(r"at most ([\d.]+) GiB, and ([\d.]+) ([GM])iB of temporary files")
+UNITS = {"G": GIB, "M": 2**20}
 PAGES = re.compile(r"^Pss_(?:Anon|Shmem): +(\d+) kB", re.MULTILINE)
 
 
@@ -68,13 +69,14 @@ def main() -> int:
     if process.returncode not in (0, 1) or announced is None:
         sys.exit(output)
     memory, files = peak / GIB / float(announced[1]), most_files / GIB
+    announced_files = float(announced[2]) * UNITS[announced[3]] / GIB
     print(output.strip().splitlines()[-1])
     print(
         f"{arguments.model} on {arguments.engine} {arguments.stage}: {peak / GIB:.2f} GiB of {announced[1]} GiB "
-        f"announced ({memory:.0%}), {files:.2f} GiB of {announced[2]} GiB of files, {sum(cpu_seconds.values()):.0f} s "
-        f"of CPU time in {time.monotonic() - began:.0f} s"
+        f"announced ({memory:.0%}), {files:.2f} GiB of {announced_files:.2f} GiB of files, "
+        f"{sum(cpu_seconds.values()):.0f} s of CPU time in {time.monotonic() - began:.0f} s"
     )
-    return int(memory > 1 or files > float(announced[2]) + ROUNDING)
+    return int(memory > 1 or files > announced_files + ROUNDING)
 
 
 def find_family(root: int) -> Iterator[int]:

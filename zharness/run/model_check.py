@@ -27,13 +27,14 @@ from zharness.run.model_facts import (
     measure_model,
 )
 from zharness.run.model_files import (
+    FreeSpace,
     count_fitting_cells,
     estimate_file_bytes,
     find_file_problem,
-    measure_temporary_folder,
+    format_file_bytes,
+    measure_free_space,
 )
 from zharness.run.model_memory import (
-    GIB,
     IGNORE_OPTION,
     ModelSize,
     SizeEstimate,
@@ -155,8 +156,9 @@ def check_model_on(
     )
     if size is None and ignore_limit:
         warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
+    free = measure_free_space()
     file_problem = find_file_problem(
-        check_request.model, facts.size, check_request.world_size, check_request.steps, ignore_limit
+        check_request.model, facts.size, check_request.world_size, check_request.steps, free, ignore_limit
     )
     if file_problem:
         report_status(file_problem)
@@ -165,7 +167,7 @@ def check_model_on(
     failed_builds = build_engines(first, cells)
     cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
     running = [cell.cell for cell in cells if not cell.unsupported_reason and cell.cell not in failed_builds]
-    runners = lanes.take(count_lanes(lanes.options, facts, check_request) if running else 1)
+    runners = lanes.take(count_lanes(lanes.options, facts, check_request, free) if running else 1)
     if running:
         report_status(describe_run(facts, running, check_request, len(runners)))
     finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], runners)
@@ -254,13 +256,12 @@ def describe_run(facts: ModelFacts, cells: Sequence[Cell], check_request: ModelC
     world_size = check_request.world_size
     files = jobs * estimate_file_bytes(facts.size, world_size, check_request.steps)
     described = describe_model_run(facts, cells, world_size, jobs, os.cpu_count() or 1)
-    return f"{described}, and {files / GIB:.1f} GiB of temporary files"
+    return f"{described}, and {format_file_bytes(files)} of temporary files"
 
 
-def count_lanes(options: RunOptions, facts: ModelFacts, check_request: ModelCheckRequest) -> int:
+def count_lanes(options: RunOptions, facts: ModelFacts, check_request: ModelCheckRequest, free: FreeSpace) -> int:
     """Return the number of cells that run at a time: as requested, by default one per core, if they and files fit."""
-    folder = measure_temporary_folder()
-    fitting = count_fitting_cells(facts.size, check_request.world_size, check_request.steps, folder)
+    fitting = count_fitting_cells(facts.size, check_request.world_size, check_request.steps, free)
     return max(1, min(options.job_count(), fitting))
 
 

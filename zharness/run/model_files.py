@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from zharness.errors import UsageError
+from zharness.laws.state.resume import RECORDED_SNAPSHOTS
 from zharness.run.model_memory import FLOAT32_BYTES, GIB, IGNORE_HINT, IGNORE_OPTION, ModelSize
 from zharness.world.limits import available_memory, is_in_memory
 
-# Snapshots of weights, master weights and two moments that a rank records for one cell: state.resume records one engine
-# before it saves, and then two engines three times each. model.configured records one more than it trains steps, and
-# the gradients of each step.
-RESUME_SNAPSHOTS = 7
+# state.resume writes most: its snapshots, and a checkpoint, which has at most the bytes of one snapshot of each rank.
+# The checkpoint is gone before the last snapshots, and counts all the same: the judge's record of losses and names, and
+# the padding between tensors, take less. model.configured records a snapshot more than it trains steps, and gradients.
+CHECKPOINTS = 1
 MOMENTS = 2
+MIB = 2**20
+
+
+class Storage(Enum):
+    """What the bytes of temporary files are taken from."""
+
+    DISK = "disk"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True)
-class TemporaryFolder:
-    """The folder of temporary files, the bytes that are free there, and what they are taken from."""
+class FreeSpace:
+    """The folder of temporary files, its storage, and the bytes that are free there and in memory at one moment."""
 
     path: Path
-    free_bytes: int
-    kind: str
+    storage: Storage
+    file_bytes: int
+    memory_bytes: int
 
 
-DISK, MEMORY = "the disk", "a file system in memory, where files count as memory"
-
-
-def measure_temporary_folder() -> TemporaryFolder:
-    """Return the folder in which ranks record tensors, with what is free there."""
+def measure_free_space() -> FreeSpace:
+    """Return the folder in which ranks record tensors, with what is free there and in memory."""
     path = Path(tempfile.gettempdir())
-    return TemporaryFolder(path, shutil.disk_usage(path).free, MEMORY if is_in_memory(path) else DISK)
+    storage = Storage.MEMORY if is_in_memory(path) else Storage.DISK
+    return FreeSpace(path, storage, shutil.disk_usage(path).free, available_memory())
 
 
 def estimate_file_bytes(size: ModelSize, world_size: int, steps: int) -> int:
@@ -44,37 +54,47 @@ def estimate_file_bytes(size: ModelSize, world_size: int, steps: int) -> int:
     optimizer_bytes = max(size.trained_bytes, FLOAT32_BYTES * size.trained_parameters)
     masters = optimizer_bytes if size.has_masters else 0
     snapshot = size.parameter_bytes + masters + MOMENTS * optimizer_bytes
-    return world_size * max(RESUME_SNAPSHOTS * snapshot, (steps + 1) * snapshot + steps * size.trained_bytes)
+    resumed = (RECORDED_SNAPSHOTS + CHECKPOINTS) * snapshot
+    return world_size * max(resumed, (steps + 1) * snapshot + steps * size.trained_bytes)
 
 
-def count_fitting_cells(size: ModelSize, world_size: int, steps: int, folder: TemporaryFolder) -> int:
+def format_file_bytes(size: int) -> str:
+    """Return a size in GiB, or below 0.1 GiB in whole MiB, rounded up."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{math.ceil(size / MIB)} MiB"
+
+
+def count_fitting_cells(size: ModelSize, world_size: int, steps: int, free: FreeSpace) -> int:
     """Return how many cells may run at a time, by the memory and the temporary files that each takes."""
     memory, files = size.estimate_memory(world_size), estimate_file_bytes(size, world_size, steps)
-    in_memory = memory + (files if folder.kind == MEMORY else 0)
-    return min(available_memory() // in_memory, folder.free_bytes // files)
+    in_memory = memory + (files if free.storage is Storage.MEMORY else 0)
+    return min(free.memory_bytes // in_memory, free.file_bytes // files)
 
 
-def explain_files_too_large(size: ModelSize, world_size: int, steps: int, folder: TemporaryFolder) -> str:
+def explain_files_too_large(size: ModelSize, world_size: int, steps: int, free: FreeSpace) -> str:
     """Explain why the temporary files of one cell do not fit, or return an empty string if they do."""
     files = estimate_file_bytes(size, world_size, steps)
-    needed = f"ranks record up to {files / GIB:.1f} GiB for one law in {folder.path}"
-    if files > folder.free_bytes:
-        return f"{needed}, where only {folder.free_bytes / GIB:.1f} GiB are free; set TMPDIR to a folder with more"
-    memory, free = size.estimate_memory(world_size), available_memory()
-    if folder.kind == MEMORY and memory + files > free:
+    needed = f"ranks record up to {format_file_bytes(files)} for one law in {free.path}"
+    if files > free.file_bytes:
+        left = format_file_bytes(free.file_bytes)
+        return f"{needed}, where only {left} are free; set TMPDIR to a folder with more"
+    memory = size.estimate_memory(world_size)
+    if free.storage is Storage.MEMORY and memory + files > free.memory_bytes:
         return (
-            f"{needed}, {MEMORY}: with the {memory / GIB:.1f} GiB of the processes this is more than the "
-            f"{free / GIB:.1f} GiB that are free; set TMPDIR to a folder on a disk"
+            f"{needed}, a file system in memory, where files count as memory: with the {memory / GIB:.1f} GiB of the "
+            f"processes this is more than the {free.memory_bytes / GIB:.1f} GiB that are free; set TMPDIR to a folder "
+            "on a disk"
         )
     return ""
 
 
-def find_file_problem(name: str, size: ModelSize, world_size: int, steps: int, ignore_memory_limit: bool) -> str:
+def find_file_problem(
+    name: str, size: ModelSize, world_size: int, steps: int, free: FreeSpace, ignore_memory_limit: bool
+) -> str:
     """Return a warning if the temporary files of a model do not fit, or an empty string if they do.
 
     Raises UsageError instead of the warning, unless ``ignore_memory_limit``.
     """
-    reason = explain_files_too_large(size, world_size, steps, measure_temporary_folder())
+    reason = explain_files_too_large(size, world_size, steps, free)
     if reason and not ignore_memory_limit:
         raise UsageError(f"{name}: {reason}; {IGNORE_HINT}")
     return f"WARNING {name}: {reason}; the laws run nevertheless because of {IGNORE_OPTION}" if reason else ""

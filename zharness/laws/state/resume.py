@@ -26,6 +26,9 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import check_names, is_bitwise_equal
 
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
+# Snapshots of weights, master weights and optimizer state that a rank records: two before the load ("forgotten",
+# "unsaved"), and of both engines one before each continued step and one after the last.
+RECORDED_SNAPSHOTS = 2 + 2 * (len(CONTINUED_STEPS) + 1)
 
 IDLE_NUMEL = 3
 
