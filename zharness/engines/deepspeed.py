@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zharness.engines import preload_imports
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
 from zharness.engines.deepspeed_build import (
+    BACKWARDS_PER_STEP,
     COALESCE,
     initialize,
     json_overrides,
@@ -99,8 +100,9 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self._config = config
+        self._backwards_per_step = int(config.options.get(BACKWARDS_PER_STEP, config.accumulation_steps))
         self._caller_owns_accumulation = (
-            config.accumulation_owner is AccumulationOwner.CALLER and config.accumulation_steps > 1
+            config.accumulation_owner is AccumulationOwner.CALLER and self._backwards_per_step > 1
         )
         self._engine_finds_boundaries = bool(config.options.get("managed_gradient_accumulation", True))
         self._coalesce_block = ExitStack()
@@ -159,12 +161,13 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             offload_and_reload(self._engine, self._config.stage)
         if self._config.options.get(UNWRAPPED) and ends_window:
             unwrap_and_wrap(self._engine)
-        if self._backward_count >= self._config.accumulation_steps:
+        if self._backward_count >= self._backwards_per_step:
             self._backward_count = 0
 
     def zero_grad(self) -> None:
         self._coalesce_block.close()
-        self._backward_count = 0
+        if BACKWARDS_PER_STEP not in self._config.options:  # counts those whose gradients are discarded, too
+            self._backward_count = 0
         # Both are needed: the optimizer clears the accumulated partitions, the engine clears ``param.grad``.
         # The BF16_Optimizer of releases before 0.16.5 has no zero_grad.
         if hasattr(self._engine.optimizer, "zero_grad"):
@@ -252,7 +255,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             if not self._engine.inside_no_sync_ctxt:
                 self._coalesce_block.enter_context(self._engine.coalesce_grad_reduction())
         elif self._caller_owns_accumulation and self._engine_finds_boundaries:
-            self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._config.accumulation_steps)
+            self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._backwards_per_step)
 
 
 def warm_up(device_type: str = "cpu") -> tuple[str, ...]:

@@ -37,7 +37,11 @@ from zharness.errors import ConfigError, EngineContractError
 # (set_gradient_accumulation_boundary). An adapter cannot know which backward is the final one. Inside the block it does
 # not matter: 'every backward inside leaves grads locally on params', and the end of the block reduces them.
 COALESCE = "coalesce_grad_reduction"
+# The number of backwards that end without an exception before a step. The last of them is the final one. Stage 0 and
+# BF16_Optimizer have no ``coalesce_grad_reduction()`` block.
+BACKWARDS_PER_STEP = "backwards_per_step"
 ADAPTER_OPTIONS = (
+    BACKWARDS_PER_STEP,
     COALESCE,
     CPU_ADAM,
     JSON_OPTIMIZER,
