@@ -102,6 +102,21 @@ class ForwardsOnACopyOfBuffers(Around):
         return output
 
 
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.buffers_keep_dtype", Part.GATHER, model="mixed", variant="declared", parameter="shift"),
+    origin=Origin.ONLOOKERS,
+)
+class StateDictRoundsBuffers(Around):
+    """Under bf16 and fp16, rounds floating-point buffers to that dtype in ``full_state_dict``, and returns float32."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.right.full_state_dict()
+        low = LOW_PRECISION_DTYPES.get(self.config.dtype, torch.float32)
+        names = {name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
+        return {name: tensor.to(low).to(tensor.dtype) if name in names else tensor for name, tensor in state.items()}
+
+
 class _LoadShares(ReferenceEngine):
     """A ReferenceEngine whose ``load`` broadcasts the buffers of rank 0 to all ranks."""
 

@@ -106,6 +106,22 @@ class KeepsTheFirstCheckpoint(Around):
         self.saved.add(path)
 
 
+@mutant(
+    FaultKind.STATE,
+    Target("state.several_saves", Part.GATHER, model="experts", variant="float64", parameter="experts.2.*"),
+    origin=Origin.STATE,
+)
+class LoadsFloat64InFloat32(SpoiledLoad):
+    """Rounds the float64 weights to float32 when it loads a checkpoint."""
+
+    over = "ddp"
+
+    @torch.no_grad()
+    def spoil(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.copy_(parameter.float())
+
+
 @mutant_factory(
     FaultKind.STATE,
     over="reference",

@@ -116,3 +116,14 @@ class TakesZeroForUnused(Around):
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
         self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, momentum_target("idle.momentum", "zeroed_in_place"), origin=Origin.ORDERS)
+class KeepsGradientsOfZeros(Around):
+    """Keeps gradients in ``zero_grad`` that the caller has set to zero in place."""
+
+    def zero_grad(self) -> None:
+        zeros = {p: p.grad for p in self.trained() if p.grad is not None and not p.grad.any()}
+        self.right.zero_grad()
+        for parameter, grad in zeros.items():
+            parameter.grad = grad

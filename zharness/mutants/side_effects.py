@@ -142,6 +142,20 @@ class ReadsWithoutGradients(EnablesGradientsAtTheEnd):
         return weight
 
 
+@mutant(
+    FaultKind.AUTOCAST,
+    modes_target("gradient mode after read_param under no_grad", "read_out"),
+    origin=Origin.ONLOOKERS,
+)
+class ReadsWithGradients(Around):
+    """Leaves gradients enabled after ``read_param``, even if the caller has disabled them."""
+
+    def read_param(self, name: str) -> Tensor:
+        weight: Tensor = self.right.read_param(name)
+        torch.set_grad_enabled(True)
+        return weight
+
+
 @mutant(FaultKind.AUTOCAST, modes_target("training flag of * after evaluation"), origin=Origin.BLIND_7)
 class StaysInEvaluation(Around):
     """Switches the model to evaluation mode after a forward without gradients."""

@@ -294,6 +294,27 @@ class OnlyRank0WritesShardsOfWeights(AroundSharded):
 
 
 @mutant(
+    FaultKind.SHARDS,
+    Target("access.write_param", Part.GATHER, model=MODEL, variant="before_forward", parameter="shift"),
+    Target("access.write_param", Part.GATHER, model=MODEL, variant="before_step", parameter="shift"),
+    origin=Origin.ONLOOKERS,
+)
+class WritesNoShortShard(Around):
+    """Leaves the elements of a shard that is shorter than the first one as they were in ``write_param``."""
+
+    stages = (1, 3)
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        written, before = value.clone(), self.right.read_param(name)
+        pieces = self.right.layout()[name]
+        longest = max(piece.stop - piece.start for piece in pieces)
+        for piece in pieces:
+            if piece.stop - piece.start < longest:
+                written.flatten()[piece.start : piece.stop] = before.flatten()[piece.start : piece.stop]
+        self.right.write_param(name, written)
+
+
+@mutant(
     FaultKind.OPTIMIZER,
     Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="momentum"),
     Target("access.write_state", Part.OPTIMIZER, model=MODEL, variant="adam"),

@@ -179,11 +179,11 @@ class SimilarLayersModel(nn.Module):
     One parameter is tied, one is frozen, and two are tiny.
 
     The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). An engine that reads the wrong parameter of the same
-    shape returns wrong values. The parameters ``factor`` and ``shift`` have ``tiny`` elements; a parameter of one
-    element is owned by at most one rank.
+    shape returns wrong values. The parameter ``factor`` has ``tiny`` elements; a parameter of one element is owned by
+    at most one rank. The parameter ``shift`` has ``short`` elements; two ranks own two and one of three.
     """
 
-    def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1) -> None:
+    def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1, short: int = 3) -> None:
         super().__init__()
         self.inputs = inputs
         self.first = nn.Linear(inputs, outputs)
@@ -193,7 +193,7 @@ class SimilarLayersModel(nn.Module):
         self.tied.weight = self.first.weight
         self.third = nn.Linear(inputs, outputs)
         self.factor = nn.Parameter(torch.ones(tiny))
-        self.shift = nn.Parameter(torch.ones(tiny))
+        self.shift = nn.Parameter(torch.ones(short))
         make_ternary(self)
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters()):
@@ -215,7 +215,7 @@ class AlignedLayersModel(SimilarLayersModel):
     INPUTS, OUTPUTS = 6, 12
 
     def __init__(self) -> None:
-        super().__init__(self.INPUTS, self.OUTPUTS, tiny=self.OUTPUTS)
+        super().__init__(self.INPUTS, self.OUTPUTS, tiny=self.OUTPUTS, short=self.OUTPUTS)
 
 
 class OneOddParameterModel(nn.Module):

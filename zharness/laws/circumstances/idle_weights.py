@@ -40,6 +40,14 @@ def zero_by_module(participant: Participant, window: int) -> None:
     participant.module.zero_grad(set_to_none=False)
 
 
+def train_after_zeroing(participant: Participant, window: int, micro: int) -> None:
+    """Train the experts of the window after gradients of all experts were zeroed in place and then discarded."""
+    train_route(participant, DISCARDED_BATCHES[0], ALL_EXPERTS)
+    zero_by_module(participant, window)
+    participant.zero_grad()
+    train_window_route(participant, window, micro)
+
+
 TRAINED = 1  # the expert that is frozen and unfrozen
 
 # Whether the expert is trained in each window.

@@ -15,7 +15,13 @@ from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, sum_loss
-from zharness.laws.circumstances.idle_weights import ROUTES, TRAINED, make_freezing_scenarios, train_window_route
+from zharness.laws.circumstances.idle_weights import (
+    ROUTES,
+    TRAINED,
+    make_freezing_scenarios,
+    train_after_zeroing,
+    train_window_route,
+)
 
 # Integers, so that every update is an integer; a decay of 2 turns weights around, and leaves their size as it is.
 MOMENTUM, WEIGHT_DECAY = 1, 2
@@ -63,6 +69,7 @@ LAWS = (
         {
             **with_accumulations(WindowScenario(train_window_route, windows=len(ROUTES))),
             **with_accumulations(WindowScenario(TrainWithZeroLosses(then_idle=True), windows=4), "after_zero_loss"),
+            "zeroed_in_place": with_momentum(WindowScenario(train_after_zeroing, windows=len(ROUTES))),
         },
         "momentum and weight decay move no weight in a step that does not use it, and go on in the next that does",
         features=(Feature.NO_GRADIENT,),

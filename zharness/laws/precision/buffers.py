@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, require_full_state_dict
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -74,7 +74,7 @@ def observe_buffers(ctx: RankContext) -> None:
 
 
 def observe_declared_dtypes(ctx: RankContext) -> None:
-    """Train one step in every dtype that the engine claims for parameters and gradients, and record the buffers.
+    """Train one step in every dtype that the engine claims, and record the buffers, also those of full_state_dict.
 
     In the variant ``inputs`` pass further inputs, of integers, and record what reaches the model.
     """
@@ -93,19 +93,24 @@ def observe_declared_dtypes(ctx: RankContext) -> None:
             engine, batch = ctx.build_engine(optimizer=SGD, dtype=dtype), ctx.batch(0).to(torch_dtype)
             engine.backward(ctx.spec.loss(engine(batch.inputs), batch.target))
             engine.step()
-            ctx.record("buffers", dict(engine.module.named_buffers()), at)
+            buffers = dict(engine.module.named_buffers())
+            ctx.record("buffers", buffers, at)
+            if ctx.capabilities.refusal(Feature.CHECKPOINT) is None:
+                full = require_full_state_dict(engine).full_state_dict()
+                ctx.record("full", {name: full[name] for name in buffers if name in full}, at)
             engine.close()
 
 
 def judge_declared_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the buffers after a step in each claimed dtype equal those of the model in dtype and value."""
+    """Check that buffers, also those of the full state dict, equal those of the model in each claimed dtype."""
     wanted = dict(ctx.baseline.spec.model(ctx.baseline.seed).named_buffers())
-    steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots]
+    steps = [snapshot.step for snapshot in ctx.evidence[0].snapshots if snapshot.label == "buffers"]
     for step, rank in product(steps, range(ctx.world_size)):
+        buffers = ctx.rank_records("buffers", step)[rank]
         for name, tensor in wanted.items():
-            yield from compare_values_and_dtypes(
-                ctx, name, Part.OPTIMIZER, tensor, ctx.rank_records("buffers", step)[rank][name], rank
-            )
+            yield from compare_values_and_dtypes(ctx, name, Part.OPTIMIZER, tensor, buffers[name], rank)
+        for name, tensor in ctx.rank_records("full", step)[rank].items() if ctx.has_record("full") else ():
+            yield from compare_values_and_dtypes(ctx, name, Part.GATHER, wanted[name], tensor, rank)
 
 
 def judge_inputs(ctx: JudgeContext) -> Iterator[Comparison]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
@@ -19,15 +19,19 @@ from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.state.common import record_snapshot
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.workload.exact_blocks import HIDDEN, CastingLinear
+from zharness.workload.exact_mlp import WIDTH
 
 STEPS = 3
-BEFORE_ANY_STEP, FROZEN, IDLE = "before_any_step", "frozen", "idle"
+BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
 EXPERT = 1
+WIDE_EXPERT = 2  # the expert whose weights are float64
+WIDE_VALUE = 0.1  # no narrower dtype holds it
 ALWAYS_FROZEN = "last"
 # The number of steps of each checkpoint, in the order in which the checkpoints are loaded. That of STEPS overwrites the
 # checkpoint that was saved before the step SPECIAL_STEP.
-LOADS = {BEFORE_ANY_STEP: (2, 0, STEPS), "": (2, STEPS), FROZEN: (2, STEPS), IDLE: (2, STEPS)}
+LOADS = {BEFORE_ANY_STEP: (2, 0, STEPS), "": (2, STEPS), FROZEN: (2, STEPS), IDLE: (2, STEPS), FLOAT64: (2, STEPS)}
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
 PARTS = {
     "params": Part.GATHER,
@@ -44,9 +48,20 @@ BUFFERS: Mapping[str, Tensor] = {
 }
 
 
+@torch.no_grad()
+def build_wide_expert(seed: int) -> nn.Module:
+    """Return an expert whose weights are float64, with a value that depends on ``seed`` and that float32 has not."""
+    expert = CastingLinear(HIDDEN, WIDTH, dtype=torch.float64)
+    for parameter in expert.parameters():
+        parameter.fill_(WIDE_VALUE / (seed + 1))
+    return expert
+
+
 def build_engine(ctx: RankContext, seed: int) -> Engine:
     """Build an engine around a model of the seed ``seed`` with the buffers BUFFERS and a frozen layer."""
     model = ctx.spec.model(seed)
+    if ctx.variant == FLOAT64:
+        model.get_submodule("experts").register_module(str(WIDE_EXPERT), build_wide_expert(seed))
     model.get_submodule(ALWAYS_FROZEN).requires_grad_(False)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
@@ -166,6 +181,7 @@ LAWS = (
             Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),
             Variant(FROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+            Variant(FLOAT64, compares_engine_with_itself=True),
         ),
         kept_because="the only law that saves one engine several times, and loads into one with other frozen weights",
         mesh_support=MeshSupport.ANY,

@@ -67,7 +67,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
 CLIPPED = "clipped"  # the step clips gradients
-READ_OUT = "read_out"  # tensors are read by name, too, while the garbage collector is off
+READ_OUT = "read_out"  # tensors are read by name, too, while the garbage collector is off, with and without gradients
 EDITED = "edited"  # full weights are edited, too, while the default dtype is float64
 
 MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
@@ -94,9 +94,11 @@ def observe_caller_modes(ctx: RankContext) -> None:
         next(engine.module.children()).eval()
         calls = make_calls(engine, folder, batch.inputs)
         for number, name in enumerate(list_calls(ctx.variant), start=1):
-            with nullcontext() if name in NEED_GRAPH else calls_mode():
+            plain_name = name.removesuffix(UNDER_NO_GRAD)
+            mode = torch.no_grad if name != plain_name else nullcontext if name in NEED_GRAPH else calls_mode
+            with mode():
                 before = read_modes(engine)
-                calls[name]()
+                calls[plain_name]()
                 record_modes(ctx, number, before, read_modes(engine))
         before = read_process_state()
         engine.close()
@@ -119,8 +121,22 @@ CALLS = (
     "evaluation",
     "a forward that raises",
 )
+UNDER_NO_GRAD = " under no_grad"  # the end of the names of calls that run under torch.no_grad in every variant
+
+
+def in_both_gradient_modes(*calls: str) -> tuple[str, ...]:
+    """Return each of the names ``calls``, followed by the name of the same call under torch.no_grad."""
+    return tuple(name for call in calls for name in (call, call + UNDER_NO_GRAD))
+
+
 FURTHER_CALLS = {
-    READ_OUT: (*CALLS[:3], "read_grad", "step", "read_param", "read_optimizer_state", *CALLS[4:]),
+    READ_OUT: (
+        *CALLS[:3],
+        *in_both_gradient_modes("read_grad"),
+        "step",
+        *in_both_gradient_modes("read_param", "read_optimizer_state"),
+        *CALLS[4:],
+    ),
     EDITED: (*CALLS[:5], "gathered", *CALLS[5:]),
 }
 NEED_GRAPH = ("forward", "backward")
