@@ -69,11 +69,11 @@ def hint_missing_norm(comparison: Comparison) -> Comparison:
     return add_hint(comparison, "the engine reports none") if absent else comparison
 
 
-def hint_other_norm(comparison: Comparison, others: Mapping[str, Mapping[str, Tensor]]) -> Comparison:
-    """Add to a mismatch of a norm the key of the gradients in ``others`` that have this norm."""
+def hint_other_norm(comparison: Comparison, suspects: Mapping[str, Mapping[str, Tensor]]) -> Comparison:
+    """Add to a mismatch of a norm the key of the gradients in ``suspects`` that have this norm."""
     if comparison.mismatch is None:
         return comparison
-    for hint, grads in others.items():
+    for hint, grads in suspects.items():
         norm, error = total_norm_and_bound(grads)
         if abs(comparison.mismatch.actual - float(norm)) <= float(error):
             return add_hint(comparison, hint)
@@ -86,20 +86,20 @@ def judge_clip_factor(
     step: int,
     grads: Mapping[str, Tensor],
     limit: float,
-    others: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    suspects: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Generator[Comparison, None, ClipFactor]:
     """Compare the norm that every rank recorded under ``label`` with that of ``grads``, and return the clip factor.
 
     The clip factor is the factor by which torch.nn.utils.clip_grad_norm_ clips to ``limit``, or 1 if nothing was
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
-    each rank, because DeepSpeed averages the norm over ranks at stage 0. ``others`` are other gradients, by the hint
-    for a mismatch if the reported norm is theirs.
+    each rank, because DeepSpeed averages the norm over ranks at stage 0. ``suspects`` are other gradients, by the
+    hint for a mismatch if the reported norm is theirs.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
     norm, error = total_norm_and_bound(grads)
-    reported = yield from judge_reported_norm(ctx, label, step, norm, error, others)
+    reported = yield from judge_reported_norm(ctx, label, step, norm, error, suspects)
     return ClipFactor.from_norm(limit, norm, error, reported)
 
 
@@ -109,7 +109,7 @@ def judge_reported_norm(
     step: int,
     norm: Tensor,
     error: Tensor,
-    others: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    suspects: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Generator[Comparison, None, Tensor | None]:
     """Check that every rank's norm recorded under ``label`` equals ``norm`` within ``error``, and return rank 0's norm.
 
@@ -119,5 +119,5 @@ def judge_reported_norm(
     for rank, rank_norm in enumerate(reported):
         if rank_norm is not None:
             place = ctx.location("norm", Part.REDUCTION, step, rank)
-            yield hint_other_norm(hint_missing_norm(compare_within_bound(place, norm, rank_norm, error)), others)
+            yield hint_other_norm(hint_missing_norm(compare_within_bound(place, norm, rank_norm, error)), suspects)
     return reported[0]

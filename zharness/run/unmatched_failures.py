@@ -70,7 +70,7 @@ def is_for_models_of_this_process(entry: ExpectedFailure) -> bool:
 
 
 def find_import_error(entry: ExpectedFailure, has_user_model: bool) -> str:
-    """Return why the first of an entry's users' models that cannot be imported cannot be, or an empty text.
+    """Return the error of importing the users' models that an entry names, the first if several fail, or an empty text.
 
     Models that only the process that registered them can build are not imported. Unless the run ``has_user_model``, a
     module that exists and raises while it is imported counts as importable.

@@ -108,9 +108,9 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
             comparison = compare_bitwise(place, grad.to(found.dtype), found)
             is_old = torch.equal(before[name].to(found.dtype), found)
             yield add_hint(comparison, UNWRITTEN_HINT) if is_old else comparison
-    replaced = ctx.rank_records("grads")[0]
-    grads = {**replaced, **ctx.rank_records("written")[0]}
-    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP, {OLD_NORM_HINT: replaced})
+    grads_before = ctx.rank_records("grads")[0]
+    grads = {**grads_before, **ctx.rank_records("written")[0]}
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP, {OLD_NORM_HINT: grads_before})
     yield from judge_step(ctx, UNIT_LR_SGD, grads, RecordedStep(0, "weights"), factor)
     yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
 

@@ -68,10 +68,10 @@ def observe_resume(ctx: RankContext) -> None:
     optimizer = replace(RESUMED_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
     never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
     train_steps(ctx, never, range(SAVE_STEP), "before")
-    train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "forgotten")
-    run_eval_forward(ctx, resumed, "forgotten")
-    record_snapshot(ctx, resumed, SAVE_STEP, "forgotten")
-    ctx.record("buffers-forgotten", dict(resumed.module.named_buffers()))
+    train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "before-load")
+    run_eval_forward(ctx, resumed, "before-load")
+    record_snapshot(ctx, resumed, SAVE_STEP, "before-load")
+    ctx.record("buffers-before-load", dict(resumed.module.named_buffers()))
     # A forward that computes a statistic anew assigns a new tensor to the buffer, as this line does.
     # Not by attribute: a compiled module looks up attributes in the module that it wraps.
     registered = never.module._buffers
@@ -114,7 +114,7 @@ def continue_from_buffers(never: Engine, resumed: Engine) -> None:
 def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that each rank loaded its own buffers, or those of one rank if a checkpoint holds each buffer once."""
     saved, loaded = ctx.rank_records("buffers-never"), ctx.rank_records("buffers-resumed")
-    forgotten = ctx.rank_records("buffers-forgotten")
+    before_load = ctx.rank_records("buffers-before-load")
     for rank, record in enumerate(loaded):
         check_names("what a rank reports as buffers-resumed", saved[rank], record)
     shared = bool(ctx.rank_records("shared")[0]["shared"])
@@ -122,32 +122,32 @@ def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
     for rank, record in enumerate(loaded):
         for name, buffer in expected[rank].items():
             comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), buffer, record[name])
-            comparison = hint_if_equal(comparison, forgotten[rank][name], record[name], UNLOADED_BUFFER_HINT)
+            comparison = hint_if_equal(comparison, before_load[rank][name], record[name], UNLOADED_BUFFER_HINT)
             yield hint_if_equal(comparison, saved[0][name], record[name], RANK_0_HINT)
 
 
 def compare_evaluations(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the first forward after the load has the loss of the engine that never stopped, on every rank."""
-    labels = [f"evaluated-{name}" for name in ("never", "resumed", "forgotten")]
-    for rank, (never, resumed, forgotten) in enumerate(
+    labels = [f"evaluated-{name}" for name in ("never", "resumed", "before-load")]
+    for rank, (never, resumed, before_load) in enumerate(
         zip(*(ctx.rank_records(label, SAVE_STEP) for label in labels), strict=True)
     ):
         check_names("what a rank reports as evaluated-resumed", never, resumed)
         for name, loss in never.items():
             comparison = compare_bitwise(ctx.location(name, Part.FORWARD, SAVE_STEP, rank), loss, resumed[name])
-            yield hint_if_equal(comparison, forgotten[name], resumed[name], UNLOADED_WEIGHTS_HINT)
+            yield hint_if_equal(comparison, before_load[name], resumed[name], UNLOADED_WEIGHTS_HINT)
 
 
 def hint_unloaded(ctx: JudgeContext, what: str, comparisons: Iterator[Comparison]) -> Iterator[Comparison]:
     """Add a hint to a mismatch of the first snapshot after the load if the tensor is that of before the load."""
-    before, after = (ctx.rank_records(f"{what}-{label}", SAVE_STEP) for label in ("forgotten", "resumed"))
+    before, after = (ctx.rank_records(f"{what}-{label}", SAVE_STEP) for label in ("before-load", "resumed"))
     for comparison in comparisons:
         place = comparison.location
         if comparison.mismatch is None or place is None or place.name not in before[place.seen_on]:
             yield comparison
             continue
-        old, found = (records[place.seen_on][place.name] for records in (before, after))
-        yield hint_if_equal(comparison, old, found, UNLOADED_HINT)
+        before_load, after_load = (records[place.seen_on][place.name] for records in (before, after))
+        yield hint_if_equal(comparison, before_load, after_load, UNLOADED_HINT)
 
 
 def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[str, Tensor]]) -> int:
