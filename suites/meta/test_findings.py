@@ -33,6 +33,26 @@ ANY_FAILURE = re.compile(
 )
 
 
+# What a law counts on every rank, not a tensor of the engine: a mismatch of it is one failure.
+COUNTS = {"model", "tensors", "refused"}
+# Entries, by file and law, whose signature names a place or a number of elements, because their failure has no hint.
+# Add none; give the failure a hint in its judge, and delete its line here.
+WITHOUT_A_CAUSE = {
+    "deepspeed": {"backward.outputs"},
+    "deepspeed_options": {
+        *("access.*", "backward.abort_and_retry", "backward.auxiliary_loss", "backward.bypass", "backward.outputs"),
+        *("backward.two_outputs_two_backwards", "parameters.edited", "parameters.late_submodule"),
+        *("state.several_saves", "torch_func.identities", "training.any_order"),
+    },
+    "deepspeed_releases": {"state.several_saves"},
+    "fsdp1": {"*", "checkpointing.exception", "training.any_order", "training.optimizers", "training.trajectory"},
+    "fsdp2": {"checkpointing.two_regions", "training.any_order", "window.evaluated"},
+    "fsdp2_options": {"window.evaluated"},
+    "torch_tp": {"double_backward.gradient_penalty"},
+}
+KNOWN_TENSORS = {"loss", "input"} | {name for spec in MODELS.values() for name, _ in spec.model(0).named_parameters()}
+
+
 def findings_by_engine() -> dict[str, set[tuple[str, int]]]:
     """Return law and stage of every finding in FINDINGS.md, by engine."""
     parts = ENGINE.split((ROOT / "FINDINGS.md").read_text(encoding="utf-8"))[1:]
@@ -63,18 +83,27 @@ def laws_and_stages(excuses: Iterable[ExpectedFailure]) -> set[tuple[str, int]]:
 
 
 def is_broad(signature: str) -> bool:
-    """Whether a signature matches every wrong number of a part or of the first parameter, or every exception of a type.
+    """Whether a signature matches every wrong number of a part or of a tensor, or every exception of a type.
 
-    A judge stops at the first mismatch, so a bug in every gradient is reported for the first parameter of a model.
+    A judge stops at the first mismatch, so a bug in every gradient is reported for one parameter of each model.
     """
-    models = [[name for name, _ in spec.model(0).named_parameters()] for spec in MODELS.values()]
-    known = {"loss", "input", *(name for names in models for name in names)}
+    if is_generic_hint(signature):
+        return True
     stripped = re.sub(r"\s*\bexpected\s*$", "", re.sub(r"\s*\([^()]*\)?", "", signature).rstrip())
-    bare = re.sub(r"^(step \d+, )?", "", stripped).rstrip("[ ")
-    part, _, name = bare.partition(": ") if ": " in bare else (bare.rstrip(":"), "", "")
-    of_a_part = part in {part.value for part in Part} and any(other.startswith(name) for other in known)
-    first = bare in {"loss", "input", *(names[0] for names in models)}
-    return of_a_part or first or any(ANY_FAILURE.fullmatch(text) for text in (signature, stripped))
+    bare = re.sub(r"\[[\d, ]*\]?$", "", re.sub(r"^(step \d+, )?", "", stripped).rstrip()).rstrip()
+    part, separator, name = bare.partition(": ")
+    is_part = part.rstrip(":") in {part.value for part in Part}
+    of_a_part = is_part and (not separator or bool(re.fullmatch(r"[\w.]*", name) and name not in COUNTS))
+    of_a_tensor = bare in KNOWN_TENSORS or (
+        bare != stripped and bare not in COUNTS and bool(re.fullmatch(r"[\w.]+", bare))
+    )
+    return of_a_part or of_a_tensor or any(ANY_FAILURE.fullmatch(text) for text in (signature, stripped))
+
+
+def is_generic_hint(signature: str) -> bool:
+    """Return whether a signature is a part of a hint that says nothing about the cause."""
+    digits = re.sub(r"\d+", "7", signature)
+    return digits in "only 7 of 7 elements are wrong"
 
 
 @pytest.mark.parametrize("engine", sorted({*ENGINES, *findings_by_engine()}))
@@ -143,6 +172,7 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
         for excuse in expected_failures_for(engine)
         if not excuse.details
         and excuse.check not in WITHOUT_A_HINT
+        and excuse.check not in WITHOUT_A_CAUSE.get(Path(excuse.location.partition(":")[0]).stem, ())
         and (message := list(filter(is_broad, excuse.signatures)))
     }
     assert not broad, (
@@ -159,6 +189,8 @@ def test_no_signature_matches_every_failure_of_a_part(engine: str) -> None:
         "ended by a signal: SIGABRT, before its function had returned, in ",
         "reduction: norm (whole on every rank; seen on rank 0) expected ",
         "forward: loss (whole on every rank; seen on rank 0)",
+        "step 1, optimizer: offset[0] (whole on every rank; seen on rank 0) expected ",
+        *("penalty[", "penalty[3, 0]", "of 228 elements are wrong", "only 3 of 4 elements are wrong"),
     ],
 )
 def test_a_broad_signature_is_refused(signature: str) -> None:
