@@ -48,6 +48,7 @@ def load_buffers(shared: bool, loaded: list[Mapping[str, Tensor]]) -> bool:
             (
                 Snapshot("shared", 0, {"shared": torch.tensor(shared)}),
                 Snapshot("buffers-never", 0, saved[rank]),
+                Snapshot("buffers-before-load", 0, {name: torch.zeros(()) for name in saved[rank]}),
                 Snapshot("buffers-resumed", 0, loaded[rank]),
             ),
             {},
