@@ -37,7 +37,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     assert record.verdict is verdict, record.cause
 
 
-class Normed(nn.Module):
+class SequenceParallelNorm(nn.Module):
     """A norm that is split along the sequence, before a layer that gathers it."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Normed(nn.Module):
 def test_a_written_gradient_of_a_sequence_parallel_norm_is_what_is_read_and_stepped_with() -> None:
     plan = {"norm": "sequence_parallel", "last": "sequence_to_colwise_gather_output"}
     config = EngineConfig(mesh=Mesh.parse("tp2"), tp_plan=plan)
-    engine = torch_tp.factory(Normed(), config)
+    engine = torch_tp.factory(SequenceParallelNorm(), config)
     engine.backward(engine(torch.ones(1, 4, 2)).sum())
     before, written = engine.read_param("norm.weight"), torch.tensor([1.0, 2.0])
     engine.write_grad_shard("norm.weight", written)

@@ -12,6 +12,7 @@ import pytest
 from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities
+from zharness.engines.registry import BUILT_IN
 from zharness.errors import UsageError
 from zharness.laws import DTYPES, find_laws, get_law
 from zharness.run import Record, Request, Verdict, plan
@@ -41,6 +42,7 @@ verdict = "fail"
 signatures = ["reduction"]
 """
 OLD_ENTRY = ENTRY.replace("expected_failure", "excuse").replace("law", "check")
+ENGINES = [name for name in BUILT_IN if load_shipped_failures(name)]
 WINDOWS = ("", "2_by_engine", "4_by_engine", "2_by_caller", "4_by_caller")
 CELL = Cell("training.grads", "my.engine:factory", 0, 2, "fp32", "mlp")
 
@@ -165,13 +167,13 @@ def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) ->
         load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "torch_tp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_every_entry_of_the_package_is_narrow(engine: str) -> None:
     for entry in load_shipped_failures(engine):
         require_narrow_entry(entry)
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp1", "fsdp2", "ddp", "zero1", "torch_tp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_window(engine: str) -> None:
     laws = ("training.grads", "training.accumulation", "training.sgd_step")
     cells = [

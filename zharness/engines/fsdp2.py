@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
 from zharness.comm import Comm
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
@@ -38,6 +38,7 @@ from zharness.engines.fsdp2_options import (
 from zharness.engines.fsdp_groups import BLOCK, LEAF, select_group_modules
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
+from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     TORCH_REFUSES,
@@ -303,13 +304,6 @@ def reshard(sharded: list[FSDPModule]) -> None:
     """Reshard every module of ``sharded``."""
     for module in sharded:
         module.reshard()
-
-
-def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (collective), or any other tensor, such as a step count, unchanged."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_pieces(shape: tuple[int, ...], shards: int, replicas: int = 1) -> tuple[Piece, ...]:

@@ -11,9 +11,9 @@ from contextlib import nullcontext
 from torch import nn
 
 from zharness.comm import Comm
-from zharness.engines.fsdp2 import gather_full_tensor
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
+from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,

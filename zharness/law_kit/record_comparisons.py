@@ -65,12 +65,12 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
     for *steps, hint in candidates:
         if recorded.issuperset(steps):
             weights, vectors = (ctx.rank_records("params", at)[0] for at in steps)
-            if is_loss_of(ctx, micro, mismatch, replace_vectors(weights, vectors)):
+            if matches_plain_loss(ctx, micro, mismatch, replace_vectors(weights, vectors)):
                 return replace(mismatch, part=Part.GATHER, hint=hint)
     return mismatch
 
 
-def is_loss_of(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor]) -> bool:
+def matches_plain_loss(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor]) -> bool:
     """Return whether the loss of ``mismatch`` is that of plain PyTorch with ``params``, with or without gradients."""
     at = ctx.data_coordinate(mismatch.seen_on)
     losses = [ctx.baseline.run_rank(at, micro, params).loss]
