@@ -26,6 +26,7 @@ from zharness.parity.attribution import fit_scale
 from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import check_names
+from zharness.parity.comparison import TensorLocation
 
 OLD_GRADIENTS_HINT = "it counts the gradients that unused weights had in an earlier step"
 
@@ -126,7 +127,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
             factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip, others)
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
         updates = compute_updates(scenario, clipped, before, momentum)
-        yield from compare_weights(ctx, f"params{suffix}", window, updates)
+        yield from compare_weights(ctx, f"params{suffix}", window, updates, sum_by_rank(result))
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
@@ -156,6 +157,17 @@ def reduce_grads(ctx: JudgeContext, scenario: WindowScenario, result: WindowResu
 def sum_terms(name: str, result: WindowResult) -> Tensor:
     """Return the float64 sum of the gradients of one parameter over ranks and micro-batches."""
     return reduce(torch.add, [grads[name].double() for row in result.grads for grads in row if name in grads])
+
+
+def sum_by_rank(result: WindowResult) -> list[NamedTensors]:
+    """Return, for each rank, the float64 sum of each parameter's gradients over the micro-batches."""
+    sums: list[NamedTensors] = []
+    for rank_grads in zip(*result.grads, strict=True):
+        names = {name for grads in rank_grads for name in grads}
+        sums.append(
+            {name: reduce(torch.add, [grads[name].double() for grads in rank_grads if name in grads]) for name in names}
+        )
+    return sums
 
 
 def compute_updates(
@@ -194,31 +206,49 @@ def add_multiple(tensor: BoundedTensor, factor: int, other: BoundedTensor) -> Bo
     return BoundedTensor(value, tensor.error, tensor.dtype)
 
 
-def compare_weights(ctx: JudgeContext, label: str, window: int, grads: BoundedGrads) -> Iterator[Comparison]:
-    """Check that the step subtracted ``grads`` from the weights, and left every weight without a gradient unchanged."""
+def compare_weights(
+    ctx: JudgeContext, label: str, window: int, grads: BoundedGrads, rank_grads: Sequence[NamedTensors]
+) -> Iterator[Comparison]:
+    """Check that the step subtracted ``grads`` from the weights, and left every weight without a gradient unchanged.
+
+    ``rank_grads`` are the gradients of each rank alone, which a hint may name.
+    """
     before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
     for rank, record in enumerate(after):
         check_names("full_params", before[0], record)
         for name, weight in before[0].items():
-            yield compare_weight(ctx, name, window, rank, weight, record[name], grads.get(name))
+            place = ctx.location(name, Part.OPTIMIZER, window, rank)
+            if name in grads:
+                comparison = compare_weight(place, weight, record[name], grads[name])
+                yield hint_used_gradient(
+                    comparison, weight, record[name], grads[name], [g.get(name) for g in rank_grads]
+                )
+            else:
+                comparison = compare_bitwise(place, weight, record[name])
+                yield add_hint(comparison, "the step moved a parameter that no rank used")
     for name in before[0]:
         yield from compare_ranks(ctx.location(name, Part.GATHER, window), [record[name] for record in after])
 
 
-def compare_weight(
-    ctx: JudgeContext, name: str, window: int, rank: int, before: Tensor, after: Tensor, grad: BoundedTensor | None
-) -> Comparison:
-    """Compare one weight after a step with ``before - grad``, or with ``before`` if ``grad`` is None."""
-    place = ctx.location(name, Part.OPTIMIZER, window, rank)
-    if grad is None:
-        return add_hint(compare_bitwise(place, before, after), "the step moved a parameter that no rank used")
-    wanted = before.double() - grad.value
+def compare_weight(place: TensorLocation, before: Tensor, after: Tensor, grad: BoundedTensor) -> Comparison:
+    """Compare a weight after a step with ``before - grad``."""
     if not bool(grad.error.any()):
-        comparison = compare_bitwise(place, wanted, after)
-    else:
-        bounded = BoundedTensor.exact(before) - grad
-        comparison = compare_within_bound(place, bounded.value, after, bounded.error, signal=grad.value)
-    factor = fit_scale(before.double() - after.double(), [grad.value]) if comparison.mismatch is not None else None
-    if factor is not None:
+        return compare_bitwise(place, before.double() - grad.value, after)
+    bounded = BoundedTensor.exact(before) - grad
+    return compare_within_bound(place, bounded.value, after, bounded.error, signal=grad.value)
+
+
+def hint_used_gradient(
+    comparison: Comparison, before: Tensor, after: Tensor, grad: BoundedTensor, rank_grads: Sequence[Tensor | None]
+) -> Comparison:
+    """Add a hint to a mismatch of a weight if the step used a multiple of the right gradient, or of one rank's."""
+    if comparison.mismatch is None:
+        return comparison
+    update = before.double() - after.double()
+    if (factor := fit_scale(update, [grad.value])) is not None:
         return add_hint(comparison, f"the step used {factor:.7g} x the right gradient")
+    for rank, rank_grad in enumerate(rank_grads):
+        factor = fit_scale(update, [rank_grad]) if rank_grad is not None else None
+        if factor is not None:
+            return add_hint(comparison, f"the step used {factor:.7g} x the gradient of rank {rank} alone")
     return hint_unmoved(comparison, before, after)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd import backward
 
 from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
@@ -126,6 +127,7 @@ def sparse(participant: Participant) -> None:
 
 
 IDLE_VARIANT = "idle"
+NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no gradient changes
 
 # Whether each step uses the branch; None stands for a step without a backward.
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
@@ -141,8 +143,12 @@ def observe_stay_put(ctx: RankContext) -> None:
 
 
 def observe_unfrozen(ctx: RankContext) -> None:
-    """Unfreeze a module after the engine was built, then train steps with and without a branch of the model."""
-    engine = ctx.build_engine(optimizer=ADAMW)
+    """Unfreeze a module after the engine was built, then train steps with and without a branch of the model.
+
+    If the engine claims clipping, it computes the norm of every step, and never clips.
+    """
+    clips = ctx.capabilities.refusal(Feature.CLIP) is None
+    engine = ctx.build_engine(optimizer=ADAMW, clip=NEVER_CLIPS if clips else None)
     for parameter in engine.module.frozen.parameters():  # type: ignore[union-attr]
         parameter.requires_grad_(True)
     train_with_branches(ctx, engine)
@@ -157,6 +163,9 @@ def train_with_branches(ctx: RankContext, engine: Engine) -> None:
             engine.backward(ctx.spec.loss(engine(batch.inputs, branch=branch), batch.target))
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
+        norm = engine.grad_norm()
+        if norm is not None:
+            ctx.record("norm", {"norm": scalar(norm)}, step)
         engine.zero_grad()
     ctx.record_training_state(engine, len(BRANCH_USE_BY_VARIANT[ctx.variant]))
     engine.close()
@@ -172,10 +181,12 @@ def judge_stay_put(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_unfrozen(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Judge each step, and check that the parameters of the unfrozen module had gradients."""
+    """Judge each step and its norm, and check that the parameters of the unfrozen module had gradients."""
     module: Any = ctx.baseline.build_module()
     module.frozen.requires_grad_(True)
     yield from judge_branch_steps(ctx, module)
+    for step in range(len(BRANCH_USE_BY_VARIANT[ctx.variant])):
+        yield from judge_clip_factor(ctx, "norm", step, ctx.rank_records("grads", step)[0], NEVER_CLIPS)
     moved = any(name.startswith("frozen.") for name in ctx.rank_records("grads")[0])
     yield compare_bitwise(ctx.location("frozen", Part.LOCAL_GRADIENT), torch.tensor(1.0), torch.tensor(float(moved)))
 
@@ -320,7 +331,7 @@ LAWS = (
     ),
     Law(
         name="parameters.unfrozen",
-        statement="a parameter that is unfrozen after construction is updated by the steps that follow",
+        statement="a parameter that is unfrozen after construction counts in the updates and norms that follow",
         tier=Tier.STAGED,
         models=("odd",),
         observe=observe_unfrozen,

@@ -166,6 +166,29 @@ class KeepsFrozenWeightsInALoad(Around):
 
 
 @mutant(
+    FaultKind.STATE,
+    Target(
+        "state.several_saves",
+        Part.LOCAL_GRADIENT,
+        model="experts",
+        variant="frozen",
+        parameter="requires_grad of experts.1.*",
+    ),
+    origin=Origin.ORDERS,
+)
+class UnfreezesInALoad(SpoiledLoad):
+    """Unfreezes, in a load, the parameters that were frozen after construction."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.trained_at_first = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def spoil(self) -> None:
+        for parameter in self.trained_at_first:
+            parameter.requires_grad_(True)
+
+
+@mutant(
     FaultKind.PARAMETERS,
     Target("parameters.edited", Part.LOCAL_GRADIENT, model="changing"),
     Target("parameters.edited_and_stepped", Part.GATHER, model="similar"),

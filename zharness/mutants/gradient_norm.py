@@ -46,6 +46,25 @@ class NormOfItsOwnShard(Around):
         seams.wrap_grad_norm(self.right, lambda _: lambda: compute_norm(seams.reduced_grads(self.right)))
 
 
+@mutant(FaultKind.CLIPPING, Target("parameters.unfrozen", model="odd", parameter="norm"), origin=Origin.ORDERS)
+class NormLeavesOutUnfrozenWeights(Around):
+    """Leaves the weights that were frozen at construction out of the norm, also when they are trained later."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+        def wrap(norm: Callable[[], float]) -> Callable[[], float]:
+            def norm_of_trained() -> float:
+                grads = seams.reduced_grads(self.right)
+                with seams.with_reduced_grads(self.right, {name: grads[name] for name in trained if name in grads}):
+                    return norm()
+
+            return norm_of_trained
+
+        seams.wrap_grad_norm(self.right, wrap)
+
+
 @mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", parameter="norm"), origin=Origin.SHARDS)
 class NormCountsEveryRank(Around):
     """Sums the squares over ranks although every rank has all gradients, so the norm is too large."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines import (
     EngineConfig,
@@ -35,6 +36,40 @@ class ForgetsTheUnsynced(Around):
         with self.right.no_sync():
             yield
         self.right.zero_grad()
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="first_2_in_no_sync"),
+    origin=Origin.CONTRIBUTIONS,
+)
+class DropsWhatTheNextBackwardLeaves(Around):
+    """Drops a gradient that was pending at the end of ``no_sync`` if the next backward does not use the weight."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.pending: set[nn.Parameter] = set()
+        self.used: set[nn.Parameter] = set()
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self.add, parameter))  # type: ignore[no-untyped-call]
+
+    def add(self, parameter: nn.Parameter, _grad: Tensor) -> None:
+        """Record that the running backward uses ``parameter``."""
+        self.used.add(parameter)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.right.no_sync():
+            yield
+        self.pending = set(self.trained())
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.used = set()
+        self.right.backward(loss, retain_graph=retain_graph)
+        for parameter in self.pending - self.used:
+            parameter.grad = None
+        self.pending = set()
 
 
 class _SecondBlockAnew(ReferenceEngine):

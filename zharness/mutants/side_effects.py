@@ -183,6 +183,21 @@ class EvaluatesAfterErrors(Around):
             raise
 
 
+@mutant(
+    FaultKind.GRAPH,
+    Target("training.forward_alone", Part.FORWARD, variant="no_grad", parameter="requires_grad of the outputs"),
+    origin=Origin.ONLOOKERS,
+)
+class ForwardsWithGradients(Around):
+    """Enables gradients in every forward, whatever the mode of the caller."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self.right(*args, **kwargs)
+
+
 CONSTRUCTOR = "__init__"
 
 

@@ -102,11 +102,13 @@ SCALED = {
     f"{name}_scaled": replace(FOR_ALL_RANKS[name], backward_call=BackwardCall.SCALE)
     for name in ("first_2_by_engine", "first_4_by_engine")
 }
+# The synchronised backward at the end of a window does not use the expert.
+IN_NO_SYNC = {"first_2_in_no_sync": replace(FOR_ALL_RANKS["first_2_by_caller"], in_no_sync=True)}
 
 LAWS = (
     window_law(
         "window.partly_used",
-        FOR_ALL_RANKS | SCALED,
+        FOR_ALL_RANKS | SCALED | IN_NO_SYNC,
         "a weight that only some micro-batches of a window use is stepped with the sum of their gradients",
         kept_because="the only windows whose micro-batches use different weights, after which the weights are compared",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import shared_folder
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.state.common import record_snapshot
@@ -120,7 +120,7 @@ def observe_several_saves(ctx: RankContext) -> None:
         for steps in range(STEPS + 1):
             record_state(ctx, own, steps, "saved")
             with freeze_if(ctx, own, steps):
-                own.save(find_folder(root, steps))
+                save_or_load(ctx, own, own.save, find_folder(root, steps), f"save-{steps}")
             if steps == 0 and ctx.capabilities.order_settles and ctx.data_size > 2:
                 discard_backward(ctx, own)
             if steps < STEPS:
@@ -129,12 +129,25 @@ def observe_several_saves(ctx: RankContext) -> None:
         for label, engine in ((OWN, own), (OTHER, other)):
             for steps in LOADS[ctx.variant]:
                 with freeze_if(ctx, engine, steps):
-                    engine.load(find_folder(root, steps))
+                    save_or_load(ctx, engine, engine.load, find_folder(root, steps), f"load-{label}-{steps}")
                 record_state(ctx, engine, steps, f"{label}-{steps}")
                 if steps < STEPS:
                     train(ctx, engine, steps)
                     record_state(ctx, engine, steps + 1, f"{label}-{steps}")
             engine.close()
+
+
+def save_or_load(ctx: RankContext, engine: Engine, call: Callable[[Path], None], folder: Path, label: str) -> None:
+    """Call ``save`` or ``load`` on ``folder``, and record before and after which parameters require a gradient."""
+    ctx.record(f"trained-before-{label}", read_requires_grad(engine))
+    call(folder)
+    ctx.record(f"trained-after-{label}", read_requires_grad(engine))
+
+
+def read_requires_grad(engine: Engine) -> dict[str, Tensor]:
+    """Return, for each parameter of the model, whether it requires a gradient."""
+    parameters = engine.module.named_parameters()
+    return {f"requires_grad of {name}": scalar(parameter.requires_grad) for name, parameter in parameters}
 
 
 def find_folder(root: Path, steps: int) -> Path:
@@ -145,7 +158,13 @@ def find_folder(root: Path, steps: int) -> Path:
 
 
 def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare weights, optimizer state and buffers after each load, and after the step that follows, bitwise."""
+    """Compare weights, optimizer state and buffers after each load, and after the step that follows, bitwise.
+
+    Neither ``save`` nor ``load`` may change which parameters require a gradient.
+    """
+    loads = [f"load-{label}-{steps}" for label in (OWN, OTHER) for steps in LOADS[ctx.variant]]
+    for call in (*(f"save-{steps}" for steps in range(STEPS + 1)), *loads):
+        yield from compare_records(ctx, f"trained-before-{call}", f"trained-after-{call}", 0, 0, Part.LOCAL_GRADIENT)
     for label in (OWN, OTHER):
         for steps in LOADS[ctx.variant]:
             for made in (steps, steps + 1) if steps < STEPS else (steps,):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves  # FSDP2 uses these functions too
 
 from zharness.engines.protocol import Absent, Engine
 from zharness.law_kit.judge_context import JudgeContext
@@ -31,6 +33,14 @@ MODES_WITHOUT_GRADIENT: dict[str, Callable[[], AbstractContextManager[object]]] 
     "inference": torch.inference_mode,
 }
 
+REQUIRES_GRAD = "requires_grad of the outputs"
+
+
+def read_requires_grad(output: Any) -> Tensor:
+    """Return, for each tensor in the output of a model, whether it requires a gradient."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.tensor([tensor.requires_grad for tensor in tensors], dtype=torch.float64)
+
 
 def observe_forward_alone(ctx: RankContext) -> None:
     """Run a forward without backward before each backward and before each step, and record the losses and gradients.
@@ -41,7 +51,10 @@ def observe_forward_alone(ctx: RankContext) -> None:
     for step in range(STEPS):
         ctx.record("params", engine.full_params(), step)
         with FORWARD_MODES[ctx.variant](engine):
-            ctx.loss(engine, 10 + step)
+            batch = ctx.batch(10 + step)
+            output = batch.feed(engine)
+            ctx.record("loss", {"loss": ctx.spec.loss(output, batch.target)}, 10 + step)
+            ctx.record("graph", {REQUIRES_GRAD: read_requires_grad(output)}, step)
         gathered = engine.observe().gathered_bytes
         if not isinstance(gathered, Absent):
             ctx.record("left", {"gathered": torch.tensor(gathered)}, step)
@@ -67,7 +80,12 @@ def run_plain_forwards(ctx: JudgeContext, micro: int, params: Mapping[str, Tenso
 
 
 def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients with plain PyTorch, and check that no parameter stays gathered after a forward."""
+    """Compare losses and gradients with plain PyTorch, and check that no parameter stays gathered after a forward.
+
+    The outputs of a forward must require a gradient exactly if those of plain PyTorch do, in the same mode.
+    """
+    with MODES_WITHOUT_GRADIENT.get(ctx.variant, nullcontext)():
+        plain_output = ctx.baseline.compute_output(ctx.baseline.build_module(), ctx.baseline.batch(0, 10))
     for step in range(STEPS):
         params = ctx.rank_records("params", step)[0]
         for at in (10 + step, 20 + step):
@@ -77,6 +95,9 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
                 yield compare_bitwise(
                     ctx.location("gathered", Part.GATHER, step, rank), torch.tensor(0), record["gathered"]
                 )
+        for rank, record in enumerate(ctx.rank_records("graph", step)):
+            place = ctx.location(REQUIRES_GRAD, Part.FORWARD, step, rank)
+            yield compare_bitwise(place, read_requires_grad(plain_output), record[REQUIRES_GRAD])
         local = ctx.compute_local_grads(step, params)
         yield from ctx.compare_losses(step, local)
         yield from ctx.compare_reduced_grads("grads", [local], step)
@@ -85,7 +106,7 @@ def judge_forward_alone(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     variation_law(
         "forward_alone",
-        "a forward without backward (in eval mode, under no_grad or inference_mode) does not affect training",
+        "a forward in eval mode, under no_grad or inference_mode has its mode's graph, and does not affect training",
         observe_forward_alone,
         judge_forward_alone,
         variants=tuple(
