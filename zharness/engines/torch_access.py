@@ -60,7 +60,8 @@ class TorchTensorAccess:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         state_dict = self._optimizer_state_dict()
-        state_dict["state"][name][key] = value
+        # The optimizer keeps the tensor that it loads for a plain parameter, and the caller keeps its own.
+        state_dict["state"][name][key] = value.clone()
         set_optimizer_state_dict(self.module, self._optimizer, state_dict, options=_full_state_dict_options())
 
     def read_grad_shard(self, name: str) -> Tensor:

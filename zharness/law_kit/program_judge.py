@@ -33,7 +33,11 @@ from zharness.law_kit.program_steps import (
     make_model_kwargs,
 )
 from zharness.law_kit.program_suspects import (
+    FAILED_GRADS_KEPT_HINT,
+    LAST_FAILED_GRADS_KEPT_HINT,
     SUMMED_AGAIN_HINT,
+    UNREDUCED_GRADS_KEPT_HINT,
+    ZEROED_GRADS_KEPT_HINT,
     is_sum,
     make_kept_suspects,
     make_summed_again_suspects,
@@ -80,6 +84,7 @@ class ProgramJudge:
     )  # local gradients since the last step, by backward and rank
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
     unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
+    failed_grads: list[list[LocalResult]] = field(default_factory=list)  # those of backwards that raised
     step_counts: StepCounts = field(default_factory=StepCounts)
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
@@ -113,10 +118,13 @@ class ProgramJudge:
             self.checkpoints[at:] = [(self.step_counts, self.weights_version), *self.checkpoints[at + 1 :]]
         elif act is Act.LOAD:
             yield from self.judge_load(*self.checkpoints[0 if Mark.OLD in verb.marks else -1])
+        if act is Act.FAILED_BACKWARD:
+            self.failed_grads.append(self.compute_gradients(verb, caller.micro_batches_drawn))
+            self.window_grads.append(self.failed_grads[-1])
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
             self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
         if act is Act.STEP and caller.is_boundary:
-            self.zeroed_grads, self.window_grads, self.unreduced_grads = [], [], []
+            self.zeroed_grads, self.window_grads, self.unreduced_grads, self.failed_grads = [], [], [], []
 
     def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
         """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
@@ -168,17 +176,24 @@ class ProgramJudge:
     def judge_backward(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
         """Compute the local gradients of one backward, and compare the reduced gradients if they were recorded."""
         micro = caller.micro_batches_drawn if verb.act is Act.NO_SYNC else caller.select_output(verb)
-        if verb.act is Act.NO_SYNC:
-            self.forward_verbs[micro] = verb
         for rank, record in enumerate(self.ctx.rank_records("own", position)):
             for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
-        self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)])
+        self.window_grads.append(self.compute_gradients(verb, micro))
         if verb.act is Act.NO_SYNC:
             self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
             yield from self.compare_window_grads(position)
+
+    def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
+        """Return the local gradients that a whole backward of a micro-batch gives on each rank.
+
+        A verb without a forward of its own uses that of an earlier verb.
+        """
+        if verb.act in (Act.NO_SYNC, Act.FAILED_BACKWARD):
+            self.forward_verbs[micro] = verb
+        return [self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)]
 
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
@@ -189,9 +204,7 @@ class ProgramJudge:
             if ranks > 1 and len(self.window_grads) > 1
             else {}
         )
-        suspects |= make_kept_suspects(
-            self.zeroed_grads, self.unreduced_grads, self.window_grads, ranks / self.program.window
-        )
+        suspects |= make_kept_suspects(self.discarded_grads, self.window_grads, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):
@@ -227,6 +240,17 @@ class ProgramJudge:
             if name in weights and weights[name].requires_grad and name not in reached
         }
         return [[replace(local, grads={**local.grads, **zeros}) for local in row] for row in self.window_grads]
+
+    @property
+    def discarded_grads(self) -> dict[str, list[list[LocalResult]]]:
+        """The backwards since the last step that a wrong engine may keep although they were discarded, by hint."""
+        zeroed_unreduced = [row for row in self.zeroed_grads if any(row is other for other in self.unreduced_grads)]
+        return {
+            UNREDUCED_GRADS_KEPT_HINT: zeroed_unreduced,
+            FAILED_GRADS_KEPT_HINT: self.failed_grads,
+            LAST_FAILED_GRADS_KEPT_HINT: self.failed_grads[-1:],
+            ZEROED_GRADS_KEPT_HINT: self.zeroed_grads,
+        }
 
     @property
     def sum_factor(self) -> int:

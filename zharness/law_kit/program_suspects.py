@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zharness.parity import Mismatch
@@ -11,6 +11,10 @@ from zharness.parity.baseline import LocalResult
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
 
 UNREDUCED_GRADS_KEPT_HINT = "the sum with the unreduced gradients that zero_grad() discarded"
+
+FAILED_GRADS_KEPT_HINT = "the sum with the backwards that raised"
+
+LAST_FAILED_GRADS_KEPT_HINT = "the sum with the last backward that raised"
 
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
@@ -28,18 +32,13 @@ def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_si
 
 
 def make_kept_suspects(
-    zeroed: list[list[LocalResult]],
-    unreduced: list[list[LocalResult]],
-    window: list[list[LocalResult]],
-    factor: float,
+    kept_by_hint: Mapping[str, list[list[LocalResult]]], window: list[list[LocalResult]], factor: float
 ) -> dict[str, list[list[LocalResult]]]:
-    """Return, by hint, the gradients of wrong engines that add ``zeroed``, or the unreduced ones of it, to ``window``.
+    """Return, by hint, the gradients of wrong engines that add discarded backwards to those of ``window``.
 
     Every gradient is multiplied by ``factor``.
     """
-    zeroed_unreduced = [row for row in zeroed if any(row is other for other in unreduced)]
-    by_hint = {UNREDUCED_GRADS_KEPT_HINT: zeroed_unreduced, ZEROED_GRADS_KEPT_HINT: zeroed}
-    return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in by_hint.items() if kept}
+    return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in kept_by_hint.items() if kept}
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
