@@ -48,6 +48,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Exclude what a test file has left in memory from garbage collection, as after the collection of tests.
+
+    A forked session of pytest collects garbage five times at its end, each time over all objects that it has inherited.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def ctrl_c():
     """Make processes that the test starts react to Ctrl-C.

@@ -38,7 +38,7 @@ def supervise_program(request: ProgramRequest, streams: Sequence[int], status_so
         status_socket.close()
         program.set_up_process(request, streams)
         spares.fork_spares(request.spares)
-        program.run_command(request.arguments)
+        program.run_program(request.arguments)
     for descriptor in streams:
         os.close(descriptor)
     os.setsid()  # so that killing the tests' process group leaves this process to end the program

@@ -56,7 +56,7 @@ def run_as_spare(channel: socket.socket) -> None:
     channel.close()
     request, streams = received
     program.set_up_process(request, streams)
-    program.run_command(request.arguments)
+    program.run_program(request.arguments)
 
 
 class Popen(subprocess.Popen[Any]):

@@ -49,6 +49,24 @@ def test_the_return_code_of_a_program_is_that_of_subprocess(code: str, status: i
     assert programs.run("-c", code).returncode == status
 
 
+ENDS = {
+    "text": "import sys; print('out'); sys.exit('a text')",
+    "large status": "import sys; sys.exit(259)",
+    "raises": "print('out'); raise ValueError('planted')",
+    "thread": "import threading; threading.Timer(0.01, lambda: print('late')).start()",
+    "exit function": "import atexit; atexit.register(print, 'last'); print('first')",
+    "closed stream": "import sys; print('out'); sys.stdout.close()",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=ENDS.keys())
+def test_a_program_ends_in_a_fork_as_in_a_new_python(code: str) -> None:
+    forked = programs.run("-c", code)
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
+    assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
+
+
 def test_unbuffered_output_is_there_after_the_program_dies() -> None:
     done = programs.run("-u", "-c", "import os, sys; print('seen'); print('told', file=sys.stderr); os._exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "seen\n", "told\n")

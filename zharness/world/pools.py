@@ -122,9 +122,9 @@ def freeze_garbage_collector() -> None:
     """Exclude all current objects from garbage collection, so that forked ranks continue to share their memory.
 
     A forked rank and this process share a page of memory until either writes to the page, and a garbage collection
-    writes to every object that it visits.
+    writes to every object that it visits. Garbage is not collected first, for the same reason: this process is itself
+    a fork, and the collection would copy the objects of torch, in 0.2 seconds.
     """
-    gc.collect()
     gc.freeze()
 
 
