@@ -29,6 +29,7 @@ CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 # Snapshots of weights, master weights and optimizer state that a rank records: two before the load ("forgotten",
 # "unsaved"), and of both engines one before each continued step and one after the last.
 RECORDED_SNAPSHOTS = 2 + 2 * (len(CONTINUED_STEPS) + 1)
+RECORDED_BUFFERS = 3  # of the loaded engine before and after the load, and of the engine that saved
 
 IDLE_NUMEL = 3
 
