@@ -15,7 +15,8 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_two_dtypes_zero3.py
 
-All trained parameters go into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 0 to 2 take such a model.
+All trained parameters go into one buffer (`defragment`, `runtime/zero/utils.py`). Stages 1 and 2
+train it, but give all parameters the widest of their dtypes.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

@@ -33,6 +33,14 @@ def of_4_mib() -> Any:
     return nn.Sequential(nn.Linear(5, 1 << 10), nn.Linear(1 << 10, 1 << 10)), draw, score
 
 
+def with_large_buffers() -> Any:
+    """Return a model of 1 MiB with 4 MiB of buffers that no forward reads."""
+    model = nn.Sequential(nn.Linear(5, 1 << 9), nn.Linear(1 << 9, 1 << 9))
+    model.register_buffer("table", torch.zeros(1 << 9, 1 << 10))
+    model.register_buffer("scratch", torch.zeros(1 << 9, 1 << 10), persistent=False)
+    return model, draw, score
+
+
 def adapter_on_frozen_layers() -> Any:
     """Return a bf16 model of 0.75 GiB, of which 32 thousand weights are trained."""
     frozen = [nn.Linear(1 << 12, 1 << 12, bias=False, dtype=torch.bfloat16) for _ in range(24)]

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from suites.model.large import of_4_mib
+from suites.model import large
 from zharness import engines
 from zharness.cell import Cell
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
-from zharness.laws.state.resume import RECORDED_SNAPSHOTS
+from zharness.laws.state.resume import RECORDED_BUFFERS, RECORDED_SNAPSHOTS
 from zharness.run.model_files import (
     FreeSpace,
     Storage,
@@ -32,18 +32,26 @@ GIB_LEFT = FULL.estimate_memory(2) + GIB
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("engine", "dtype"), [("ddp", "fp32"), ("reference", "bf16")])
-def test_the_files_of_a_cell_are_at_most_the_estimate(engine: str, dtype: str, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "dtype", "factory"),
+    [("ddp", "fp32", "of_4_mib"), ("reference", "bf16", "of_4_mib"), ("ddp", "fp32", "with_large_buffers")],
+)
+def test_the_files_of_a_cell_are_at_most_the_estimate(
+    engine: str, dtype: str, factory: str, shared_tmp_path: Path
+) -> None:
     """The ranks of state.resume write the snapshots that the estimate counts, beside which it counts a checkpoint."""
-    cell = Cell("state.resume", engine, 0, 2, dtype, "suites.model.large:of_4_mib", "adamw")
+    cell = Cell("state.resume", engine, 0, 2, dtype, f"suites.model.large:{factory}", "adamw")
     claims = engines.capabilities(engine, 0)
     assert claims is not None
     observe(cell, 0, str(shared_tmp_path), claims, {})
     dist.barrier()
     written = sum(path.stat().st_size for path in shared_tmp_path.rglob("*") if path.is_file())
-    model = of_4_mib()[0].to(LOW_PRECISION_DTYPES.get(dtype, torch.float32))
-    estimate = estimate_file_bytes(ModelSize.measure(model, dtype), 2, 3)
-    assert estimate * RECORDED_SNAPSHOTS / (RECORDED_SNAPSHOTS + 1) <= written <= estimate
+    model = getattr(large, factory)()[0].to(LOW_PRECISION_DTYPES.get(dtype, torch.float32))
+    size = ModelSize.measure(model, dtype)
+    estimate = estimate_file_bytes(size, 2, 3)
+    buffers = 2 * size.buffer_bytes
+    checkpoint = (estimate - (RECORDED_BUFFERS + 1) * buffers) / (RECORDED_SNAPSHOTS + 1) + buffers
+    assert estimate - checkpoint <= written <= estimate
 
 
 def test_a_longer_training_records_more_and_a_frozen_weight_has_no_optimizer_state() -> None:

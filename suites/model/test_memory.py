@@ -82,6 +82,17 @@ def test_frozen_parameters_have_no_gradients_optimizer_state_or_master_weights()
     assert size.judge_bytes() > size.frozen_parameters * 8, "the judge copies frozen weights to float64 as well"
 
 
+def test_a_buffer_is_copied_as_often_as_a_frozen_weight() -> None:
+    size = estimate_size(f"{LARGE}:with_large_buffers", "fp32").size
+    assert size is not None
+    assert (size.buffers, size.buffer_bytes) == (1 << 20, 1 << 22)
+    bare = replace(size, buffers=0, buffer_bytes=0)
+    frozen = replace(bare, parameters=bare.parameters + (1 << 20), parameter_bytes=bare.parameter_bytes + (1 << 22))
+    frozen = replace(frozen, frozen_parameters=1 << 20, frozen_bytes=1 << 22)
+    assert size.estimate_memory(2) == frozen.estimate_memory(2) > bare.estimate_memory(2)
+    assert "a model of 0.0 GiB and 2.0 GiB of buffers" in explain_too_large(replace(size, buffer_bytes=2 * GIB), 2, 0)
+
+
 @contextmanager
 def make_cgroup(limit_bytes: int) -> Iterator[Callable[[], None]]:
     """Make a cgroup that allows ``limit_bytes``, and yield a function by which a process enters it.

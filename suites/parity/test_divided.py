@@ -171,6 +171,27 @@ def test_the_gradient_of_every_output_is_divided_and_the_loss_is_not() -> None:
     assert leaf.grad.tolist() == [0.75, 0.75]
 
 
+class ModelOutput(OrderedDict[str, Tensor]):
+    """A dictionary that refuses update(), as the outputs of transformers' models do."""
+
+    def update(self, *_args: Any, **_kwargs: Any) -> None:
+        raise TypeError("update() is not supported")
+
+
+def test_an_output_that_refuses_update_keeps_its_type() -> None:
+    leaf = torch.tensor([3.0, 5.0], requires_grad=True)
+    output = ModelOutput()
+    output["loss"] = leaf * 2
+
+    def score(output: ModelOutput, _batch: Batch) -> Tensor:
+        assert isinstance(output, ModelOutput)
+        return output["loss"].sum()
+
+    divide_output_gradients(score, 4)(output, Batch(leaf, leaf)).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [0.5, 0.5]
+
+
 class Pair(NamedTuple):
     """An output of two tensors with names."""
 

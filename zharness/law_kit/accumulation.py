@@ -119,7 +119,8 @@ def replace_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(output)
     if isinstance(output, dict):
         changed = copy.copy(output)
-        changed.update((key, replace_tensors(value, function)) for key, value in output.items())
+        for key, value in output.items():  # not by update(), which the outputs of transformers refuse
+            changed[key] = replace_tensors(value, function)
         return changed
     if isinstance(output, (list, tuple)):
         values = [replace_tensors(value, function) for value in output]

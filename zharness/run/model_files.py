@@ -10,11 +10,12 @@ from enum import Enum
 from pathlib import Path
 
 from zharness.errors import UsageError
-from zharness.laws.state.resume import RECORDED_SNAPSHOTS
+from zharness.laws.state.resume import RECORDED_BUFFERS, RECORDED_SNAPSHOTS
 from zharness.run.model_memory import FLOAT32_BYTES, GIB, IGNORE_HINT, IGNORE_OPTION, ModelSize
 from zharness.world.limits import available_memory, is_in_memory
 
-# state.resume writes most: its snapshots, and a checkpoint, which has at most the bytes of one snapshot of each rank.
+# state.resume writes most: its snapshots, records of buffers, and a checkpoint, which has at most the bytes of one
+# snapshot and the buffers of each rank.
 # The checkpoint is gone before the last snapshots, and counts all the same: the judge's record of losses and names, and
 # the padding between tensors, take less. model.configured records a snapshot more than it trains steps, and gradients.
 CHECKPOINTS = 1
@@ -54,7 +55,7 @@ def estimate_file_bytes(size: ModelSize, world_size: int, steps: int) -> int:
     optimizer_bytes = max(size.trained_bytes, FLOAT32_BYTES * size.trained_parameters)
     masters = optimizer_bytes if size.has_masters else 0
     snapshot = size.parameter_bytes + masters + MOMENTS * optimizer_bytes
-    resumed = (RECORDED_SNAPSHOTS + CHECKPOINTS) * snapshot
+    resumed = (RECORDED_SNAPSHOTS + CHECKPOINTS) * snapshot + (RECORDED_BUFFERS + CHECKPOINTS) * size.buffer_bytes
     return world_size * max(resumed, (steps + 1) * snapshot + steps * size.trained_bytes)
 
 

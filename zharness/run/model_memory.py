@@ -28,7 +28,8 @@ PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without
 # of both engines and, for low precision, their master weights. The judge: weights, local gradients, evidence; in
 # float64 the expected values and their bounds. Cells of a GPT-2 with 10 M parameters took less than this. A frozen
 # parameter has no gradients, optimizer state, master weights or expected updates: of the float64 copies there remains
-# that of the weights, in which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py).
+# that of the weights, in which the judge runs plain PyTorch (convert_to_float64 in zharness/parity/baseline.py). A
+# buffer is copied as often as a frozen parameter.
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
 RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
@@ -42,7 +43,8 @@ OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 class ModelSize:
     """The number of elements of a model's parameters, the bytes that they take, and whether cells lower their dtype.
 
-    ``frozen_parameters`` and ``frozen_bytes`` are the part of them that does not require a gradient.
+    ``frozen_parameters`` and ``frozen_bytes`` are the part of them that does not require a gradient. ``buffers`` and
+    ``buffer_bytes`` are the elements and bytes of the model's buffers, which are not among the parameters.
     """
 
     parameters: int
@@ -50,11 +52,13 @@ class ModelSize:
     has_masters: bool = False
     frozen_parameters: int = 0
     frozen_bytes: int = 0
+    buffers: int = 0
+    buffer_bytes: int = 0
 
     @classmethod
     def measure(cls, model: nn.Module, dtype: str) -> ModelSize:
-        """Return the size of ``model``, which is trained in ``dtype``; a tied parameter counts once."""
-        parameters = list(model.parameters())
+        """Return the size of ``model``, which is trained in ``dtype``; a tied parameter or buffer counts once."""
+        parameters, buffers = list(model.parameters()), list(model.buffers())
         frozen = [p for p in parameters if not p.requires_grad]
         return cls(
             sum(p.numel() for p in parameters),
@@ -62,6 +66,8 @@ class ModelSize:
             dtype in LOW_PRECISION_DTYPES,
             sum(p.numel() for p in frozen),
             sum(p.numel() * p.element_size() for p in frozen),
+            sum(b.numel() for b in buffers),
+            sum(b.numel() * b.element_size() for b in buffers),
         )
 
     @property
@@ -78,13 +84,14 @@ class ModelSize:
         """Return the memory of one rank, in bytes."""
         optimizer_bytes = max(self.trained_bytes, FLOAT32_BYTES * self.trained_parameters)
         copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
-        weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * self.frozen_bytes
+        weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
         return weights + copies * optimizer_bytes + PROCESS_BYTES
 
     def judge_bytes(self) -> int:
         """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
-        weights = JUDGE_COPIES * self.trained_bytes + JUDGE_FROZEN_COPIES * self.frozen_bytes
-        wide = JUDGE_FLOAT64_COPIES * self.trained_parameters + JUDGE_FROZEN_FLOAT64_COPIES * self.frozen_parameters
+        weights = JUDGE_COPIES * self.trained_bytes + JUDGE_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
+        unchanged = JUDGE_FROZEN_FLOAT64_COPIES * (self.frozen_parameters + self.buffers)
+        wide = JUDGE_FLOAT64_COPIES * self.trained_parameters + unchanged
         return weights + FLOAT64_BYTES * wide + PROCESS_BYTES
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
@@ -198,7 +205,8 @@ def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, proce
     ``process_bytes`` is what the limits of the shell allow one process, or None.
     """
     needed, largest = size.estimate_memory(world_size), max(size.rank_bytes(), size.judge_bytes())
-    model = f"a model of {size.parameter_bytes / GIB:.1f} GiB"
+    buffers = f" and {size.buffer_bytes / GIB:.1f} GiB of buffers" if size.buffer_bytes >= GIB / 10 else ""
+    model = f"a model of {size.parameter_bytes / GIB:.1f} GiB{buffers}"
     if process_bytes is not None and largest > process_bytes:
         return (
             f"{model} needs about {largest / GIB:.1f} GiB in one rank, but the limits of this shell (ulimit -d, ulimit "

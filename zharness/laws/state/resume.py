@@ -29,10 +29,11 @@ CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)
 # Snapshots of weights, master weights and optimizer state that a rank records: two before the load ("forgotten",
 # "unsaved"), and of both engines one before each continued step and one after the last.
 RECORDED_SNAPSHOTS = 2 + 2 * (len(CONTINUED_STEPS) + 1)
+RECORDED_BUFFERS = 3  # of the loaded engine before and after the load, and of the engine that saved
 
 IDLE_NUMEL = 3
 
-RANK_0_HINT = "it is the buffer that rank 0 saved"
+SOURCE_HINT = "it is the buffer that rank {} saved"
 UNLOADED_BUFFER_HINT = "it is the buffer from before the load"
 UNLOADED_HINT = "it is the value from before the load"
 UNLOADED_WEIGHTS_HINT = "the forward used the weights from before the load"
@@ -123,7 +124,8 @@ def compare_loaded_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
         for name, buffer in expected[rank].items():
             comparison = compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), buffer, record[name])
             comparison = hint_if_equal(comparison, before_load[rank][name], record[name], UNLOADED_BUFFER_HINT)
-            yield hint_if_equal(comparison, saved[0][name], record[name], RANK_0_HINT)
+            source = find_source([{name: each[name]} for each in saved], [{name: record[name]}])
+            yield hint_if_equal(comparison, saved[source][name], record[name], SOURCE_HINT.format(source))
 
 
 def compare_evaluations(ctx: JudgeContext) -> Iterator[Comparison]:
