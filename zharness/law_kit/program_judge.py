@@ -33,8 +33,11 @@ from zharness.law_kit.program_steps import (
     make_model_kwargs,
 )
 from zharness.law_kit.program_suspects import (
+    LAST_UNREDUCED_HINT,
     SUMMED_AGAIN_HINT,
     is_sum,
+    is_unreduced,
+    make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
 )
@@ -78,6 +81,7 @@ class ProgramJudge:
     window_grads: list[list[LocalResult]] = field(
         default_factory=list
     )  # local gradients since the last step, by backward and rank
+    window_micros: list[int] = field(default_factory=list)  # the micro-batch of each of these backwards
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
     unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
     step_counts: StepCounts = field(default_factory=StepCounts)
@@ -115,8 +119,9 @@ class ProgramJudge:
             yield from self.judge_load(*self.checkpoints[0 if Mark.OLD in verb.marks else -1])
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
             self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
+            self.window_micros = []
         if act is Act.STEP and caller.is_boundary:
-            self.zeroed_grads, self.window_grads, self.unreduced_grads = [], [], []
+            self.zeroed_grads, self.window_grads, self.unreduced_grads, self.window_micros = [], [], [], []
 
     def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
         """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
@@ -174,11 +179,23 @@ class ProgramJudge:
             for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
+        is_repeated = micro in self.window_micros and bool({Mark.TENSOR, Mark.SCALE} & {*verb.marks})
         self.window_grads.append([self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)])
+        self.window_micros.append(micro)
         if verb.act is Act.NO_SYNC:
             self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
-            yield from self.compare_window_grads(position)
+            for found in self.compare_window_grads(position):
+                yield self.hint_unreduced(found) if is_repeated else found
+
+    def hint_unreduced(self, comparison: Comparison) -> Comparison:
+        """Add a hint to the mismatch of a gradient in which the last backward is not reduced over the ranks."""
+        mismatch, row = comparison.mismatch, self.window_grads[-1]
+        if mismatch is None or mismatch.parameter not in row[0].grads:
+            return comparison
+        eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
+        is_local = is_unreduced(mismatch, row, self.sum_factor, 1 / self.program.window, eps)
+        return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
 
     def compare_window_grads(self, position: int) -> Iterator[Comparison]:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
@@ -191,7 +208,7 @@ class ProgramJudge:
         )
         suspects |= make_kept_suspects(
             self.zeroed_grads, self.unreduced_grads, self.window_grads, ranks / self.program.window
-        )
+        ) | make_added_again_suspects(self.window_micros, self.window_grads, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):
