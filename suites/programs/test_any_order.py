@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
@@ -14,17 +13,16 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
-from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
-from zharness.law_kit.program_judge import ProgramJudge
 from zharness.law_kit.program_steps import apply_input_marks
 from zharness.law_kit.program_suspects import (
     FAILED_GRADS_KEPT_HINT,
     LAST_FAILED_GRADS_KEPT_HINT,
     UNREDUCED_GRADS_KEPT_HINT,
     ZEROED_GRADS_KEPT_HINT,
+    WindowBackwards,
     is_sum,
     make_kept_suspects,
 )
@@ -34,7 +32,6 @@ from zharness.parity import Mismatch, Part
 from zharness.parity.baseline import Baseline, LocalResult
 from zharness.run.locate import can_locate_divergence
 from zharness.workload import Batch, model_spec
-from zharness.workload.program_text import DEFAULT_SETTINGS, parse_program
 from zharness.workload.programs import Act, Mark, Verb
 
 CLAIMS_ALL = Capabilities(stages=frozenset({0}))
@@ -139,14 +136,16 @@ def make_backward(grad: float) -> list[LocalResult]:
 
 def test_kinds_of_discarded_gradients_that_an_engine_keeps_are_told_from_each_other() -> None:
     reduced, unreduced, failed, window = (make_backward(grad) for grad in (1, 10, 100, 1000))
-    judge = ProgramJudge(
-        cast(JudgeContext, None),
-        parse_program("x(1) linear(1) | f b s", DEFAULT_SETTINGS),
-        zeroed_grads=[reduced, unreduced, failed, failed],
-        unreduced_grads=[unreduced],
-        failed_grads=[failed, failed],
-    )
-    found = make_kept_suspects(judge.discarded_grads, [window], 2)
+    backwards = WindowBackwards()
+    backwards.add(reduced, 0)
+    backwards.add(unreduced, 1)
+    backwards.unreduced.append(unreduced)
+    backwards.discard()
+    for micro in (2, 3):
+        backwards.add_failed(failed, micro)
+        backwards.discard()
+    backwards.add(window, 4)
+    found = make_kept_suspects(backwards.list_kept_by_hint(), backwards.rows, 2)
     sums = {hint: sum(float(local.grads["w"]) for row in rows for local in row) for hint, rows in found.items()}
     assert sums == {
         UNREDUCED_GRADS_KEPT_HINT: 2020,

@@ -33,12 +33,12 @@ from zharness.law_kit.program_steps import (
     make_model_kwargs,
 )
 from zharness.law_kit.program_suspects import (
-    FAILED_GRADS_KEPT_HINT,
-    LAST_FAILED_GRADS_KEPT_HINT,
+    LAST_UNREDUCED_HINT,
     SUMMED_AGAIN_HINT,
-    UNREDUCED_GRADS_KEPT_HINT,
-    ZEROED_GRADS_KEPT_HINT,
+    WindowBackwards,
     is_sum,
+    is_unreduced,
+    make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
 )
@@ -79,12 +79,7 @@ class ProgramJudge:
     program: Program
     weights_version: int = 0
     forward_verbs: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
-    window_grads: list[list[LocalResult]] = field(
-        default_factory=list
-    )  # local gradients since the last step, by backward and rank
-    zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
-    unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
-    failed_grads: list[list[LocalResult]] = field(default_factory=list)  # those of backwards that raised
+    backwards: WindowBackwards = field(default_factory=WindowBackwards)  # those since the last step
     step_counts: StepCounts = field(default_factory=StepCounts)
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
@@ -119,12 +114,12 @@ class ProgramJudge:
         elif act is Act.LOAD:
             yield from self.judge_load(*self.checkpoints[0 if Mark.OLD in verb.marks else -1])
         if act is Act.FAILED_BACKWARD:
-            self.failed_grads.append(self.compute_gradients(verb, caller.micro_batches_drawn))
-            self.window_grads.append(self.failed_grads[-1])
+            micro = caller.micro_batches_drawn
+            self.backwards.add_failed(self.compute_gradients(verb, micro), micro)
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
-            self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
+            self.backwards.discard()
         if act is Act.STEP and caller.is_boundary:
-            self.zeroed_grads, self.window_grads, self.unreduced_grads, self.failed_grads = [], [], [], []
+            self.backwards = WindowBackwards()
 
     def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
         """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
@@ -180,11 +175,22 @@ class ProgramJudge:
             for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
-        self.window_grads.append(self.compute_gradients(verb, micro))
+        is_repeated = micro in self.backwards.micros and bool({Mark.TENSOR, Mark.SCALE} & {*verb.marks})
+        self.backwards.add(self.compute_gradients(verb, micro), micro)
         if verb.act is Act.NO_SYNC:
-            self.unreduced_grads.append(self.window_grads[-1])
+            self.backwards.unreduced.append(self.backwards.rows[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
-            yield from self.compare_window_grads(position)
+            for found in self.compare_window_grads(position):
+                yield self.hint_unreduced(found) if is_repeated else found
+
+    def hint_unreduced(self, comparison: Comparison) -> Comparison:
+        """Add a hint to the mismatch of a gradient in which the last backward is not reduced over the ranks."""
+        mismatch, row = comparison.mismatch, self.backwards.rows[-1]
+        if mismatch is None or mismatch.parameter not in row[0].grads:
+            return comparison
+        eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
+        is_local = is_unreduced(mismatch, row, self.sum_factor, 1 / self.program.window, eps)
+        return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
@@ -200,11 +206,13 @@ class ProgramJudge:
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
         suspects = (
-            {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.window_grads, ranks)}
-            if ranks > 1 and len(self.window_grads) > 1
+            {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.backwards.rows, ranks)}
+            if ranks > 1 and len(self.backwards.rows) > 1
             else {}
         )
-        suspects |= make_kept_suspects(self.discarded_grads, self.window_grads, ranks / self.program.window)
+        suspects |= make_kept_suspects(
+            self.backwards.list_kept_by_hint(), self.backwards.rows, ranks / self.program.window
+        ) | make_added_again_suspects(self.backwards.micros, self.backwards.rows, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):
@@ -231,26 +239,15 @@ class ProgramJudge:
         parameters.
         """
         if not self.ctx.rank_records("zeros")[0]["allowed"]:
-            return self.window_grads
+            return self.backwards.rows
         weights = dict(self.get_plain_module(self.weights_version).named_parameters())
-        reached = {name for row in self.window_grads for local in row for name in local.grads}
+        reached = {name for row in self.backwards.rows for local in row for name in local.grads}
         zeros = {
             name: torch.zeros_like(weights[name], requires_grad=False)
             for name in names
             if name in weights and weights[name].requires_grad and name not in reached
         }
-        return [[replace(local, grads={**local.grads, **zeros}) for local in row] for row in self.window_grads]
-
-    @property
-    def discarded_grads(self) -> dict[str, list[list[LocalResult]]]:
-        """The backwards since the last step that a wrong engine may keep although they were discarded, by hint."""
-        zeroed_unreduced = [row for row in self.zeroed_grads if any(row is other for other in self.unreduced_grads)]
-        return {
-            UNREDUCED_GRADS_KEPT_HINT: zeroed_unreduced,
-            FAILED_GRADS_KEPT_HINT: self.failed_grads,
-            LAST_FAILED_GRADS_KEPT_HINT: self.failed_grads[-1:],
-            ZEROED_GRADS_KEPT_HINT: self.zeroed_grads,
-        }
+        return [[replace(local, grads={**local.grads, **zeros}) for local in row] for row in self.backwards.rows]
 
     @property
     def sum_factor(self) -> int:
@@ -260,7 +257,7 @@ class ProgramJudge:
     @property
     def grad_scale(self) -> float:
         """The factor by which the mean of the local gradients is multiplied to get the engine's gradients."""
-        return len(self.window_grads) * self.sum_factor / self.program.window
+        return len(self.backwards.rows) * self.sum_factor / self.program.window
 
     def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
         """Return the loss and the gradients that plain PyTorch computes for one backward on one rank."""

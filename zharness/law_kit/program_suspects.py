@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from zharness.parity import Mismatch
 from zharness.parity.baseline import LocalResult
@@ -18,6 +18,10 @@ LAST_FAILED_GRADS_KEPT_HINT = "the sum with the last backward that raised"
 
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
+ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
+
+LAST_UNREDUCED_HINT = "the last backward in it is the owner's alone, not reduced"
+
 
 def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
     """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
@@ -31,6 +35,42 @@ def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_si
     return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
 
 
+@dataclass
+class WindowBackwards:
+    """The local gradients of the backwards since the last step, one row of ranks for each backward."""
+
+    rows: list[list[LocalResult]] = field(default_factory=list)
+    micros: list[int] = field(default_factory=list)  # the micro-batch of each row
+    discarded: list[list[LocalResult]] = field(default_factory=list)  # earlier rows, which zero_grad discarded
+    unreduced: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
+    failed: list[list[LocalResult]] = field(default_factory=list)  # discarded rows of backwards that raised
+
+    def add(self, row: list[LocalResult], micro: int) -> None:
+        """Add the gradients of a backward of micro-batch number ``micro``."""
+        self.rows.append(row)
+        self.micros.append(micro)
+
+    def add_failed(self, row: list[LocalResult], micro: int) -> None:
+        """Add the gradients that a backward which raised would have had."""
+        self.add(row, micro)
+        self.failed.append(row)
+
+    def discard(self) -> None:
+        """Discard all rows, as ``zero_grad`` does."""
+        self.discarded += self.rows
+        self.rows, self.micros = [], []
+
+    def list_kept_by_hint(self) -> dict[str, list[list[LocalResult]]]:
+        """Return the discarded rows that a wrong engine may keep, by hint."""
+        discarded_unreduced = [row for row in self.discarded if any(row is other for other in self.unreduced)]
+        return {
+            UNREDUCED_GRADS_KEPT_HINT: discarded_unreduced,
+            FAILED_GRADS_KEPT_HINT: self.failed,
+            LAST_FAILED_GRADS_KEPT_HINT: self.failed[-1:],
+            ZEROED_GRADS_KEPT_HINT: self.discarded,
+        }
+
+
 def make_kept_suspects(
     kept_by_hint: Mapping[str, list[list[LocalResult]]], window: list[list[LocalResult]], factor: float
 ) -> dict[str, list[list[LocalResult]]]:
@@ -39,6 +79,34 @@ def make_kept_suspects(
     Every gradient is multiplied by ``factor``.
     """
     return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in kept_by_hint.items() if kept}
+
+
+def make_added_again_suspects(
+    micros: Sequence[int], window: Sequence[list[LocalResult]], factor: float
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of a wrong engine that clears param.grad once for each forward.
+
+    Backward number i is of micro-batch ``micros[i]`` and has the local gradients ``window[i]``. After each backward the
+    engine adds all of param.grad to what it has accumulated. Every gradient is multiplied by ``factor``. Without a
+    second backward of one forward, the result is empty.
+    """
+    added: list[list[LocalResult]] = []
+    param_grad: list[list[LocalResult]] = []
+    for number, (micro, row) in enumerate(zip(micros, window, strict=True)):
+        param_grad = [*param_grad, row] if micro in micros[:number] else [row]
+        added += param_grad
+    return {ADDED_AGAIN_HINT: scale_local_grads(added, factor)} if len(added) > len(window) else {}
+
+
+def is_unreduced(mismatch: Mismatch, row: Sequence[LocalResult], sum_factor: float, factor: float, eps: float) -> bool:
+    """Return whether the owner of a wrong number added its own local gradient of ``row`` in place of the reduced one.
+
+    The reduced gradient is ``sum_factor`` times the mean of ``row``; both are multiplied by ``factor``.
+    """
+    if mismatch.owner is None or any(mismatch.parameter not in local.grads for local in row):
+        return False
+    values = [float(local.grads[mismatch.parameter][mismatch.index]) for local in row]
+    return is_sum(mismatch, factor * (values[mismatch.owner] - sum_factor * sum(values) / len(values)), eps)
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:
