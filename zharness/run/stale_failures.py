@@ -6,25 +6,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zharness.laws.registry import find_laws
+from zharness.names import matches_pattern
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.mesh_claims import needs_mesh
 from zharness.run.record import Record, Verdict
 
 
 def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[ExpectedFailure] = ()) -> list[str]:
-    """Describe each expected failure for options or past releases, if a cell passed and none failed as expected.
+    """Describe each expected failure for options or past releases with a law whose cells passed and did not fail so.
 
     An entry is described only if the run has all of its laws, stages, world sizes and dtypes, where a law that the
-    engine does not support counts as run. For an entry of one law, each law variant that ran also has to have run with
-    one of the options, because another variant may fail. A cell that fails as another entry expects says nothing about
-    this one, and one that fails unexpectedly may be this failure with another message. One that is stale on a cell of
-    its own is not described, because the record of that cell says so. The key ``unless_engine_variants`` of an entry
-    excludes cells that pass under further options.
+    engine does not support counts as run. Each pattern of its laws (a name, a group or a glob) is described for itself,
+    and only if every law variant passed in a covered cell of every stage at which it ran with any options, because
+    another variant or stage may fail: few cells of a covering array have one option. A cell that fails as another entry
+    expects says nothing about this one, and one that fails unexpectedly may be this failure with another message. One
+    that is stale on a cell of its own is not described, because the record of that cell says so. The key
+    ``unless_engine_variants`` of an entry excludes cells that pass under further options.
     """
     return [
-        f"{entry.location}: {', '.join(entry.laws)}: no failure in the cells of {engine} that "
+        f"{entry.location}: {', '.join(passed)}: no failure in the cells of {engine} that "
         f"{'set ' + ' or '.join(entry.engine_variants) if entry.engine_variants else 'it covers'} "
-        f"({len(passed)} passed, for example {passed[0].cell.id}), but was "
+        f"({sum(map(len, passed.values()))} passed, for example {next(iter(passed.values()))[0].cell.id}), but was "
         f"expected to fail ({entry.upstream}); narrow or delete this entry"
         for engine in dict.fromkeys(record.cell.engine for record in records)
         for entry, passed in iter_passing_entries([r for r in records if r.cell.engine == engine], user_failures)
@@ -33,20 +35,34 @@ def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[E
 
 def iter_passing_entries(
     records: Sequence[Record], user_failures: Sequence[ExpectedFailure]
-) -> Iterator[tuple[ExpectedFailure, list[Record]]]:
-    """Yield each entry for options or past releases that excused no cell of one engine, with the cells that passed."""
+) -> Iterator[tuple[ExpectedFailure, dict[str, list[Record]]]]:
+    """Yield each entry for options or past releases with laws of which it excused no cell of one engine.
+
+    The dictionary has, for each pattern of those laws, the cells that passed.
+    """
     ran = [record for record in records if record.verdict is not Verdict.UNSUPPORTED]
     attempted = {record.cell.law for record in records}
     for entry in expected_failures_for(records[0].cell.engine, user_failures) if ran else ():
         is_of_whole_run = entry.engine_variants or entry.describes_a_way_to_fail
         if not is_of_whole_run or entry.isolation or not has_all_values(entry, ran, attempted):
             continue
-        covered = [record for record in ran if entry.covers_cell(record.cell, record.engine_version)]
-        passed = [record for record in covered if record.verdict is Verdict.PASS]
-        is_reported = any(record.stale_reason for record in covered)
-        is_needed = any(not record.is_expected or is_excused_by(entry, record) for record in covered)
-        if passed and not is_reported and not is_needed and has_every_variant(entry, ran, covered):
+        by_pattern = {pattern: list_passing_cells(entry, pattern, ran) for pattern in entry.laws}
+        passed = {pattern: cells for pattern, cells in by_pattern.items() if cells}
+        if passed:
             yield entry, passed
+
+
+def list_passing_cells(entry: ExpectedFailure, pattern: str, ran: Sequence[Record]) -> list[Record]:
+    """Return the cells of the laws of ``pattern`` that passed although ``entry`` covers them.
+
+    Returns none if one of the cells needs the entry, or if too few of them ran to know.
+    """
+    of_pattern = [record for record in ran if matches_pattern(record.cell.law, pattern)]
+    covered = [record for record in of_pattern if entry.covers_cell(record.cell, record.engine_version)]
+    passed = [record for record in covered if record.verdict is Verdict.PASS]
+    is_reported = any(record.stale_reason for record in covered)
+    is_needed = any(not record.is_expected or is_excused_by(entry, record) for record in covered)
+    return [] if is_reported or is_needed or not has_every_variant(entry, of_pattern, passed) else passed
 
 
 def is_excused_by(entry: ExpectedFailure, record: Record) -> bool:
@@ -56,18 +72,16 @@ def is_excused_by(entry: ExpectedFailure, record: Record) -> bool:
     return entry.describes_failure(record.verdict.value, record.cause, record.details)
 
 
-def has_every_variant(entry: ExpectedFailure, ran: Sequence[Record], covered: Sequence[Record]) -> bool:
-    """Return whether each law variant that ran also ran in a covered cell; True for an entry of several laws."""
-    if entry.further_laws or "*" in entry.check:
-        return True
+def has_every_variant(entry: ExpectedFailure, ran: Sequence[Record], passed: Sequence[Record]) -> bool:
+    """Return whether ``passed`` has each law variant and stage that ``entry`` covers and that ran with any options."""
     any_options = replace(entry, engine_variants=(), unless_engine_variants=())
     wanted = {spelling(record) for record in ran if any_options.covers_cell(record.cell, record.engine_version)}
-    return wanted == set(map(spelling, covered))
+    return wanted == set(map(spelling, passed))
 
 
-def spelling(record: Record) -> tuple[str, str]:
-    """Return the law and the law variant of a record."""
-    return record.cell.law, record.cell.variant
+def spelling(record: Record) -> tuple[str, str, int]:
+    """Return the law, the law variant and the stage of a record."""
+    return record.cell.law, record.cell.variant, record.cell.stage
 
 
 def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set[str]) -> bool:
