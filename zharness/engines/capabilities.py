@@ -169,6 +169,8 @@ class Capabilities:
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
+    - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
@@ -191,6 +193,8 @@ class Capabilities:
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
+    refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
 
     def refusal(self, feature: Feature) -> str | None:
@@ -236,7 +240,8 @@ class Capabilities:
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
-        return replace(found, own_kernels=dict.fromkeys(self.stages, reason))
+        refuses = {**self.refuses, **self.refuses_on_tp}
+        return replace(found, own_kernels=dict.fromkeys(self.stages, reason), refuses=refuses)
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""

@@ -37,6 +37,18 @@ def require_tp_plan(model: str, mesh: Mesh) -> None:
         raise UsageError(reason)
 
 
+def explain_unclaimed_plan(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot apply the plan of the cell's model for tp, or '' if it can."""
+    if TENSOR not in cell.mesh.axes or not capabilities.plan_words:
+        return ""
+    for module, word in model_spec(cell.model).tp_plan.items():
+        if word not in capabilities.plan_words:
+            return (
+                f"{cell.engine} does not claim the word {word} of the plan that splits {module} of {cell.model} on tp"
+            )
+    return ""
+
+
 def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
     """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
     unclaimed = [axis for axis in mesh.axes if axis not in capabilities.mesh_axes]
@@ -54,10 +66,10 @@ def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabiliti
             )
 
 
-def reason_mesh_not_stated(law: Law, cell: Cell) -> str:
-    """Return the reason why the law is not stated for the cell's mesh, or '' if it is."""
+def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     if law.mesh_support is MeshSupport.DATA_PARALLEL and cell.mesh.sizes:
         return f"{law.name} is not stated for the mesh {cell.mesh.label}: {law.mesh_support.value}"
-    return explain_missing_plan(cell.model, cell.mesh)
+    return explain_missing_plan(cell.model, cell.mesh) or explain_unclaimed_plan(cell, capabilities)

@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.workload import exact_blocks, exact_heads, exact_mlp, mixed_precision, nets
+from zharness.workload import exact_blocks, exact_heads, exact_mixing, exact_mlp, mixed_precision, nets
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
@@ -326,6 +326,15 @@ MODELS: dict[str, ModelSpec] = {
                 ("heads", "tp", exact_heads.TENSOR_PLAN),
                 ("sequence", "tp with sequence parallelism", exact_heads.SEQUENCE_PLAN),
             )
+        ),
+        ModelSpec(
+            name="mixing",
+            summary="an exact model that mixes samples by layers that tp splits, whose input is transposed",
+            build=partial(exact_mixing.MixingModel, SAMPLES),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+            tp_plan=exact_mixing.TENSOR_PLAN,
         ),
         ModelSpec(
             name="lookup",
