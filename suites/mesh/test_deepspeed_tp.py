@@ -24,6 +24,8 @@ pytest.importorskip("deepspeed")
 CELLS = {
     "mesh.training[deepspeed-zero0-w4.tp2-fp32-heads]": Verdict.PASS,
     "mesh.training[deepspeed-zero0-w4.tp2-fp32-mixing]": Verdict.FAIL,
+    "mesh.norm[deepspeed-zero2-w4.tp2-fp32-heads]": Verdict.PASS,
+    "mesh.training[deepspeed-zero3-w4.tp2-fp32-exact]": Verdict.PASS,
 }
 TP2 = Mesh.parse("tp2")
 

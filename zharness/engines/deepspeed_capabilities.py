@@ -72,6 +72,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
+    mesh_axes=frozenset({TENSOR}),
     refuses_on_tp=REFUSES_ON_TP,
     plan_words=frozenset(LAYER_SPECS),
 )
@@ -80,8 +81,7 @@ CAPABILITIES = Capabilities(
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
-    axes = frozenset({TENSOR}) if stage == 0 else frozenset()
-    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes)
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage))
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:
