@@ -1,11 +1,12 @@
 """Generate the tables of README.md from records and reproductions, in place.
 
     python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
+    python scripts/generate_tables.py --meshes tp2.jsonl rep2.jsonl      laws on engines, a table for each mesh
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
-Options may be combined. ``--records`` takes files of ``zharness check --jsonl``, ``--kills`` a file of ``zharness
-mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title. If a command
+Options may be combined. ``--records`` and ``--meshes`` take files of ``zharness check --jsonl``, ``--kills`` a file of
+``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title. If a command
 fails, README.md is not changed, and the exit code is 1.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
 MATRIX = "every law on every engine"
+MESHES = "every law on every engine, on each mesh"
 CONTRACTS = "the contracts of each engine"
 BUGS = "every bug, on the releases that were run"
 KILLS = "who is killed, by what is wrong"
@@ -55,7 +57,7 @@ def replace_block(page: str, title: str, table: str) -> str:
     return replaced
 
 
-def generate(records: Sequence[Path], kills: Path | None, bugs: bool) -> dict[str, str]:
+def generate(records: Sequence[Path], meshes: Sequence[Path], kills: Path | None, bugs: bool) -> dict[str, str]:
     """Run the commands that print the requested tables; return the tables by the title of their block."""
     tables = {}
     if records:
@@ -63,6 +65,9 @@ def generate(records: Sequence[Path], kills: Path | None, bugs: bool) -> dict[st
         overview = run_zharness("report", *names).rstrip()
         tables[MATRIX] = f"```\n{overview}\n```"
         tables[CONTRACTS] = markdown_table(run_zharness("report", *names, "--contracts"))
+    if meshes:
+        overview = run_zharness("report", *map(str, meshes)).rstrip()
+        tables[MESHES] = f"```\n{overview}\n```"
     if kills is not None:
         tables[KILLS] = markdown_table(run_zharness("mutants", "--jsonl", str(kills)))
     if bugs:
@@ -75,14 +80,27 @@ def main() -> int:
     parser.add_argument(
         "--records", nargs="+", type=Path, default=[], metavar="FILE", help="files of `zharness check --jsonl`"
     )
+    parser.add_argument(
+        "--meshes",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="files of `zharness check --mesh ... --jsonl`",
+    )
     parser.add_argument("--kills", type=Path, metavar="FILE", help="file of `zharness mutants --jsonl`")
     parser.add_argument("--bugs", action="store_true", help="run every reproduction on its releases")
     arguments = parser.parse_args()
-    missing = [str(path) for path in (*arguments.records, *filter(None, [arguments.kills])) if not path.is_file()]
-    if missing or not (arguments.records or arguments.kills or arguments.bugs):
-        parser.error(f"no such file: {', '.join(missing)}" if missing else "give --records, --kills or --bugs")
+    missing = [
+        str(path)
+        for path in (*arguments.records, *arguments.meshes, *filter(None, [arguments.kills]))
+        if not path.is_file()
+    ]
+    if missing or not (arguments.records or arguments.meshes or arguments.kills or arguments.bugs):
+        asked = "give --records, --meshes, --kills or --bugs"
+        parser.error(f"no such file: {', '.join(missing)}" if missing else asked)
     try:
-        tables = generate(arguments.records, arguments.kills, arguments.bugs)
+        tables = generate(arguments.records, arguments.meshes, arguments.kills, arguments.bugs)
     except (subprocess.CalledProcessError, ValueError) as error:
         print(f"README.md is not changed: {error}", file=sys.stderr)
         return 1

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 
-REPLICATE, DATA_SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-AXES = ("pp", REPLICATE, DATA_SHARD, "cp", TENSOR)  # outermost first
+PIPELINE, REPLICATE, DATA_SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+AXES = (PIPELINE, REPLICATE, DATA_SHARD, "cp", TENSOR)  # outermost first
 DATA_AXES = (REPLICATE, DATA_SHARD)  # ranks that differ on them get different micro-batches
 SHORT_NAMES = {REPLICATE: "rep", DATA_SHARD: "shard"}
 _AXIS = re.compile(r"(?P<name>[a-z_]+?)(?P<size>\d+)")

@@ -78,7 +78,7 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
     ("engine", "mesh", "size", "model", "words"),
     [
         ("fsdp2", "tp2", 3, "exact", "which the world size 3 is not"),
-        ("fsdp2", "pp2", 4, "exact", "fsdp2 does not claim the axis pp"),
+        ("fsdp2", "pp2", 4, "chain", "fsdp2 does not claim the axis pp"),
         ("ddp", "tp2", 4, "exact", "axes that it claims: none"),
         ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),
         ("torch_tp", "tp2", 4, "exact", "such as --mesh tp2 --world-size 2"),

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from zharness.cell import Cell
 from zharness.cli import cli
+from zharness.mesh import Mesh
 from zharness.report.overview import outcome_letter, render_contracts, render_overview
 from zharness.run.record import Record, Verdict, open_record_file
 
@@ -50,6 +51,15 @@ def test_an_engine_is_a_column_with_a_letter_for_each_stage() -> None:
     table = render_overview([FAILED, PASSED, UNSUPPORTED, other])
     (row,) = (line for line in table.splitlines() if line.startswith("training.grads"))
     assert row.split() == ["training.grads", "F:", "."]
+
+
+def test_each_mesh_has_a_table_of_the_laws_that_ran_on_it() -> None:
+    on_mesh = [replace(record, cell=replace(record.cell, world_size=4, mesh=Mesh.parse("tp2"))) for record in (PASSED,)]
+    unsupported = replace(on_mesh[0], cell=replace(on_mesh[0].cell, law="mesh.norm"), verdict=Verdict.UNSUPPORTED)
+    plain, meshed = render_overview([PASSED, *on_mesh, unsupported]).split("mesh w4.tp2\n")
+    assert "training.grads" in plain
+    assert "training.grads" in meshed
+    assert "mesh.norm" not in meshed
 
 
 def test_contracts_name_engine_laws_stages_and_address() -> None:

@@ -68,6 +68,13 @@ class Feature(Enum):
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
+class CallForm(Enum):
+    """Who runs the forwards and backwards of a step, which is the form in which an engine is called."""
+
+    FORWARD_AND_BACKWARD = "a forward and a backward for each micro-batch, which the caller calls"
+    WHOLE_BATCH = "train_batch, which runs the forwards and backwards of all micro-batches of a step"
+
+
 class BufferPromise(Enum):
     """What an engine promises of the buffers that a training forward writes, such as running statistics.
 
@@ -169,8 +176,11 @@ class Capabilities:
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
+    - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
+    - ``form`` says who runs forwards and backwards. A law is stated for one form.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -191,7 +201,10 @@ class Capabilities:
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
+    refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
+    form: CallForm = CallForm.FORWARD_AND_BACKWARD
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""
@@ -236,7 +249,8 @@ class Capabilities:
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
-        return replace(found, own_kernels=dict.fromkeys(self.stages, reason))
+        refuses = {**self.refuses, **self.refuses_on_tp}
+        return replace(found, own_kernels=dict.fromkeys(self.stages, reason), refuses=refuses)
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""

@@ -40,7 +40,7 @@ from zharness.engines.deepspeed_options import (
 )
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
-from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
+from zharness.engines.deepspeed_tensor_parallel import build_reader, tensor_parallel_section
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import (
     Absent,
@@ -89,6 +89,7 @@ def json_config(config: EngineConfig) -> dict[str, Any]:
     if config.stage == 3:
         # The default of 100,000 elements would leave small models unsharded.
         base["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    base |= tensor_parallel_section(config.mesh, config.tp_plan)
     return merge_options(base, json_overrides(config))
 
 
@@ -108,6 +109,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._coalesce_block = ExitStack()
         self._backward_count = 0
         params = dict(model.named_parameters())
+        shapes = {name: param.shape for name, param in params.items()}
         deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
         self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
         self._require_known_options()
@@ -125,7 +127,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             require_sharding_optimizer(self._engine.optimizer, config.stage)
             self.module: nn.Module = self._engine.module
             links = RoundRobinLinks.build(self._engine.optimizer)
-            self._reader = DeepSpeedTensorReader(self._engine, params, config.stage, links)
+            self._reader = build_reader(self._engine, params, shapes, links, config)
             self._layout = self._reader.layout()
             undo.pop_all()
 

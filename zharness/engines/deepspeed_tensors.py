@@ -21,13 +21,15 @@ class DeepSpeedTensorReader:
     """Reads full tensors from a deepspeed.DeepSpeedEngine at ``stage``.
 
     ``params`` maps each parameter's original name to the parameter. ``links`` are the right links of parameters to
-    their partitions. Every method that returns tensors is a collective.
+    their partitions. ``data_group`` has the ranks over which tensors are partitioned, or is None if all have. Every
+    method that returns tensors is a collective.
     """
 
     engine: Any
     params: Mapping[str, nn.Parameter]
     stage: int
     links: RoundRobinLinks
+    data_group: Any
 
     def grads(self) -> dict[str, Tensor]:
         """Return the unscaled gradients that ``step`` will apply, or this rank's own ones if none was reduced yet."""
@@ -148,7 +150,7 @@ class DeepSpeedTensorReader:
         if mapping is not None:
             owned = mapping.lp_fragment_address
             full[owned.start : owned.start + owned.numel] = accumulated.narrow(0, owned.start, owned.numel)
-        dist.all_reduce(full)
+        dist.all_reduce(full, group=self.data_group)
         return full.reshape(param.shape)
 
     def _position(self, param: nn.Parameter) -> tuple[int, int]:
@@ -215,7 +217,7 @@ class DeepSpeedTensorReader:
         if mapping is not None:
             target, source = mapping.lp_fragment_address, mapping.hp_fragment_address
             full[target.start : target.start + target.numel] = flat_state.narrow(0, source.start, source.numel)
-        dist.all_reduce(full)
+        dist.all_reduce(full, group=self.data_group)
         return snapshot(full.reshape(param.shape))
 
     def _stage3_state(self, param: nn.Parameter) -> dict[str, Tensor]:

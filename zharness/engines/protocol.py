@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checkable
 
 from zharness.engines.capabilities import BufferPromise as BufferPromise
+from zharness.engines.capabilities import CallForm as CallForm
 from zharness.engines.capabilities import Capabilities as Capabilities
 from zharness.engines.capabilities import EngineOption as EngineOption
 from zharness.engines.capabilities import Feature as Feature
@@ -71,7 +72,8 @@ class EngineConfig:
     ``dtype`` applies to parameters, gradients and their reduction. Under bf16 and fp16 the optimizer updates fp32
     master weights; under fp16 ``loss_scale`` is the static loss scale. ``options`` are the engine's own options.
     ``mesh`` has the axes of parallelism beside data parallelism. ``tp_plan`` says by the name of a module how the axis
-    tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``.
+    tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``. ``pp_plan`` has the names of the
+    modules that the model calls one after another, each with the outputs of the one before; the axis pp splits them.
     """
 
     stage: int = 0
@@ -86,6 +88,7 @@ class EngineConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh = DEFAULT_MESH
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    pp_plan: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,28 @@ class SupportsLoadUniversal(Protocol):
 
         Raises an error on every rank, and changes nothing, if a file is missing or damaged.
         """
+
+
+class SupportsTrainBatch(Protocol):
+    """An engine of the form ``CallForm.WHOLE_BATCH``, as a pipeline: it has no forward and no backward of its own."""
+
+    def train_batch(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Callable[[Any, Any], Tensor]
+    ) -> Sequence[Tensor]:
+        """Run forward and backward of all micro-batches of a step, and return their losses, which every rank gets.
+
+        A micro-batch is inputs and target. Afterwards ``full_grads()`` has the mean over the micro-batches, added to
+        the gradients of earlier batches since ``zero_grad()``. This is a collective.
+        """
+
+
+def require_train_batch(engine: Engine) -> SupportsTrainBatch:
+    """Return ``engine``. Raises EngineContractError if it has no method ``train_batch``."""
+    if not _has_method(engine, "train_batch"):
+        raise EngineContractError(
+            f"{type(engine).__name__} has the form {CallForm.WHOLE_BATCH.name} but no method train_batch()"
+        )
+    return cast(SupportsTrainBatch, engine)
 
 
 def supports_uneven(engine: Engine) -> TypeGuard[SupportsUneven]:

@@ -134,6 +134,14 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("torch.distributed.tensor",),
         ),
         EngineInfo(
+            name="torch_pp",
+            target="zharness.engines.torch_pp:factory",
+            summary="the schedules of torch.distributed.pipelining, on a mesh with the axis pp alone",
+            distribution="torch",
+            install="pip install torch",
+            sources=("torch.distributed.pipelining",),
+        ),
+        EngineInfo(
             name="deepspeed",
             target="zharness.engines.deepspeed:factory",
             summary="DeepSpeed, ZeRO stages 0 to 3",

@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import CallForm, Feature
 from zharness.errors import UsageError
 from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
@@ -86,7 +86,7 @@ class Law:
     ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
-    ``mesh_support`` on which meshes.
+    ``mesh_support`` on which meshes. ``form`` is the form in which the law calls an engine.
     """
 
     name: str
@@ -109,6 +109,7 @@ class Law:
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
     mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
+    form: CallForm = CallForm.FORWARD_AND_BACKWARD
 
     def get_variant(self, name: str) -> Variant:
         """Return the variant with this name. Raise UsageError if the law has no such variant."""

@@ -24,6 +24,7 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.baseline import LocalResult
 
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
@@ -51,9 +52,26 @@ def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from compare_initial_weights(ctx)
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
-    yield from ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1)))
+    for comparison in ctx.compare_reduced_grads("grads", [local], exact=ctx.certify_exactness(range(1))):
+        yield hint_missing_sum(ctx, comparison, local)
     yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records("grads")[0], RecordedStep(0, "masters"))
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def hint_missing_sum(ctx: JudgeContext, comparison: Comparison, local: Sequence[LocalResult]) -> Comparison:
+    """Add a hint to a mismatch of a gradient if the gradients of the ranks along an axis add up to the right one."""
+    mismatch = comparison.mismatch
+    if mismatch is None:
+        return comparison
+    name = mismatch.parameter
+    grads = [record[name] for record in ctx.rank_records("grads")]
+    right = torch.stack([result.grads[name] for result in local]).mean(dim=0)
+    for axis in ctx.mesh.axes:
+        first = ctx.mesh.rank_at_start(axis, mismatch.seen_on, ctx.world_size)
+        along = [rank for rank in range(len(grads)) if ctx.mesh.rank_at_start(axis, rank, ctx.world_size) == first]
+        if torch.equal(torch.stack([grads[rank] for rank in along]).sum(dim=0), right):
+            return add_hint(comparison, f"the gradients of the ranks along {axis} add up to the right one")
+    return comparison
 
 
 def observe_norm(ctx: RankContext) -> None:
@@ -63,8 +81,9 @@ def observe_norm(ctx: RankContext) -> None:
 
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
-    yield compare_bitwise(
-        ctx.location("norm", Part.REDUCTION), scalar(1), scalar("norm" in ctx.rank_records("norm")[0])
+    reported = scalar("norm" in ctx.rank_records("norm")[0])
+    yield add_hint(
+        compare_bitwise(ctx.location("norm", Part.REDUCTION), scalar(1), reported), "the engine reports none"
     )
     grads = ctx.rank_records("grads")[0]
     factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
@@ -133,14 +152,20 @@ def compare_replicas(
 
 
 def mesh_law(
-    name: str, statement: str, observe: ObserveFunction, judge: JudgeFunction, *features: Feature, kept_because: str
+    name: str,
+    statement: str,
+    observe: ObserveFunction,
+    judge: JudgeFunction,
+    *features: Feature,
+    kept_because: str,
+    models: tuple[str, ...] = MODELS,
 ) -> Law:
     """Build a law of the group ``mesh``, whose models are exact."""
     return Law(
         name=f"mesh.{name}",
         statement=statement,
         tier=Tier.STAGED,
-        models=MODELS,
+        models=models,
         observe=observe,
         judge=judge,
         features=features,
@@ -157,6 +182,7 @@ LAWS = (
         observe_step,
         judge_training,
         kept_because="the shortest law of a mesh: the first one to read in a report",
+        models=(*MODELS, "mixing"),
     ),
     mesh_law(
         "one_hot",

@@ -15,6 +15,7 @@ from zharness.laws import (
     parameters,
     parameters_any_order,
     parameters_edited,
+    pipeline,
     precision,
     resources,
     state,
@@ -40,6 +41,7 @@ LAW_MODULES = (
     state,
     resources,
     mesh,
+    pipeline,
     model,
 )
 LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in module.LAWS}

@@ -40,6 +40,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     optimizer_options,
     outputs_and_options,
     parameters,
+    pipeline,
     prefetch,
     random_state,
     rare_settings,

@@ -143,9 +143,10 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
     """
     seen: list[Tensor] = []
 
-    def record_output(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        seen.append(output.detach())
-        output.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    def record_output(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            seen.append(tensor.detach())
+            tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
 
     hooks = [module.register_forward_hook(record_output) for module in model.modules()]
     local = run_local(model, batch, loss)

@@ -38,8 +38,20 @@ Column = tuple[str, str, str]
 
 
 def render_overview(records: Sequence[Record]) -> str:
-    """Render a table of laws x engines, with a column for each release and dtype of an engine."""
+    """Render a table of laws x engines for each mesh, with a column for each release and dtype of an engine."""
     names = name_engines(records)
+    tables = [render_table_of_mesh(mesh, rows, names) for mesh, rows in group_records(records, name_mesh).items()]
+    return "\n\n".join((*tables, LEGEND))
+
+
+def name_mesh(record: Record) -> str:
+    """Return the world size and the mesh of a record as in a cell's id, ``w4.tp2``; '' without a mesh."""
+    mesh = record.cell.mesh
+    return f"w{record.cell.world_size}.{mesh.label}" if mesh.sizes else ""
+
+
+def render_table_of_mesh(mesh: str, records: Sequence[Record], names: Mapping[str, str]) -> str:
+    """Render the table of one mesh below its name. Without a mesh, laws that no engine ran have rows, too."""
     engine_column = partial(find_engine_column, names)
     columns = {
         column: sorted({record.cell.stage for record in rows})
@@ -58,9 +70,11 @@ def render_overview(records: Sequence[Record]) -> str:
         ]
         for law in dict.fromkeys(record.cell.law for record in records)
     ]
+    if mesh:
+        rows = [row for row in rows if set("".join(row[1:])) - {OUTCOME_LETTERS["unsupported"], " "}]
     head = ["\n".join((*column, "".join(map(str, stages)))) for column, stages in columns.items()]
     table = tabulate(rows, ["engine\nrelease\ndtype\nstage", *head], disable_numparse=True)
-    return f"{table}\n\n{LEGEND}"
+    return f"mesh {mesh}\n\n{table}" if mesh else table
 
 
 def find_engine_column(names: Mapping[str, str], record: Record) -> Column:

@@ -9,7 +9,7 @@ from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law
-from zharness.mesh import TENSOR, Mesh
+from zharness.mesh import PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
 
 
@@ -24,6 +24,8 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     Raises UsageError for an unknown model.
     """
     spec, size = model_spec(model), mesh.size(TENSOR)
+    if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
+        return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:
@@ -35,6 +37,18 @@ def require_tp_plan(model: str, mesh: Mesh) -> None:
     """Raise UsageError if ``model`` is unknown, or cannot be split over ``mesh``."""
     if reason := explain_missing_plan(model, mesh):
         raise UsageError(reason)
+
+
+def explain_unclaimed_plan(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot apply the plan of the cell's model for tp, or '' if it can."""
+    if TENSOR not in cell.mesh.axes or not capabilities.plan_words:
+        return ""
+    for module, word in model_spec(cell.model).tp_plan.items():
+        if word not in capabilities.plan_words:
+            return (
+                f"{cell.engine} does not claim the word {word} of the plan that splits {module} of {cell.model} on tp"
+            )
+    return ""
 
 
 def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
@@ -54,10 +68,21 @@ def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabiliti
             )
 
 
-def reason_mesh_not_stated(law: Law, cell: Cell) -> str:
-    """Return the reason why the law is not stated for the cell's mesh, or '' if it is."""
+def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the law calls engines in another form than the cell's engine has, or '' if it does not."""
+    if law.form is capabilities.form:
+        return ""
+    return f"{law.name} calls {law.form.value}, and {cell.engine} has {capabilities.form.value}"
+
+
+def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
     if law.mesh_support is MeshSupport.DATA_PARALLEL and cell.mesh.sizes:
         return f"{law.name} is not stated for the mesh {cell.mesh.label}: {law.mesh_support.value}"
-    return explain_missing_plan(cell.model, cell.mesh)
+    return (
+        explain_other_form(law, cell, capabilities)
+        or explain_missing_plan(cell.model, cell.mesh)
+        or explain_unclaimed_plan(cell, capabilities)
+    )

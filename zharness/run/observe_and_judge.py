@@ -90,6 +90,7 @@ def build_cell_context(
         options=merge_options(engine_options(cell, capabilities), options),
         mesh=cell.mesh,
         tp_plan=spec.tp_plan,
+        pp_plan=spec.pp_plan,
     )
     training = configuration_for(cell.engine_variant).training
     return build_rank_context(

@@ -311,7 +311,7 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the matrix excludes this cell regardless of the engine's features, or '' if it does not."""
     if capabilities.absent:
         return f"{cell.engine} cannot be built: {capabilities.absent}"
-    if reason := reason_mesh_not_stated(law, cell):
+    if reason := reason_mesh_not_stated(law, cell, capabilities):
         return reason
     reason = reason_setting_not_stated(law, cell, capabilities)
     if reason:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zharness.laws.registry import find_laws
+from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.mesh_claims import needs_mesh
@@ -88,14 +89,16 @@ def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set
     """Return whether a run has each law, stage, world size and dtype that ``entry`` names, with any options.
 
     ``attempted`` are the laws of the run, with those that the engine does not support. Laws of a mesh count only for
-    an entry that names a mesh, since no other entry covers a cell of theirs.
+    an entry that names a mesh, since no other entry covers a cell of theirs. An entry that also covers cells without a
+    mesh needs no cell of its meshes.
     """
     cells = [record.cell for record in ran]
+    meshes = {cell.mesh.label for cell in cells}
     laws = [law for law in find_laws(entry.laws) if law.models and (entry.meshes or not needs_mesh(law))]
     return (
         {law.name for law in laws} <= attempted
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
-        and {*entry.meshes} <= {cell.mesh.label for cell in cells}
+        and ({*entry.meshes} <= meshes or DEFAULT_MESH.label in meshes & {*entry.meshes})
         and {*entry.dtypes} <= {cell.dtype for cell in cells}
     )

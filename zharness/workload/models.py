@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.workload import exact_blocks, exact_heads, exact_mlp, mixed_precision, nets
+from zharness.workload import exact_blocks, exact_chain, exact_heads, exact_mixing, exact_mlp, mixed_precision, nets
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
@@ -112,7 +112,7 @@ class ModelSpec:
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
     verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
     ``rowwise``; a model without a plan has no cells on the axis tp. ``heads`` is the number of attention heads, which
-    tp has to divide, or 0.
+    tp has to divide, or 0. ``pp_plan`` has the modules that the model calls one after another, which pp splits.
     """
 
     name: str
@@ -122,6 +122,7 @@ class ModelSpec:
     loss: Callable[[Any, Any], Tensor]
     exact: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
+    pp_plan: tuple[str, ...] = ()
     heads: int = 0
 
     def model(self, seed: int) -> nn.Module:
@@ -325,6 +326,30 @@ MODELS: dict[str, ModelSpec] = {
             for name, axes, plan in (
                 ("heads", "tp", exact_heads.TENSOR_PLAN),
                 ("sequence", "tp with sequence parallelism", exact_heads.SEQUENCE_PLAN),
+            )
+        ),
+        ModelSpec(
+            name="mixing",
+            summary="an exact model that mixes samples by layers that tp splits, whose input is transposed",
+            build=partial(exact_mixing.MixingModel, SAMPLES),
+            batch=_draw_ternary_batch,
+            loss=exact_mlp.linear_loss,
+            exact=True,
+            tp_plan=exact_mixing.TENSOR_PLAN,
+        ),
+        *(
+            ModelSpec(
+                name=name,
+                summary=f"an exact model of four blocks that pp splits into stages, {each}",
+                build=partial(exact_chain.ChainModel, skips),
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+                pp_plan=exact_chain.PIPELINE_PLAN,
+            )
+            for name, each, skips in (
+                ("chain", "each of which takes the output of the one before", False),
+                ("skips", "each of which takes two outputs of the one before", True),
             )
         ),
         ModelSpec(

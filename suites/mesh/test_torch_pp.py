@@ -1,0 +1,96 @@
+"""Pipelines: every schedule trains as plain accumulation, a finding, plans, and calls that a pipeline does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from zharness.cell import Cell
+from zharness.engines import torch_pp
+from zharness.engines.protocol import EngineConfig, Piece
+from zharness.engines.registry import capabilities
+from zharness.engines.warm_up import build_warm_up_environment
+from zharness.errors import ConfigError, UsageError
+from zharness.laws import get_law
+from zharness.mesh import Mesh
+from zharness.run import PlannedCell, Runner, Verdict
+from zharness.run.plan import plan_cell
+
+CELLS = {
+    "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
+    "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
+}
+PP2 = Mesh.parse("pp2")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner({"torch_pp": build_warm_up_environment("torch_pp")}) as started:
+        yield started
+
+
+@pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
+def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
+    record = runner.run(PlannedCell(Cell.parse(case)))
+    assert record.is_expected, record.cause
+    assert record.verdict is verdict, record.cause
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mesh.training[torch_pp-zero0-w2.pp2-fp32-exact]", "torch_pp has train_batch"),
+        ("pipeline.training[fsdp2-zero3-w4.tp2-fp32-chain-gpipe]", "fsdp2 has a forward and a backward"),
+    ],
+)
+def test_a_law_of_another_form_is_unsupported_before_ranks_start(case: str, words: str) -> None:
+    cell = Cell.parse(case)
+    claims = capabilities(cell.engine, cell.stage)
+    assert claims is not None
+    assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+
+
+def test_a_plan_is_split_into_even_stages() -> None:
+    assert torch_pp.split_plan(["a", "b", "c", "d", "e"], 2) == [["a", "b"], ["c", "d", "e"]]
+    with pytest.raises(ConfigError, match="cannot be split into 2 stages"):
+        torch_pp.split_plan(["a"], 2)
+
+
+def build() -> nn.Sequential:
+    """Return a model of two layers, which a plan names "0" and "1"."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.world_size(2)
+def test_each_rank_owns_the_parameters_of_its_stage_and_has_no_forward() -> None:
+    engine = torch_pp.factory(build(), EngineConfig(mesh=PP2, pp_plan=("0", "1")))
+    assert engine.layout()["0.weight"] == (Piece(0, 0, 4),)
+    assert engine.layout()["1.bias"] == (Piece(1, 0, 2),)
+    with pytest.raises(UsageError, match="got a forward; this engine has train_batch"):
+        engine(torch.ones(1, 2))
+    engine.close()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (EngineConfig(mesh=PP2, pp_plan=("0",)), "has 1 modules"),
+        (EngineConfig(mesh=PP2, pp_plan=("0", "1"), clip=1.0), "got clip"),
+        (EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"width": 2}), "unknown option"),
+    ],
+)
+def test_a_config_that_a_pipeline_cannot_have_is_refused(config: EngineConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        torch_pp.factory(build(), config)
+
+
+@pytest.mark.world_size(2)
+def test_a_plan_that_leaves_out_a_parameter_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"leaves out the parameters 2\.weight"):
+        torch_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("0", "1")))

@@ -1,0 +1,221 @@
+"""Adapt the schedules of ``torch.distributed.pipelining`` to the Engine protocol, for engines that run whole batches.
+
+The axis pp takes all ranks. Each rank has one stage, or several for a schedule that interleaves them, and its optimizer
+updates their parameters alone. The schedule runs the forwards and backwards of a step: ``train_batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import optimizers
+from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
+from zharness.engines.torch_engine import snapshot, validate_config
+from zharness.errors import ConfigError, UsageError
+from zharness.mesh import PIPELINE
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
+SCHEDULE = "schedule"
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule of torch: its class, and the stages of each rank, as a function of rank and number of ranks."""
+
+    name: str
+    stages: Callable[[int, int], tuple[int, ...]]
+
+
+def one_stage(rank: int, size: int) -> tuple[int, ...]:
+    """Return the one stage of a rank."""
+    return (rank,)
+
+
+def two_stages_in_turn(rank: int, size: int) -> tuple[int, ...]:
+    """Return two stages of a rank, ``size`` apart."""
+    return (rank, rank + size)
+
+
+def two_stages_in_a_v(rank: int, size: int) -> tuple[int, ...]:
+    """Return two stages of a rank: the first rank has the first and the last one."""
+    return (rank, 2 * size - 1 - rank)
+
+
+SCHEDULES: Mapping[str, ScheduleKind] = {
+    "gpipe": ScheduleKind("ScheduleGPipe", one_stage),
+    "1f1b": ScheduleKind("Schedule1F1B", one_stage),
+    "interleaved": ScheduleKind("ScheduleInterleaved1F1B", two_stages_in_turn),
+    "zero_bubble": ScheduleKind("ScheduleInterleavedZeroBubble", two_stages_in_turn),
+    "zbv": ScheduleKind("ScheduleZBVZeroBubble", two_stages_in_a_v),
+}
+_LEFT_TO_THE_CALLER = f"the schedules leave it to the caller ({DOCUMENTATION})"
+CAPABILITIES = Capabilities(
+    stages=frozenset({0}),
+    refuses=dict.fromkeys(
+        (Feature.CLIP, Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER
+    ),
+    mesh_axes=frozenset({PIPELINE}),
+    whole_mesh="the schedules reduce nothing over data parallelism",
+    form=CallForm.WHOLE_BATCH,
+)
+
+
+def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
+    """Split ``model`` into stages by the plan of the config, over the default process group. This is a collective.
+
+    Raises ConfigError for an unsupported configuration.
+    """
+    validate_config(config, CAPABILITIES, {SCHEDULE: f"one of {', '.join(SCHEDULES)}"})
+    if config.clip is not None:
+        raise ConfigError(f"got clip {config.clip}; each rank has the gradients of its own stages alone")
+    return PipelineEngine(model, config)
+
+
+class StageModule(nn.Module):
+    """Consecutive modules of a model, of which each takes the outputs of the one before."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, *values: Tensor) -> Any:
+        output: Any = values
+        for part in self.parts:
+            output = part(*values)
+            values = output if isinstance(output, tuple) else (output,)
+        return output
+
+
+def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
+    """Return the names of the modules of each stage, as evenly as possible. Raises ConfigError for too few modules."""
+    if len(plan) < stages:
+        raise ConfigError(f"the pp_plan has {len(plan)} modules, which cannot be split into {stages} stages")
+    edges = [len(plan) * stage // stages for stage in range(stages + 1)]
+    return [list(plan[start:stop]) for start, stop in pairwise(edges)]
+
+
+class PipelineEngine:
+    """An engine whose schedule runs all forwards and backwards of a step; see ``Engine`` and ``SupportsTrainBatch``."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        from torch.distributed import pipelining
+
+        self.module, self.capabilities, self._config = model, CAPABILITIES, config
+        rank, size = dist.get_rank(), dist.get_world_size()
+        kind = SCHEDULES[config.options.get(SCHEDULE, "gpipe")]
+        self._schedule_class: Any = getattr(pipelining, kind.name)
+        numbers, total = kind.stages(rank, size), size * len(kind.stages(rank, size))
+        names = split_plan(config.pp_plan, total)
+        device = next(model.parameters()).device
+        self._first, self._last = 0 in numbers, total - 1 in numbers
+        parts = [StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers]
+        self._stages: list[PipelineStage] = [
+            pipelining.PipelineStage(part, number, total, device) for part, number in zip(parts, numbers, strict=True)
+        ]
+        mine = {id(param) for part in parts for param in part.parameters()}
+        self._names = [name for name, _ in model.named_parameters()]
+        self._params = {name: param for name, param in model.named_parameters() if id(param) in mine}
+        owners = self._merge({name: (Piece(rank, 0, param.numel()),) for name, param in self._params.items()})
+        if missing := [name for name in self._names if name not in owners]:
+            raise ConfigError(f"the pp_plan leaves out the parameters {', '.join(missing)}")
+        self._layout: Mapping[str, tuple[Piece, ...]] = owners
+        self._optimizer = optimizers.build(self._params, config.optimizer)
+        self._lr_schedule = optimizers.schedule(self._optimizer, config.optimizer)
+        self._schedule: Any = None
+
+    def train_batch(self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Loss) -> tuple[Tensor, ...]:
+        """Run forward and backward of all micro-batches, and return their losses on every rank.
+
+        Gradients are added to those that exist, as the mean over the micro-batches.
+        """
+        if self._schedule is None:
+            stages: Any = self._stages[0] if len(self._stages) == 1 else self._stages
+            self._schedule = self._schedule_class(stages, len(micro_batches), loss_fn=loss)
+        losses: list[Tensor] = []
+        inputs = (torch.cat([inputs for inputs, _ in micro_batches]),) if self._first else ()
+        target = torch.cat([target for _, target in micro_batches])
+        self._schedule.step(*inputs, **({"target": target, "losses": losses} if self._last else {}))
+        found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, [snapshot(value) for value in losses])
+        return tuple(value for values in found for value in values)
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._lr_schedule.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return self._merge({name: snapshot(p.grad) for name, p in self._params.items() if p.grad is not None})
+
+    def full_params(self) -> dict[str, Tensor]:
+        return self._merge({name: snapshot(param) for name, param in self._params.items()})
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        states = {name: self._optimizer.state.get(param, {}) for name, param in self._params.items()}
+        return self._merge(
+            {
+                name: {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
+                for name, state in states.items()
+                if state
+            }
+        )
+
+    def grad_norm(self) -> float | None:
+        return None
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        return self._layout
+
+    def observe(self) -> Observations:
+        return Observations(
+            loss_scale=Absent("the schedules have no loss scale"),
+            skipped_steps=Absent("this engine never skips a step"),
+            learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
+        )
+
+    def close(self) -> None:
+        self.zero_grad()
+        vars(self).clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a forward")
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> NoReturn:
+        self._refuse("a backward")
+
+    def scale(self, loss: Tensor) -> NoReturn:
+        self._refuse("scale(loss)")
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        self._refuse("no_sync()")
+
+    def save(self, path: Path) -> NoReturn:
+        self._refuse("save()")
+
+    def load(self, path: Path) -> NoReturn:
+        self._refuse("load()")
+
+    def _refuse(self, call: str) -> NoReturn:
+        """Raise UsageError, because the engine has no such call."""
+        raise UsageError(f"got {call}; this engine has {CallForm.WHOLE_BATCH.value}")
+
+    def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of all ranks in the order of the model's parameters. This is a collective."""
+        found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, dict(own))
+        return {name: part[name] for name in self._names for part in found if name in part}

@@ -1,0 +1,157 @@
+"""Define the laws of the group ``pipeline``: engines that run whole batches train as plain PyTorch accumulates.
+
+Such an engine has no forward and no backward that a caller could call (``CallForm.WHOLE_BATCH``). It gets the
+micro-batches of a step and the loss, and the laws compare each micro-batch's loss, the mean gradient and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import CallForm, Engine, OptimizerSpec, require_train_batch
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.laws.training.common import JudgeFunction, ObserveFunction
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.baseline import LocalResult
+
+MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
+MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+MODELS = ("chain", "skips")
+
+
+def run_batch(ctx: RankContext, engine: Engine, number: int) -> None:
+    """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it."""
+    batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(MICRO_BATCHES)]
+    losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], ctx.spec.loss)
+    ctx.record("losses", {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}, number)
+    ctx.record("grads", engine.full_grads(), number)
+
+
+def observe_training(ctx: RankContext) -> None:
+    """Run one batch by the schedule that the variant names, and make a step."""
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": ctx.variant})
+    ctx.record_training_state(engine, 0)
+    run_batch(ctx, engine, 0)
+    engine.step()
+    engine.zero_grad()
+    ctx.record_training_state(engine, 1)
+    engine.close()
+
+
+def compute_batch(
+    ctx: JudgeContext, number: int, params: Mapping[str, Tensor] | None = None
+) -> list[list[LocalResult]]:
+    """Return the baseline's losses and gradients of each micro-batch of batch ``number``, at ``params``."""
+    first = number * MICRO_BATCHES
+    return [ctx.compute_local_grads(first + index, params) for index in range(MICRO_BATCHES)]
+
+
+def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:
+    """Check that every rank got the loss of each micro-batch, in their order."""
+    for rank, record in enumerate(ctx.rank_records("losses", number)):
+        for (name, loss), row in zip(record.items(), micros, strict=True):
+            place = ctx.location(name, Part.FORWARD, number, rank)
+            yield compare_bitwise(place, row[ctx.data_coordinate(rank)].loss, loss)
+
+
+def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses and gradients bitwise, and weights and state after the step by SGD's formula."""
+    yield from compare_initial_weights(ctx)
+    micros = compute_batch(ctx, 0)
+    yield from compare_micro_losses(ctx, micros)
+    yield from ctx.compare_reduced_grads("grads", micros, exact=ctx.certify_exactness(range(MICRO_BATCHES)))
+    yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records("grads")[0], RecordedStep(0))
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def hint_divided_again(
+    ctx: JudgeContext, comparison: Comparison, first: list[list[LocalResult]], second: list[list[LocalResult]]
+) -> Comparison:
+    """Add a hint to a mismatch of a gradient if the second batch divided the first one's mean once more."""
+    if comparison.mismatch is None:
+        return comparison
+    name = comparison.mismatch.parameter
+    means = [torch.stack([row[0].grads[name] for row in micros]).mean(dim=0) for micros in (first, second)]
+    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / MICRO_BATCHES + means[1]):
+        return comparison
+    divided = "the gradient of the batch before was divided by the number of micro-batches once more"
+    return add_hint(comparison, divided)
+
+
+def observe_windows(ctx: RankContext) -> None:
+    """Run two batches, with a step between them if the variant says so."""
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
+    run_batch(ctx, engine, 0)
+    if ctx.variant == "stepped":
+        engine.step()
+        engine.zero_grad()
+    ctx.record_weights(engine, 1)
+    run_batch(ctx, engine, 1)
+    engine.close()
+
+
+def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the losses and gradients of the second batch: its own mean after a step, else the sum of both means."""
+    first = compute_batch(ctx, 0)
+    second = compute_batch(ctx, 1, ctx.rank_records("params", 1)[0])
+    yield from compare_micro_losses(ctx, first)
+    yield from compare_micro_losses(ctx, second, 1)
+    if ctx.variant == "stepped":
+        yield from ctx.compare_reduced_grads("grads", second, 1)
+    else:
+        exact = ctx.certify_exactness(range(2 * MICRO_BATCHES))
+        for comparison in ctx.compare_reduced_grads("grads", [*first, *second], 1, exact, scale=2.0):
+            yield hint_divided_again(ctx, comparison, first, second)
+
+
+def pipeline_law(
+    name: str,
+    statement: str,
+    observe: ObserveFunction,
+    judge: JudgeFunction,
+    variants: tuple[str, ...],
+    kept_because: str,
+) -> Law:
+    """Build a law of the group ``pipeline``, whose models are exact."""
+    return Law(
+        name=f"pipeline.{name}",
+        statement=statement,
+        tier=Tier.STAGED,
+        models=MODELS,
+        observe=observe,
+        judge=judge,
+        variants=tuple(map(Variant, variants)),
+        dtypes=("fp32",),
+        mesh_support=MeshSupport.ONLY,
+        form=CallForm.WHOLE_BATCH,
+        kept_because=kept_because,
+    )
+
+
+LAWS = (
+    pipeline_law(
+        "training",
+        "losses, mean gradients and steps of every schedule are those of plain accumulation over its micro-batches",
+        observe_training,
+        judge_training,
+        SCHEDULES,
+        kept_because="the only law of a schedule: it names the wrong micro-batch or stage",
+    ),
+    pipeline_law(
+        "windows",
+        "a batch adds its mean gradient to those since zero_grad, and after a step it uses the new weights",
+        observe_windows,
+        judge_windows,
+        ("accumulated", "stepped"),
+        kept_because="the only law of two batches in a pipeline, whose schedule object keeps state between them",
+    ),
+)

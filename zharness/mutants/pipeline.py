@@ -1,0 +1,142 @@
+"""Define mutants that break a pipeline: a micro-batch of a stage, a divide, an order, a gradient between stages.
+
+They are torch's schedules on a mesh with the axis pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Any], Tensor]
+
+
+def on_pipeline(
+    part: Part = Part.REDUCTION,
+    model: str = "chain",
+    parameter: str = "*",
+    law: str = "pipeline.training",
+    variant: str = "gpipe",
+) -> Target:
+    """Return a target on a pipeline of two ranks."""
+    return Target(law, part, model, variant, parameter=parameter, mesh="pp2")
+
+
+class OverPipeline(Around):
+    """The base class of mutants of a pipeline."""
+
+    over = "torch_pp"
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        """Run the batch on the right engine; subclasses break it."""
+        losses: Sequence[Tensor] = self.right.train_batch(micro_batches, loss)
+        return losses
+
+
+@mutant(FaultKind.CONTRIBUTION, on_pipeline(Part.ACCUMULATION, parameter="blocks.3.*"), origin=Origin.MESH)
+class DropsAMicroBatchOfTheLastStage(OverPipeline):
+    """The last stage does not add the gradient of the first micro-batch that it runs."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.seen: set[nn.Parameter] = set()
+        for parameter in self.module.get_submodule("blocks.3").parameters():
+            parameter.register_hook(lambda grad, parameter=parameter: self.changed(parameter, grad))  # type: ignore[no-untyped-call]
+
+    def changed(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """Return zeros for the first gradient of a parameter, and later ones as they are."""
+        if parameter in self.seen:
+            return grad
+        self.seen.add(parameter)
+        return torch.zeros_like(grad)
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_pipeline(),
+    origin=Origin.MESH,
+    imitates="https://github.com/pytorch/torchtitan/issues/1732",
+)
+class DividesByMicroBatchesTwice(OverPipeline):
+    """The gradients are divided by the number of micro-batches once more."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        for parameter in self.trained():
+            parameter.grad = None if parameter.grad is None else parameter.grad / len(micro_batches)
+        return losses
+
+
+@mutant(FaultKind.SCALE, on_pipeline(parameter="blocks.0.*", variant="1f1b"), origin=Origin.MESH)
+class FirstStageDoesNotDivide(OverPipeline):
+    """The first rank's stage has the sum over the micro-batches, the others the mean."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        if dist.get_rank() == 0:
+            for parameter in self.trained():
+                parameter.grad = None if parameter.grad is None else parameter.grad * len(micro_batches)
+        return losses
+
+
+@mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*"), origin=Origin.MESH)
+class ReversesInputs(OverPipeline):
+    """The micro-batches' inputs are run in the reverse order of their targets."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        inputs = [inputs for inputs, _ in micro_batches][::-1]
+        targets = [target for _, target in micro_batches]
+        return super().train_batch(list(zip(inputs, targets, strict=True)), loss)
+
+
+@mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="zbv"), origin=Origin.MESH)
+class ReversesLosses(OverPipeline):
+    """The losses come in the reverse order of the micro-batches."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        return super().train_batch(micro_batches, loss)[::-1]
+
+
+@mutant(FaultKind.CONTRIBUTION, on_pipeline(model="skips"), origin=Origin.MESH)
+class LosesTheGradientOfASecondOutput(OverPipeline):
+    """The stage before the last block gets no gradient of its second output, which is a skip connection."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.without_second)
+
+    def without_second(self, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the outputs, of which the second has a gradient of zero."""
+        first, second = output
+        return first, second.detach() + 0 * first
+
+
+@mutant(FaultKind.OPTIMIZER, on_pipeline(Part.OPTIMIZER, parameter="blocks.0.*"), origin=Origin.MESH)
+class StepsTheLastStageAlone(OverPipeline):
+    """The optimizer of the first rank's stage makes no step."""
+
+    def step(self) -> None:
+        if dist.get_rank() > 0:
+            self.right.step()
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_pipeline(law="pipeline.windows", variant="stepped"),
+    origin=Origin.MESH,
+)
+class KeepsGradientsOverSteps(OverPipeline):
+    """zero_grad drops nothing, so that the next batch adds to the gradients of the last one."""
+
+    def zero_grad(self) -> None:
+        """Drop nothing."""

@@ -1,0 +1,60 @@
+"""Define exact models that call their blocks one after another, so that a pipeline can split them into stages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zharness.workload.exact_blocks import make_ternary
+from zharness.workload.exact_mlp import WIDTH
+
+BLOCKS = 4
+PIPELINE_PLAN = tuple(f"blocks.{index}" for index in range(BLOCKS))
+
+
+class Block(nn.Module):
+    """A linear layer and ReLU; maps (batch, 16) to (batch, 16)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.relu(self.linear(hidden))
+
+
+class SkippingBlock(Block):
+    """A block that returns its output and, beside it, a tensor that skips it: the input of the first block."""
+
+    def forward(self, hidden: Tensor, skipped: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        skipped = hidden if skipped is None else skipped
+        return super().forward(hidden) + skipped, super().forward(skipped)
+
+
+class LastBlock(Block):
+    """A block that adds up the outputs of the block before it; it has no ReLU."""
+
+    def forward(self, hidden: Tensor, skipped: Tensor) -> Tensor:  # type: ignore[override]
+        output: Tensor = self.linear(hidden + skipped)
+        return output
+
+
+class ChainModel(nn.Module):
+    """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
+
+    With ``skips``, each block but the last returns two tensors, which the next one takes.
+    """
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        inner: type[Block] = SkippingBlock if skips else Block
+        last: type[Block] = LastBlock if skips else Block
+        self.blocks = nn.ModuleList([*(inner() for _ in range(BLOCKS - 1)), last()])
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values: tuple[Tensor, ...] = (x,)
+        for block in self.blocks:
+            output = block(*values)
+            values = output if isinstance(output, tuple) else (output,)
+        return values[0]
