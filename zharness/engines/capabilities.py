@@ -245,7 +245,9 @@ class Capabilities:
 
         So tp counts as kernels of the engine's own, which only tiers X and C judge.
         """
-        found = replace(self, replicas=max(self.replicas, mesh.size(REPLICATE)))
+        found = self
+        if mesh.size(REPLICATE) > self.replicas:
+            found = replace(self, replicas=mesh.size(REPLICATE))
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
