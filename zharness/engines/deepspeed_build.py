@@ -105,8 +105,8 @@ def initialize(
     Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    if config.options.get(LEAF_MODULES):
-        deepspeed.utils.set_z3_leaf_modules(model, leaf_classes(model), raise_if_not_found=False)
+    if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
+        deepspeed.utils.set_z3_leaf_modules(model, classes)
     if config.options.get(ZERO_INIT):
         # The block, in which users build models, also replaces the constructors of all modules for as long as it lasts.
         with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from zharness.engines.deepspeed_gathers import await_all_gathers
 from zharness.engines.deepspeed_shm import SHM_VARIABLE, build_shm_operator
 from zharness.errors import EngineContractError, MissingEngine
 from zharness.world.current_rank import is_rank
@@ -117,6 +118,8 @@ def get_shm_operator() -> Any:
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed and return the module; its shared-memory operator is built if ``ZHARNESS_DEEPSPEED_SHM=1``.
 
+    A release that leaves all-gathers of ZeRO-3 unawaited is made to await them.
+
     Raises MissingEngine if DeepSpeed cannot be imported.
     """
     os.environ.setdefault("DS_ACCELERATOR", device_type)  # read at import; prepare_deepspeed checks it
@@ -135,6 +138,7 @@ def import_deepspeed(device_type: str) -> Any:
         if os.environ.get(SHM_VARIABLE) == "1":
             _shm_operators[:] = [build_shm_operator(backend.build_shm_op)]
         backend.build_shm_op = get_shm_operator
+    await_all_gathers(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)
     return deepspeed
