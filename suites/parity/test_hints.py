@@ -1,14 +1,32 @@
-"""Hints name a wrong step count, a wrong learning rate and other gradients' norm, and nothing else."""
+"""Hints name a wrong step count, learning rate or norm, and old gradients and weights, and nothing else."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from zharness.law_kit.clipping import hint_other_norm
-from zharness.law_kit.hints import add_hint, hint_learning_rate, hint_step_count
+from zharness.law_kit.hints import (
+    OLD_GRADIENT_ADDED_HINT,
+    add_hint,
+    hint_added_gradient,
+    hint_learning_rate,
+    hint_step_count,
+)
+from zharness.law_kit.scenario_baseline import make_plain_participant
+from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, hint_old_gradient
+from zharness.law_kit.window_judge import OLD_WEIGHTS_HINT, WindowResult, hint_old_weights
+from zharness.law_kit.window_scenarios import WindowScenario
+from zharness.laws import double_backward
+from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
 from zharness.parity import Part, compare_bitwise
+from zharness.parity.attribution import describe_wrong_elements
+from zharness.parity.baseline import Baseline
 from zharness.parity.comparison import TensorLocation
+from zharness.workload import model_spec
 
 
 @pytest.mark.parametrize(
@@ -66,3 +84,69 @@ def test_the_hint_names_the_gradients_that_have_the_norm() -> None:
     assert hinted.mismatch is not None
     assert hinted.mismatch.hint == "old"
     assert hint_other_norm(wrong, {}) == wrong
+
+
+def make_context(**records: torch.Tensor) -> Any:
+    """Return a stand-in for the context of a judge: one rank recorded ``weight`` under each label at each step."""
+    return SimpleNamespace(rank_records=lambda label, at=0: [{"weight": records[label][at]}], data_size=1)
+
+
+@pytest.mark.parametrize(("old", "hint"), [([0.0, 3.0], OLD_GRADIENT_KEPT_HINT), ([0.0, 2.0], "only 1 of 2")])
+def test_the_hint_names_a_gradient_from_before_zero_grad(old: list[float], hint: str) -> None:
+    found = torch.tensor([0.0, 3.0])
+    place = TensorLocation(name="weight", part=Part.REDUCTION, step=0)
+    wrong = compare_bitwise(place, torch.zeros(2), found)
+    assert wrong.mismatch is not None
+    unexplained = add_hint(wrong, describe_wrong_elements(wrong.mismatch))
+    ctx = make_context(grads=torch.tensor([old]), after=found[None])
+    hinted = hint_old_gradient(ctx, unexplained, 0)
+    assert hinted.mismatch is not None
+    assert hinted.mismatch.hint.startswith(hint)
+    explained = add_hint(wrong, "another cause")
+    assert hint_old_gradient(ctx, explained, 0) is explained
+
+
+@pytest.mark.parametrize(("weight_after", "is_old"), [(10.0 - 3.0 - 5.0, True), (10.0 - 3.0, False)])
+def test_the_hint_names_a_forward_with_the_weights_from_before_the_last_step(weight_after: float, is_old: bool) -> None:
+    # The two micro-batches of a window have the gradients 3 and 4 at the old weights, and 7 and 5 at the right ones.
+    old, right = (WindowResult([[{"weight": torch.tensor([grad])}] for grad in row], []) for row in ((3, 4), (7, 5)))
+    plain: Any = SimpleNamespace(run_window=lambda window, weights: old)
+    ctx = make_context(params=torch.tensor([[20.0], [10.0], [weight_after]]))
+    place = TensorLocation(name="weight", part=Part.OPTIMIZER, step=1)
+    wrong = compare_bitwise(place, torch.tensor([-2.0]), torch.tensor([weight_after]))
+    scenario = WindowScenario(lambda participant, window, micro: None, micro_batches=2)
+    hinted = hint_old_weights(ctx, wrong, scenario, plain, "params", right)
+    assert hinted.mismatch is not None
+    assert (hinted.mismatch.hint == OLD_WEIGHTS_HINT) is is_old
+
+
+@pytest.mark.parametrize("is_first_order", [True, False])
+def test_the_hint_names_a_gradient_without_the_term_of_the_second_order(
+    monkeypatch: pytest.MonkeyPatch, is_first_order: bool
+) -> None:
+    baseline = Baseline(model_spec("blocks"), 0, 1)
+    plain = make_plain_participant(baseline, "", 0, torch.float32, None)
+    found = penalize_input_gradient(plain, create_graph=not is_first_order)["penalty"]
+    place = TensorLocation(name="penalty", part=Part.LOCAL_GRADIENT, step=0)
+    wrong = compare_bitwise(place, found + 1, found)
+    monkeypatch.setattr(double_backward, "make_scenario_judge", lambda scenario: lambda ctx: [wrong])
+    ctx: Any = SimpleNamespace(
+        baseline=baseline,
+        variant="",
+        dtype=torch.float32,
+        data_coordinate=lambda rank: rank,
+        rank_records=lambda label, at=0: [{"penalty": found}],
+    )
+    (hinted,) = judge_gradient_penalty(ctx)
+    assert hinted.mismatch is not None
+    assert (hinted.mismatch.hint == FIRST_ORDER_HINT) is is_first_order
+
+
+@pytest.mark.parametrize(("old", "is_added"), [(2.0, True), (1.0, False), (0.0, False)])
+def test_the_hint_names_an_old_gradient_that_is_added(old: float, is_added: bool) -> None:
+    place = TensorLocation(name="weight", part=Part.REDUCTION, step=1)
+    hinted = hint_added_gradient(
+        compare_bitwise(place, torch.tensor([5.0]), torch.tensor([7.0])), {"weight": torch.tensor([old])}
+    )
+    assert hinted.mismatch is not None
+    assert (hinted.mismatch.hint == OLD_GRADIENT_ADDED_HINT) is is_added

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zharness.law_kit.program_judge import OLD_GRADIENT_ADDED_HINT, OLD_GRADIENT_HINT
+from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT
+from zharness.law_kit.program_judge import OLD_GRADIENT_HINT
 from zharness.law_kit.record_comparisons import ROUNDED_WEIGHT_HINT
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.programs import Act, LayerKind, Mark, Program

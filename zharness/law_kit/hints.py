@@ -9,8 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zharness.law_kit.program_suspects import is_sum
 from zharness.parity import Comparison
-from zharness.parity.attribution import fit_scale
+from zharness.parity.attribution import fit_scale, is_unexplained
+
+OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
+
+
+def hint_added_gradient(comparison: Comparison, old: Mapping[str, Tensor]) -> Comparison:
+    """Add a hint to an unexplained mismatch of a gradient to which its gradient in ``old`` was added."""
+    mismatch = comparison.mismatch
+    if mismatch is None or not is_unexplained(mismatch) or mismatch.parameter not in old:
+        return comparison
+    grad = old[mismatch.parameter]
+    is_added = is_sum(mismatch, float(grad[mismatch.index]), torch.finfo(grad.dtype).eps)
+    return add_hint(comparison, OLD_GRADIENT_ADDED_HINT) if is_added else comparison
 
 
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zharness.engines.protocol import Reduction
 from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, add_hint
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -63,8 +63,6 @@ WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
 MATRICES_NOT_CHANGED_HINT = f"{WEIGHTS_NOT_CHANGED_HINT}{EXCEPT_VECTORS}"
 
 OLD_GRADIENT_HINT = "it is the gradient that an earlier step used"
-
-OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
 
 CALLER_TENSOR_CHANGED_HINT = "the backward changed the caller's output, loss or inputs"
 

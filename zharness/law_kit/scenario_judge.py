@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from zharness.engines.protocol import Reduction
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.recorded_gradients import RecordedGradients, has_split_gradients, sum_tensors
 from zharness.law_kit.scenario_baseline import ScenarioResult, run_scenario_on_all_ranks
 from zharness.law_kit.scenarios import NamedTensors, Scenario
 from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.attribution import is_unexplained
 from zharness.parity.baseline import LocalResult
 from zharness.parity.certificate import division_exactness
+from zharness.parity.compare import is_bitwise_equal
 
 DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discarded"
+OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
 
 
@@ -58,10 +62,25 @@ def judge_after_effects(
     ctx: JudgeContext, results: Sequence[ScenarioResult], engine_index: int
 ) -> Iterator[Comparison]:
     """Compare the gradients of the micro-batch after the scenario, and check that no weight is still gathered."""
-    yield from compare_scenario_grads(ctx, results, "after", engine_index)
+    for comparison in compare_scenario_grads(ctx, results, "after", engine_index):
+        yield hint_old_gradient(ctx, comparison, engine_index)
     for rank, counts in enumerate(ctx.rank_records("gathered", engine_index)):
         for name, count in counts.items():
             yield compare_bitwise(ctx.location(name, Part.GATHER, engine_index, rank), torch.zeros_like(count), count)
+
+
+def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, engine_index: int) -> Comparison:
+    """Add a hint to a mismatch after the scenario if the gradient is the one that the scenario left.
+
+    A hint that names a cause is kept.
+    """
+    mismatch = comparison.mismatch
+    if mismatch is None or not is_unexplained(mismatch):
+        return comparison
+    left, found = (ctx.rank_records(label, engine_index)[mismatch.seen_on] for label in ("grads", "after"))
+    name = mismatch.parameter
+    is_old = name in left and name in found and is_bitwise_equal(left[name], found[name])
+    return add_hint(comparison, OLD_GRADIENT_KEPT_HINT) if is_old else comparison
 
 
 def split_reduction_terms(

@@ -28,6 +28,7 @@ from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import check_names
 from zharness.parity.comparison import TensorLocation
 
+OLD_WEIGHTS_HINT = "the first forward of the window used the weights from before the last step"
 OLD_GRADIENTS_HINT = "it counts the gradients that unused weights had in an earlier step"
 
 
@@ -127,7 +128,36 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
             factor = yield from judge_clip_factor(ctx, f"norm{suffix}", window, means, scenario.clip, others)
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
         updates = compute_updates(scenario, clipped, before, momentum)
-        yield from compare_weights(ctx, f"params{suffix}", window, updates, sum_by_rank(result))
+        is_plain = scenario.clip is None and not scenario.momentum and not scenario.weight_decay
+        for found in compare_weights(ctx, f"params{suffix}", window, updates, sum_by_rank(result)):
+            if found.mismatch is None or not window or not is_plain:
+                yield found
+            else:
+                yield hint_old_weights(ctx, found, scenario, narrow, f"params{suffix}", result)
+
+
+def hint_old_weights(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    scenario: WindowScenario,
+    plain: PlainRanks,
+    label: str,
+    result: WindowResult,
+) -> Comparison:
+    """Add a hint to the mismatch of a weight if the first micro-batch of its window used the weights from before it.
+
+    ``result`` is the window with the right weights, and ``label`` that of the weights before each window.
+    """
+    mismatch = comparison.mismatch
+    assert mismatch is not None
+    window, name = mismatch.step, mismatch.parameter
+    old = plain.run_window(window, ctx.rank_records(label, window - 1)[0])
+    mixed = WindowResult([old.grads[0], *result.grads[1:]], result.values)
+    if not any(name in grads for row in mixed.grads for grads in row):
+        return comparison
+    update = sum_terms(name, mixed) / (ctx.data_size * scenario.divisor)
+    before, after = (ctx.rank_records(label, at)[mismatch.seen_on][name].double() for at in (window, window + 1))
+    return add_hint(comparison, OLD_WEIGHTS_HINT) if torch.equal(before - update, after) else comparison
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Feature, Reduction
 from zharness.errors import HarnessFault
 from zharness.law_kit.backward_calls import call_backward
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -27,7 +28,7 @@ from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, Scen
 from zharness.law_kit.setting import BackwardCall
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import Baseline
-from zharness.parity.compare import check_names
+from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.workload import Batch
 
 CALLS = {"": BackwardCall.ENGINE, "tensor": BackwardCall.TENSOR, "scale": BackwardCall.SCALE}  # of the law variants
@@ -136,13 +137,37 @@ def step_between_retained_backwards(participant: Participant) -> NamedTensors:
 
 def gradient_penalty(participant: Participant) -> NamedTensors:
     """Run backward of a loss plus a penalty on the gradient of a nonlinear function with respect to the input."""
+    return penalize_input_gradient(participant)
+
+
+def penalize_input_gradient(participant: Participant, *, create_graph: bool = True) -> NamedTensors:
+    """Run backward of ``gradient_penalty``. Without ``create_graph``, the penalty is a constant."""
     leaf = participant.leaf_inputs()
     output = participant.call(leaf)
-    (input_grad,) = torch.autograd.grad(output.clamp(-2, 2).pow(2).sum(), leaf, create_graph=True)
+    square = output.clamp(-2, 2).pow(2).sum()
+    (input_grad,) = torch.autograd.grad(square, leaf, create_graph=create_graph, retain_graph=True)
     # Divided by 16 like the loss: otherwise the sum of both needs more than 24 bits with one seed in a hundred.
     torch.autograd.backward(input_grad.pow(2).sum() / 16 + participant.loss(output))
     assert leaf.grad is not None
     return {"input": input_grad, "penalty": leaf.grad}
+
+
+GRADIENT_PENALTY_SCENARIO = Scenario(gradient_penalty)
+FIRST_ORDER_HINT = "it is the gradient of the loss alone, without the second-order term of the penalty"
+
+
+def judge_gradient_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare values and gradients, with a hint if the input has the gradient of the loss without the penalty."""
+    for comparison in make_scenario_judge(GRADIENT_PENALTY_SCENARIO)(ctx):
+        mismatch = comparison.mismatch
+        if mismatch is None or mismatch.parameter != "penalty":
+            yield comparison
+            continue
+        coordinate = ctx.data_coordinate(mismatch.seen_on)
+        participant = make_plain_participant(ctx.baseline, ctx.variant, coordinate, ctx.dtype, None)
+        constant = penalize_input_gradient(participant, create_graph=False)["penalty"]
+        found = ctx.rank_records("values", mismatch.step)[mismatch.seen_on]["penalty"]
+        yield add_hint(comparison, FIRST_ORDER_HINT) if is_bitwise_equal(constant, found) else comparison
 
 
 OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
@@ -235,10 +260,13 @@ LAWS = (
         own_window=True,
         kept_because="the only law of this group in which the right outcome is an error",
     ),
-    retained_law(
-        gradient_penalty,
-        "backward of a penalty on a gradient from autograd.grad(create_graph=True) gives plain PyTorch's gradients",
-        kept_because="the only backward through the gradient of an input",
+    replace(
+        retained_law(
+            gradient_penalty,
+            "backward of a penalty on a gradient from autograd.grad(create_graph=True) gives plain PyTorch's gradients",
+            kept_because="the only backward through the gradient of an input",
+        ),
+        judge=judge_gradient_penalty,
     ),
     replace(
         scenario_law(

@@ -77,8 +77,18 @@ def explain_mismatch(
     if factor is not None:
         return Part.REDUCTION, f"it is {factor:.7g} x the right gradient"
     if mismatch.owner is not None and mismatch.wrong < mismatch.total:
-        return Part.REDUCTION, f"only {mismatch.wrong} of {mismatch.total} elements are wrong"
+        return Part.REDUCTION, describe_wrong_elements(mismatch)
     return Part.LOCAL_GRADIENT, ""
+
+
+def describe_wrong_elements(mismatch: Mismatch) -> str:
+    """Return the hint of a mismatch of some elements whose cause is unknown."""
+    return f"only {mismatch.wrong} of {mismatch.total} elements are wrong"
+
+
+def is_unexplained(mismatch: Mismatch) -> bool:
+    """Return whether the hint of ``mismatch`` names no cause."""
+    return mismatch.hint in ("", describe_wrong_elements(mismatch))
 
 
 def candidate_faults(terms: GradientTerms) -> Mapping[tuple[tuple[int, int], ...], tuple[Part, str]]:

@@ -15,6 +15,7 @@ import torch
 from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts, compare_engine_facts
+from zharness.law_kit.hints import hint_added_gradient
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -127,7 +128,9 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
         params = ctx.rank_records("params", step)[0]
         local = ctx.compute_local_grads(step, params)
         yield from compare_forward(ctx, step, local)
-        yield from ctx.compare_reduced_grads("grads", [local], step)
+        old = ctx.rank_records("grads", step - 1)[0] if step else {}
+        for found in ctx.compare_reduced_grads("grads", [local], step):
+            yield hint_added_gradient(found, old)
         grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
         if run.clip is not None:
             factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
