@@ -12,6 +12,7 @@ from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import Request, plan
 from zharness.run.runner import rank_pool
+from zharness.run.unmatched_failures import iter_covered_cells
 
 
 def claims(engine: str, stage: int) -> Capabilities:
@@ -91,6 +92,26 @@ def test_a_mesh_that_cannot_run_is_refused_before_ranks_start(
     request = Request(("training.grads",), (engine,), (), (size,), models=(model,), mesh=Mesh.parse(mesh))
     with pytest.raises(UsageError, match=words):
         plan(request, claims)
+
+
+def test_an_expected_failure_with_and_without_a_mesh_covers_the_world_sizes_that_fit() -> None:
+    entry = ExpectedFailure(
+        "fsdp2",
+        "training.grads",
+        "https://example.org",
+        "reason",
+        "fail",
+        ("signature",),
+        stages=(3,),
+        world_sizes=(2, 3),
+        meshes=("", "tp2"),
+        dtypes=("fp32",),
+        models=("exact",),
+    )
+    covered = {
+        (cell.cell.world_size, cell.cell.mesh.label) for cell in iter_covered_cells(entry, "fsdp2", "2.13.0", claims)
+    }
+    assert covered == {(2, ""), (3, ""), (2, "tp2")}
 
 
 def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() -> None:

@@ -114,7 +114,7 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield all cells that an expected failure covers, whether or not a run has them.
 
-    An entry without world sizes counts as an entry for 2 ranks.
+    An entry without world sizes counts as an entry for 2 ranks. A mesh has cells of the world sizes that it fits.
     """
     engine_stages = first_buildable_claims(engine, STAGES, claims).stages
     stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)
@@ -124,16 +124,20 @@ def iter_covered_cells(
     if user_models and not any(list(select_models(law, user_models)) for law in find_laws(expected_failure.laws)):
         return
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
-    for engine_variant, mesh in settings:
+    for engine_variant, label in settings:
+        mesh = Mesh.parse(label)
+        world_sizes = [size for size in expected_failure.world_sizes or (2,) if not mesh.explain_misfit(size)]
+        if not world_sizes:
+            continue
         request = Request(
             patterns=expected_failure.laws,
             engines=(engine,),
             stages=stages,
-            world_sizes=expected_failure.world_sizes or (2,),
+            world_sizes=tuple(world_sizes),
             dtypes=expected_failure.dtypes or tuple(DTYPES),
             models=user_models,
             engine_variant=engine_variant,
-            mesh=Mesh.parse(mesh),
+            mesh=mesh,
         )
         for cell in plan(request, claims):
             if expected_failure.covers_cell(cell.cell, version):
