@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zharness.engines.protocol import Piece
+from zharness.law_kit.program_suspects import is_unreduced, make_added_again_suspects
 from zharness.law_kit.record_comparisons import replace_vectors
 from zharness.law_kit.scenario_baseline import ScenarioResult
 from zharness.law_kit.scenario_judge import (
@@ -11,6 +13,9 @@ from zharness.law_kit.scenario_judge import (
     LAST_DISCARDED_GRAD_KEPT_HINT,
     make_backward_suspects,
 )
+from zharness.parity import Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.comparison import TensorLocation
 
 
 def make_result(*backwards: float) -> ScenarioResult:
@@ -38,3 +43,25 @@ def test_vectors_of_another_step_are_mixed_with_weights() -> None:
         "bias": True,
         "scale": False,
     }
+
+
+def make_row(grad: float) -> list[LocalResult]:
+    """Return the local results of one rank whose weight ``w`` has the gradient ``grad``."""
+    return [LocalResult(torch.zeros(()), {"w": torch.tensor([grad])})]
+
+
+def test_a_second_backward_of_one_forward_adds_the_first_again() -> None:
+    window = [make_row(1), make_row(10), make_row(100), make_row(1000)]
+    (rows,) = make_added_again_suspects((0, 1, 1, 2), window, 0.5).values()
+    assert [float(row[0].grads["w"]) for row in rows] == [0.5, 5, 5, 50, 500]
+    assert make_added_again_suspects((0, 1, 2, 3), window, 0.5) == {}
+
+
+def test_an_unreduced_gradient_is_told_by_its_owner() -> None:
+    row = [make_row(1)[0], make_row(5)[0]]
+    place = TensorLocation(name="w", part=Part.REDUCTION, step=0, pieces=(Piece(1, 0, 1),))
+    unreduced, other = (compare_bitwise(place, torch.tensor([3.0]), torch.tensor([got])).mismatch for got in (5.0, 1.0))
+    assert unreduced is not None
+    assert other is not None
+    assert is_unreduced(unreduced, row, 1, 1, 2**-20)
+    assert not is_unreduced(other, row, 1, 1, 2**-20)

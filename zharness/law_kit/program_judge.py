@@ -35,10 +35,13 @@ from zharness.law_kit.program_steps import (
 from zharness.law_kit.program_suspects import (
     FAILED_GRADS_KEPT_HINT,
     LAST_FAILED_GRADS_KEPT_HINT,
+    LAST_UNREDUCED_HINT,
     SUMMED_AGAIN_HINT,
     UNREDUCED_GRADS_KEPT_HINT,
     ZEROED_GRADS_KEPT_HINT,
     is_sum,
+    is_unreduced,
+    make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
 )
@@ -82,6 +85,7 @@ class ProgramJudge:
     window_grads: list[list[LocalResult]] = field(
         default_factory=list
     )  # local gradients since the last step, by backward and rank
+    window_micros: list[int] = field(default_factory=list)  # the micro-batch of each of these backwards
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
     unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
     failed_grads: list[list[LocalResult]] = field(default_factory=list)  # those of backwards that raised
@@ -123,8 +127,10 @@ class ProgramJudge:
             self.window_grads.append(self.failed_grads[-1])
         if act in (Act.ZERO_GRAD, Act.FAILED_BACKWARD):
             self.zeroed_grads, self.window_grads = [*self.zeroed_grads, *self.window_grads], []
+            self.window_micros = []
         if act is Act.STEP and caller.is_boundary:
             self.zeroed_grads, self.window_grads, self.unreduced_grads, self.failed_grads = [], [], [], []
+            self.window_micros = []
 
     def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
         """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
@@ -180,11 +186,23 @@ class ProgramJudge:
             for name, changed in record.items():
                 found = compare_bitwise(self.ctx.location(name, Part.FORWARD, position, rank), torch.zeros(()), changed)
                 yield add_hint(found, CALLER_TENSOR_CHANGED_HINT)
+        is_repeated = micro in self.window_micros and bool({Mark.TENSOR, Mark.SCALE} & {*verb.marks})
         self.window_grads.append(self.compute_gradients(verb, micro))
+        self.window_micros.append(micro)
         if verb.act is Act.NO_SYNC:
             self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
-            yield from self.compare_window_grads(position)
+            for found in self.compare_window_grads(position):
+                yield self.hint_unreduced(found) if is_repeated else found
+
+    def hint_unreduced(self, comparison: Comparison) -> Comparison:
+        """Add a hint to the mismatch of a gradient in which the last backward is not reduced over the ranks."""
+        mismatch, row = comparison.mismatch, self.window_grads[-1]
+        if mismatch is None or mismatch.parameter not in row[0].grads:
+            return comparison
+        eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
+        is_local = is_unreduced(mismatch, row, self.sum_factor, 1 / self.program.window, eps)
+        return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
@@ -205,6 +223,7 @@ class ProgramJudge:
             else {}
         )
         suspects |= make_kept_suspects(self.discarded_grads, self.window_grads, ranks / self.program.window)
+        suspects |= make_added_again_suspects(self.window_micros, self.window_grads, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):

@@ -18,6 +18,10 @@ LAST_FAILED_GRADS_KEPT_HINT = "the sum with the last backward that raised"
 
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
+ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
+
+LAST_UNREDUCED_HINT = "the last backward in it is the owner's alone, not reduced"
+
 
 def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
     """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
@@ -39,6 +43,34 @@ def make_kept_suspects(
     Every gradient is multiplied by ``factor``.
     """
     return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in kept_by_hint.items() if kept}
+
+
+def make_added_again_suspects(
+    micros: Sequence[int], window: Sequence[list[LocalResult]], factor: float
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of a wrong engine that clears param.grad once for each forward.
+
+    Backward number i is of micro-batch ``micros[i]`` and has the local gradients ``window[i]``. After each backward the
+    engine adds all of param.grad to what it has accumulated. Every gradient is multiplied by ``factor``. Without a
+    second backward of one forward, the result is empty.
+    """
+    added: list[list[LocalResult]] = []
+    param_grad: list[list[LocalResult]] = []
+    for number, (micro, row) in enumerate(zip(micros, window, strict=True)):
+        param_grad = [*param_grad, row] if micro in micros[:number] else [row]
+        added += param_grad
+    return {ADDED_AGAIN_HINT: scale_local_grads(added, factor)} if len(added) > len(window) else {}
+
+
+def is_unreduced(mismatch: Mismatch, row: Sequence[LocalResult], sum_factor: float, factor: float, eps: float) -> bool:
+    """Return whether the owner of a wrong number added its own local gradient of ``row`` in place of the reduced one.
+
+    The reduced gradient is ``sum_factor`` times the mean of ``row``; both are multiplied by ``factor``.
+    """
+    if mismatch.owner is None or any(mismatch.parameter not in local.grads for local in row):
+        return False
+    values = [float(local.grads[mismatch.parameter][mismatch.index]) for local in row]
+    return is_sum(mismatch, factor * (values[mismatch.owner] - sum_factor * sum(values) / len(values)), eps)
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:

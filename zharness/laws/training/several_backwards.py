@@ -17,6 +17,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.program_suspects import make_added_again_suspects
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import variation_law
@@ -110,6 +111,7 @@ def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
         losses,
         exact=ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(2), second_objective),
         scale=2,
+        suspects=make_added_again_suspects((0, 0, 1, 1), losses, 1 / 2),
     )
 
 
@@ -132,7 +134,8 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
         ctx.compute_local_grads(1, objective=second_objective),
     ]
     exact = ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(1, 2), second_objective)
-    yield from ctx.compare_reduced_grads("grads", losses, exact=exact, scale=len(losses))
+    suspects = make_added_again_suspects((0, 1, 1), losses, 1.0)
+    yield from ctx.compare_reduced_grads("grads", losses, exact=exact, scale=len(losses), suspects=suspects)
     yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads(2)], 1, ctx.certify_exactness(range(2, 3)))
 
 
