@@ -35,12 +35,10 @@ from zharness.law_kit.program_steps import (
 from zharness.law_kit.program_suspects import (
     FAILED_GRADS_KEPT_HINT,
     LAST_FAILED_GRADS_KEPT_HINT,
-    LAST_UNREDUCED_HINT,
-    SUMMED_AGAIN_HINT,
     UNREDUCED_GRADS_KEPT_HINT,
     ZEROED_GRADS_KEPT_HINT,
+    hint_unreduced,
     is_sum,
-    is_unreduced,
     make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
@@ -193,16 +191,8 @@ class ProgramJudge:
             self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
             for found in self.compare_window_grads(position):
-                yield self.hint_unreduced(found) if is_repeated else found
-
-    def hint_unreduced(self, comparison: Comparison) -> Comparison:
-        """Add a hint to the mismatch of a gradient in which the last backward is not reduced over the ranks."""
-        mismatch, row = comparison.mismatch, self.window_grads[-1]
-        if mismatch is None or mismatch.parameter not in row[0].grads:
-            return comparison
-        eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
-        is_local = is_unreduced(mismatch, row, self.sum_factor, 1 / self.program.window, eps)
-        return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
+                factors = self.sum_factor, 1 / self.program.window
+                yield hint_unreduced(found, self.window_grads[-1], *factors) if is_repeated else found
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
@@ -217,11 +207,7 @@ class ProgramJudge:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
-        suspects = (
-            {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.window_grads, ranks)}
-            if ranks > 1 and len(self.window_grads) > 1
-            else {}
-        )
+        suspects = make_summed_again_suspects(self.window_grads, ranks)
         suspects |= make_kept_suspects(self.discarded_grads, self.window_grads, ranks / self.program.window)
         suspects |= make_added_again_suspects(self.window_micros, self.window_grads, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
