@@ -80,9 +80,7 @@ class ProgramJudge:
     program: Program
     weights_version: int = 0
     forward_verbs: dict[int, Verb] = field(default_factory=dict)  # by micro-batch
-    window_grads: list[list[LocalResult]] = field(
-        default_factory=list
-    )  # local gradients since the last step, by backward and rank
+    window_grads: list[list[LocalResult]] = field(default_factory=list)  # since the last step, by backward and rank
     window_micros: list[int] = field(default_factory=list)  # the micro-batch of each of these backwards
     zeroed_grads: list[list[LocalResult]] = field(default_factory=list)  # those zeroed since the last step
     unreduced_grads: list[list[LocalResult]] = field(default_factory=list)  # those of both lists that ran in no_sync
@@ -190,8 +188,8 @@ class ProgramJudge:
         if verb.act is Act.NO_SYNC:
             self.unreduced_grads.append(self.window_grads[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
+            factors = self.sum_factor, 1 / self.program.window
             for found in self.compare_window_grads(position):
-                factors = self.sum_factor, 1 / self.program.window
                 yield hint_unreduced(found, self.window_grads[-1], *factors) if is_repeated else found
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:

@@ -84,7 +84,7 @@ def is_unreduced(mismatch: Mismatch, row: Sequence[LocalResult], sum_factor: flo
 
 
 def hint_unreduced(comparison: Comparison, row: Sequence[LocalResult], sum_factor: float, factor: float) -> Comparison:
-    """Add a hint to the mismatch of a gradient in which the last backward, of ``row``, is not reduced over the ranks."""
+    """Add a hint to the mismatch of a gradient in which the last backward, of ``row``, is not reduced over ranks."""
     mismatch = comparison.mismatch
     if mismatch is None or mismatch.parameter not in row[0].grads:
         return comparison
