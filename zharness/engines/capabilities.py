@@ -30,6 +30,7 @@ class Feature(Enum):
     SUM = "gradients summed over ranks"
     CLIP = "gradient clipping by the global norm"
     PARAM_GROUPS = "several parameter groups"
+    MUON = "the optimizer Muon, which needs whole matrices"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "saving and loading checkpoints"
     RANK_BUFFERS = "buffers saved and loaded by each rank separately"

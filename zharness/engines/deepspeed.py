@@ -28,6 +28,7 @@ from zharness.engines.deepspeed_build import (
     require_buildable,
     require_given_rates,
     require_sharding_optimizer,
+    run_muon_eagerly,
     save_universal,
     unwrap_and_wrap,
 )
@@ -115,7 +116,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._require_known_options()
         ds_config = json_config(config)
         self._global_state = DeepSpeedGlobalState(autocast=bool(ds_config.get("torch_autocast", {}).get("enabled")))
+        self._eager = ExitStack()
+        self._eager.enter_context(run_muon_eagerly(config))
         with ExitStack() as undo:
+            undo.callback(self._eager.close)
             undo.callback(self._global_state.restore)  # after an error, so that the next engine does not inherit it
             try:
                 built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, config, ds_config)
@@ -236,6 +240,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def close(self) -> None:
         with ExitStack() as undo:
+            undo.callback(self._eager.close)
             undo.callback(self._global_state.restore)
             self._coalesce_block.close()
             self._engine.destroy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ ADAPTER_OPTIONS = (
     ZERO_INIT,
 )
 
+MUON = "muon"  # the name of the optimizer in an OptimizerSpec
 _UNIVERSAL_TAG = "universal"
 _LATEST_UNIVERSAL = "latest_universal"  # the file in which load_checkpoint looks for the tag of a universal checkpoint
 # torch.optim's arguments that DeepSpeedCPUAdam also has, with torch's defaults where DeepSpeed's are different.
@@ -66,8 +68,11 @@ def json_overrides(config: EngineConfig) -> dict[str, Any]:
     """Return the JSON that ``config.options`` add: its own keys, and those that options of the adapter stand for."""
     options = config.options
     overrides = {key: value for key, value in options.items() if key not in ADAPTER_OPTIONS}
-    if options.get(JSON_OPTIMIZER):
+    if takes_optimizer_from_json(config):
         overrides = merge_options(overrides, {"optimizer": json_optimizer(config.optimizer)})
+    if config.optimizer.name == MUON and config.stage == 3:
+        # 'Muon and reduce scatter cannot be used together' (stage3.py)
+        overrides = merge_options(overrides, {"zero_optimization": {"reduce_scatter": False}})
     if options.get(UNIVERSAL_CHECKPOINT):
         overrides = merge_options(overrides, {"checkpoint": {"load_universal": True}})
     zero = overrides.get("zero_optimization", {})
@@ -79,6 +84,19 @@ def json_overrides(config: EngineConfig) -> dict[str, Any]:
     return overrides
 
 
+def takes_optimizer_from_json(config: EngineConfig) -> bool:
+    """Return whether DeepSpeed builds the optimizer: if the option is set, and for Muon, where torch's cannot shard."""
+    return bool(config.options.get(JSON_OPTIMIZER)) or config.optimizer.name == MUON
+
+
+def run_muon_eagerly(config: EngineConfig) -> AbstractContextManager[Any]:
+    """Return a context in which torch.compile compiles nothing, if the optimizer is Muon.
+
+    DeepSpeed compiles Muon's functions, whose kernels would take each rank a minute, and would round otherwise.
+    """
+    return torch.compiler.set_stance("force_eager") if config.optimizer.name == MUON else nullcontext()
+
+
 def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
     """Return the section ``optimizer`` with which DeepSpeed builds the torch.optim optimizer of ``spec``.
 
@@ -87,6 +105,8 @@ def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
     params = dict(spec.args)
     if spec.name in ("adam", "adamw"):
         params |= {"torch_adam": True, "adam_w_mode": spec.name == "adamw"}
+    if spec.name == MUON:
+        params |= {"torch_adam": True, "ns_method": "standard"}
     return {"type": optimizers.optimizer_class(spec.name).__name__, "params": params}
 
 
@@ -117,7 +137,7 @@ def initialize(
         ds_config = merge_options(ds_config, json_scheduler(config.optimizer, groups))
     else:
         scheduling["lr_scheduler"] = partial(optimizers.schedule, spec=config.optimizer)
-    if config.options.get(JSON_OPTIMIZER):
+    if takes_optimizer_from_json(config):
         return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0], ()
     optimizer = build_optimizer(trained, config)
     rates = []

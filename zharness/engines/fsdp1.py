@@ -74,6 +74,7 @@ REFUSES = {
         "it has no function for one parameter: summon_full_params and optim_state_dict gather all of a module "
         f"({DOCUMENTATION})",
     ),
+    Feature.MUON: "a rank's part of a FlatParameter has one dimension, and torch.optim.Muon takes matrices alone",
     Feature.SPARSE_GRADIENTS: "the gradients of a FlatParameter are views of one dense tensor",
     Feature.NO_GRADIENT: "the gradient of a FlatParameter has zeros for parameters that no rank used",
 }

@@ -21,6 +21,10 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
         torch.optim.SGD,
     )
 }
+# torch's optimizers of whole matrices: the update of a shard is not the shard of the update.
+MATRIX: dict[str, type[torch.optim.Optimizer]] = (
+    {"muon": torch.optim.Muon} if hasattr(torch.optim, "Muon") else {}  # since 2.9
+)
 
 
 def param_groups(params: Mapping[str, Tensor], spec: OptimizerSpec) -> list[dict[str, Any]]:
@@ -45,9 +49,10 @@ def build(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Opti
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return torch.optim's class for the lower-case ``name``. Raises UsageError for an unknown name."""
-    if name not in ELEMENTWISE:
-        raise UsageError.unknown_name("optimizer", name, sorted(ELEMENTWISE))
-    return ELEMENTWISE[name]
+    known = {**ELEMENTWISE, **MATRIX}
+    if name not in known:
+        raise UsageError.unknown_name("optimizer", name, sorted(known))
+    return known[name]
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:

@@ -31,6 +31,7 @@ from zharness.reference.inspection.tensor_access import TensorAccess
 CAPABILITIES = Capabilities(
     stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
 )
+EVERY_STAGE_REFUSES = {Feature.MUON: "it shards flat buffers, and Muon cannot work on shards"}
 NO_SYNC_REFUSES = {
     Feature.NO_SYNC: "a stage that shards gradients cannot keep unreduced ones; accumulate over step() instead"
 }
@@ -46,6 +47,7 @@ SHARDED_WEIGHTS_REFUSES = {
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the reference engine refuses at ``stage``."""
     refuses = {
+        **EVERY_STAGE_REFUSES,
         **(NO_SYNC_REFUSES if stage > 1 else {}),
         **(STAGE_0_REFUSES if stage == 0 else {}),
         **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),

@@ -33,11 +33,9 @@ from zharness.law_kit.program_steps import (
     make_model_kwargs,
 )
 from zharness.law_kit.program_suspects import (
-    LAST_UNREDUCED_HINT,
-    SUMMED_AGAIN_HINT,
     WindowBackwards,
+    hint_unreduced,
     is_sum,
-    is_unreduced,
     make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
@@ -178,17 +176,9 @@ class ProgramJudge:
         if verb.act is Act.NO_SYNC:
             self.backwards.unreduced.append(self.backwards.rows[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
+            factors = self.sum_factor, 1 / self.program.window
             for found in self.compare_window_grads(position):
-                yield self.hint_unreduced(found) if is_repeated else found
-
-    def hint_unreduced(self, comparison: Comparison) -> Comparison:
-        """Add a hint to the mismatch of a gradient in which the last backward is not reduced over the ranks."""
-        mismatch, row = comparison.mismatch, self.backwards.rows[-1]
-        if mismatch is None or mismatch.parameter not in row[0].grads:
-            return comparison
-        eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
-        is_local = is_unreduced(mismatch, row, self.sum_factor, 1 / self.program.window, eps)
-        return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
+                yield hint_unreduced(found, self.backwards.rows[-1], *factors) if is_repeated else found
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
@@ -203,14 +193,10 @@ class ProgramJudge:
         """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
-        suspects = (
-            {SUMMED_AGAIN_HINT: make_summed_again_suspects(self.backwards.rows, ranks)}
-            if ranks > 1 and len(self.backwards.rows) > 1
-            else {}
-        )
-        suspects |= make_kept_suspects(
-            self.backwards.list_kept_by_hint(), self.backwards.rows, ranks / self.program.window
-        ) | make_added_again_suspects(self.backwards.micros, self.backwards.rows, ranks / self.program.window)
+        rows = self.backwards.rows
+        suspects = make_summed_again_suspects(rows, ranks)
+        suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, ranks / self.program.window)
+        suspects |= make_added_again_suspects(self.backwards.micros, rows, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zharness.parity import Mismatch
+import torch
+
+from zharness.law_kit.hints import add_hint
+from zharness.parity import Comparison, Mismatch
 from zharness.parity.baseline import LocalResult
 
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
@@ -29,10 +32,17 @@ def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
     return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
 
 
-def make_summed_again_suspects(micros: Sequence[Sequence[LocalResult]], world_size: int) -> list[list[LocalResult]]:
-    """Return the gradients of a wrong engine that, in every backward, sums earlier gradients over ranks again."""
+def make_summed_again_suspects(
+    micros: Sequence[Sequence[LocalResult]], world_size: int
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of a wrong engine that, in every backward, sums earlier ones over ranks again.
+
+    With one backward or one rank the result is empty.
+    """
+    if world_size == 1 or len(micros) == 1:
+        return {}
     pairs = [(float(world_size) ** (len(micros) - at), micro) for at, micro in enumerate(micros)]
-    return [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]
+    return {SUMMED_AGAIN_HINT: [row for factor, micro in pairs for row in scale_local_grads([micro], factor)]}
 
 
 @dataclass
@@ -107,6 +117,16 @@ def is_unreduced(mismatch: Mismatch, row: Sequence[LocalResult], sum_factor: flo
         return False
     values = [float(local.grads[mismatch.parameter][mismatch.index]) for local in row]
     return is_sum(mismatch, factor * (values[mismatch.owner] - sum_factor * sum(values) / len(values)), eps)
+
+
+def hint_unreduced(comparison: Comparison, row: Sequence[LocalResult], sum_factor: float, factor: float) -> Comparison:
+    """Add a hint to the mismatch of a gradient in which the last backward, of ``row``, is not reduced over ranks."""
+    mismatch = comparison.mismatch
+    if mismatch is None or mismatch.parameter not in row[0].grads:
+        return comparison
+    eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
+    is_local = is_unreduced(mismatch, row, sum_factor, factor, eps)
+    return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:

@@ -33,6 +33,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     memory,
     mesh,
     momentum,
+    muon,
     no_sync,
     not_finite,
     optimizer,

@@ -12,7 +12,16 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from zharness.workload import exact_blocks, exact_chain, exact_heads, exact_mixing, exact_mlp, mixed_precision, nets
+from zharness.workload import (
+    exact_blocks,
+    exact_chain,
+    exact_heads,
+    exact_mixing,
+    exact_mlp,
+    matrices,
+    mixed_precision,
+    nets,
+)
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
@@ -174,6 +183,11 @@ def _draw_ternary_batch(generator: torch.Generator) -> Batch:
     """Draw a micro-batch whose inputs and targets have elements in {-1, 0, 1}."""
     inputs = exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator)
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
+
+
+def _draw_matrices_batch(generator: torch.Generator) -> Batch:
+    """Draw a micro-batch for the model ``matrices``."""
+    return Batch(*matrices.draw_places(SAMPLES, generator))
 
 
 def _draw_aligned_batch(generator: torch.Generator) -> Batch:
@@ -359,6 +373,13 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+        ),
+        ModelSpec(
+            name="matrices",
+            summary="a tall and a wide matrix whose gradients have one element in a row and column: Muon rounds no sum",
+            build=matrices.Matrices,
+            batch=_draw_matrices_batch,
+            loss=exact_mlp.linear_loss,
         ),
         ModelSpec(
             name="mixed",

@@ -1,0 +1,56 @@
+"""Muon's bound holds where the norm rounds once more, and shows a matrix that was orthogonalized by shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zharness.parity.muon import bound_step, step_like_deepspeed, step_like_torch
+from zharness.workload.matrices import COLUMNS, LARGE, ROWS, TALL_COLUMN, TALL_ROW
+
+OPTIONS = {"lr": 2.0**-5, "momentum": 0.0, "weight_decay": 0.5}
+VALUES = torch.tensor([3, -6, 0, 3 * LARGE, 15, 0, 3, 9, 6 * LARGE])
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9 and later")
+
+
+def make_matrix() -> Tensor:
+    """Return a tall matrix with at most one element in each row and column that is not zero."""
+    matrix = torch.zeros(ROWS, COLUMNS)
+    matrix[TALL_ROW, TALL_COLUMN] = VALUES
+    return matrix
+
+
+def largest_ratio(weight: Tensor, after: Tensor) -> float:
+    """Return the largest error of the weight after a step, over its bound."""
+    expected, bound = bound_step(weight, make_matrix(), OPTIONS)
+    return float(((after.double() - expected).abs() / bound).nan_to_num(0).max())  # zeros are exact
+
+
+@pytest.mark.parametrize("factor", [1.0, 1 + 2**-8, 1 - 2**-8])
+def test_the_bound_holds_for_a_norm_that_rounds_once_more(factor: float) -> None:
+    weight = torch.linspace(-1, 1, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    after = step_like_torch(weight, factor * make_matrix(), torch.zeros_like(weight), OPTIONS).weight
+    assert largest_ratio(weight, after) < 1
+
+
+def test_both_definitions_differ_by_rounding_alone() -> None:
+    weight = torch.ones(ROWS, COLUMNS)
+    like_torch, like_deepspeed = (
+        step(weight, make_matrix(), weight, OPTIONS) for step in (step_like_torch, step_like_deepspeed)
+    )
+    assert torch.equal(like_torch.momentum, like_deepspeed.momentum)
+    differences = like_torch.weight - like_deepspeed.weight
+    assert not differences[make_matrix() == 0].any()
+    assert largest_ratio(weight, like_torch.weight) < 1
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_orthogonalized_shards_are_far_outside_the_bound(parts: int) -> None:
+    weight, whole = torch.zeros(ROWS, COLUMNS), make_matrix()
+    halves = [
+        step_like_torch(part, grad, torch.zeros_like(part), OPTIONS).weight
+        for part, grad in zip(weight.chunk(parts), whole.chunk(parts), strict=True)
+    ]
+    assert largest_ratio(weight, torch.cat(halves)) > 4

@@ -1,0 +1,94 @@
+"""Mutants whose Muon works on shards, loses its momentum, or scales its update wrongly."""
+
+from __future__ import annotations
+
+import torch
+
+from zharness.mutants.around import OverDDP, OverFSDP2
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+MUON = Target("training.muon", Part.OPTIMIZER, model="matrices")
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class OrthogonalizesShards(OverDDP):
+    """Orthogonalizes the upper and the lower half of each matrix on their own."""
+
+    def step(self) -> None:
+        shards = []
+        for parameter in self.trained():
+            old = self.optimizer.state[parameter].get("momentum_buffer", torch.zeros_like(parameter))
+            halves = zip(parameter.detach().chunk(2), parameter.grad.chunk(2), old.chunk(2), strict=True)  # type: ignore[union-attr] # trained() has gradients
+            for weight, grad, momentum in halves:
+                shard = weight.clone()
+                shard.grad = grad.clone()
+                optimizer: torch.optim.Optimizer = torch.optim.Muon([shard], **self.config.optimizer.args)
+                optimizer.state[shard] = {"momentum_buffer": momentum.clone()}
+                optimizer.step()
+                shards.append((weight, shard))
+        self.right.step()
+        for weight, shard in shards:
+            weight.copy_(shard)
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class OrthogonalizesOwnRows(OverFSDP2):
+    """Orthogonalizes on each rank the rows that the rank owns."""
+
+    def step(self) -> None:
+        shards = []
+        for parameter in self.trained():
+            weight, grad = (tensor.to_local() for tensor in (parameter.detach(), parameter.grad))  # type: ignore[union-attr] # FSDP2's are DTensors
+            state = self.optimizer.state[parameter]
+            momentum = state["momentum_buffer"].to_local() if state else torch.zeros_like(weight)
+            shard = weight.clone()
+            shard.grad = grad.clone()
+            optimizer: torch.optim.Optimizer = torch.optim.Muon([shard], **self.config.optimizer.args)
+            optimizer.state[shard] = {"momentum_buffer": momentum.clone()}
+            optimizer.step()
+            shards.append((weight, shard))
+        self.right.step()
+        for weight, shard in shards:
+            weight.copy_(shard)
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class ForgetsMomentumOfMatrices(OverDDP):
+    """Begins every step with a momentum of zero."""
+
+    def step(self) -> None:
+        for state in self.optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class ScalesTallMatricesAsWide(OverDDP):
+    """Does not multiply the update of a tall matrix by the root of its rows over its columns."""
+
+    def step(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        tall = [parameter for parameter in self.trained() if parameter.shape[0] > parameter.shape[1]]
+        before = [parameter.detach().clone() for parameter in tall]
+        self.right.step()
+        for parameter, old in zip(tall, before, strict=True):
+            rows, columns = parameter.shape
+            decayed = old * (1 - rates[0] * self.config.optimizer.args["weight_decay"])
+            parameter.detach().sub_(decayed).div_((rows / columns) ** 0.5).add_(decayed)
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class OrthogonalizesTheGradient(OverDDP):
+    """Orthogonalizes the gradient alone, and keeps the momentum beside it."""
+
+    def step(self) -> None:
+        old = {p: dict(self.optimizer.state[p]) for p in self.trained()}
+        kept = {p: state["momentum_buffer"].clone() for p, state in old.items() if state}
+        for state in old.values():
+            if state:
+                state["momentum_buffer"].zero_()
+        self.right.step()
+        beta = self.config.optimizer.args["momentum"]
+        for parameter, momentum in kept.items():
+            self.optimizer.state[parameter]["momentum_buffer"].add_(momentum, alpha=beta)
