@@ -13,6 +13,7 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
+from zharness.law_kit.hints import is_sum
 from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
@@ -23,7 +24,6 @@ from zharness.law_kit.program_suspects import (
     UNREDUCED_GRADS_KEPT_HINT,
     ZEROED_GRADS_KEPT_HINT,
     WindowBackwards,
-    is_sum,
     make_kept_suspects,
 )
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate

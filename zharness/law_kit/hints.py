@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.law_kit.program_suspects import is_sum
-from zharness.parity import Comparison
+from zharness.parity import Comparison, Mismatch
 from zharness.parity.attribution import fit_scale, is_unexplained
 
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
@@ -54,6 +53,12 @@ def hint_learning_rate(
         return comparison
     hint = f"the step is as if the learning rate were {rate:.4g} in place of {used:.4g}"
     return add_hint(comparison, f"{hint}, or the gradient {rate / used:.4g} times as large" if used else hint)
+
+
+def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
+    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
+    error = abs(mismatch.actual - mismatch.expected - added)
+    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zharness.engines.protocol import Reduction
 from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
-from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, add_hint
+from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, add_hint, is_sum
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -35,7 +35,6 @@ from zharness.law_kit.program_steps import (
 from zharness.law_kit.program_suspects import (
     WindowBackwards,
     hint_unreduced,
-    is_sum,
     make_added_again_suspects,
     make_kept_suspects,
     make_summed_again_suspects,

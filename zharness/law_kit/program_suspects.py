@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import add_hint, is_sum
 from zharness.parity import Comparison, Mismatch
 from zharness.parity.baseline import LocalResult
 
@@ -24,12 +24,6 @@ ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
 
 LAST_UNREDUCED_HINT = "the last backward in it is the owner's alone, not reduced"
-
-
-def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
-    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
-    error = abs(mismatch.actual - mismatch.expected - added)
-    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
 
 
 def make_summed_again_suspects(
