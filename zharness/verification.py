@@ -25,7 +25,8 @@ from zharness.run.model_check import ModelCheckRequest, check_model
 from zharness.run.record import open_record_file
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
 from zharness.workload import user_model
-from zharness.workload.models import SAMPLES, collect_tensors, map_tensors
+from zharness.workload.models import SAMPLES
+from zharness.workload.nested_tensors import collect_tensors, map_tensors
 from zharness.workload.transformers_batches import find_draw
 from zharness.world import Isolation, is_rank
 

@@ -39,7 +39,7 @@ from zharness.law_kit.rank_actions import eval_mode, second_loss, shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state
 from zharness.law_kit.setting import BackwardCall
 from zharness.workload import Batch
-from zharness.workload.models import collect_tensors
+from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.programs import Act, CallerState, Mark, Program, Verb, apply_verb, iter_verbs
 
 OTHER_ENGINE_OPTIMIZER = OptimizerSpec(name="sgd", args={"lr": 0.5})  # for the engines that train without records

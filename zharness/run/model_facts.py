@@ -24,7 +24,7 @@ from zharness.run.model_memory import GIB, ModelSize, build_within_memory
 from zharness.run.observe_and_judge import build_cell_context, raise_as_usage_error
 from zharness.run.outcomes import count_cells
 from zharness.workload import ModelSpec, model_spec
-from zharness.workload.models import collect_tensors
+from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.user_model import build_fresh_model
 from zharness.world.rank import is_gpu_requested
 

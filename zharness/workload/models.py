@@ -22,6 +22,7 @@ from zharness.workload import (
     mixed_precision,
     nets,
 )
+from zharness.workload.nested_tensors import collect_tensors, map_tensors
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
 LOW_PRECISION_MSE_SINCE = (2, 13)
@@ -30,33 +31,6 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
 THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
 PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
-
-
-def map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of ``nested`` in which every tensor is replaced by ``function(tensor)``.
-
-    ``nested`` may contain mappings, tuples and lists; values that are not tensors are kept.
-    """
-    if isinstance(nested, Tensor):
-        return function(nested)
-    if isinstance(nested, Mapping):
-        return {key: map_tensors(value, function) for key, value in nested.items()}
-    if isinstance(nested, (tuple, list)):
-        parts = [map_tensors(value, function) for value in nested]
-        return type(nested)(*parts) if hasattr(nested, "_fields") else type(nested)(parts)
-    return nested
-
-
-def collect_tensors(nested: Any) -> list[Tensor]:
-    """Return a list of all tensors in the mappings, tuples and lists of ``nested``, in order."""
-    found: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(nested, collect)
-    return found
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zharness.errors import UsageError
-from zharness.workload.models import SAMPLES, Batch, ModelSpec, collect_tensors
+from zharness.workload.models import SAMPLES, Batch, ModelSpec
+from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.shrink_model import shrink_factory_result
 from zharness.workload.transformers_batches import find_draw
 
