@@ -206,7 +206,7 @@ def test_a_symptom_names_a_reproduction_and_needs_its_setting(symptom: Symptom) 
     program = Program((), (), stage=symptom.stages[0], options=options, world_size=symptom.min_world_size)
     names, outcome = set(symptom.needs), ProgramOutcome(Verdict.FAIL, f"step 1: {symptom.text}")
     assert symptom.matches(symptom.engine, program, names, outcome)
-    assert not symptom.matches("fsdp2", program, names, outcome)
+    assert not symptom.matches("torch_tp", program, names, outcome)
     assert not symptom.matches(symptom.engine, program, names, ProgramOutcome(Verdict.FAIL, "step 1: other"))
     if options:
         assert not symptom.matches(symptom.engine, replace(program, options=()), names, outcome)

@@ -42,6 +42,8 @@ class Symptom:
 
 OFFLOAD = frozenset({"offload_optimizer", "offload_unpinned", "cpu_adam"})
 LEAF = frozenset({"leaf_modules", "granularity_threshold"})
+FAILED_BACKWARD = frozenset({Act.FAILED_BACKWARD})
+TWO_REGIONS = frozenset({LayerKind.TWICE, LayerKind.REENTRANT})
 INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 
 # The first that matches counts, so that those with options precede those without.
@@ -67,6 +69,36 @@ SYMPTOMS = (
     Symptom("deepspeed", "uneven-weight-edited", "start out of range", (3,), frozenset({Act.EDIT}), min_world_size=2),
     Symptom(
         "deepspeed", "uneven-weight-edited", "exceeds dimension size", (3,), frozenset({Act.EDIT}), min_world_size=2
+    ),
+    Symptom("fsdp1", "optimizer-states-aliased", "/exp_avg[", (2, 3), options=frozenset({"optimizer_state_offload"})),
+    *(
+        Symptom("fsdp1", "exception-adds-gradient", text, (0, 2, 3), FAILED_BACKWARD)
+        for text in (
+            "local gradient: ",
+            "reduction: ",
+            "accumulation: ",
+            "full_grads has the wrong names",
+            "Cannot manually unshard parameters during forward/backward",
+            "KeyError: Parameter containing",
+        )
+    ),
+    Symptom("fsdp1", "exception-adds-gradient", "got nan", (0, 2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
+    Symptom("fsdp2", "reset-keeps-gradients", "got nan", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
+    Symptom("fsdp2", "reset-keeps-gradients", "reduction: norm ", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
+    Symptom("fsdp2", "reentrant-two-regions", "local gradient: ", (2, 3), TWO_REGIONS),
+    Symptom("fsdp2", "reentrant-two-regions", "reduction: ", (2, 3), TWO_REGIONS),
+    Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),
+    Symptom("fsdp2", "164929", "reports as state has the wrong names", (2, 3), frozenset({Act.SAVE, Act.LOAD})),
+    Symptom(
+        *("fsdp2", "reset-before-forward", "has no attribute 'all_gather_state'", (2, 3)),
+        options=frozenset({"iteration_reset"}),
+    ),
+    Symptom(
+        *("fsdp2", "step-after-evaluation", "forward: output", (3,)), options=frozenset({"root_kept_after_forward"})
+    ),
+    Symptom(
+        *("fsdp2", "torch-func-unused-zeros", "Cannot access data pointer of Tensor", (2, 3)),
+        *(frozenset({Act.TRANSFORM}), frozenset({"zeros_for_unused"})),
     ),
 )
 

@@ -39,7 +39,7 @@ from zharness.law_kit.program_suspects import (
     make_kept_suspects,
     make_summed_again_suspects,
 )
-from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
+from zharness.law_kit.program_updates import StepCounts, find_changed_parameters, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import (
     EXCEPT_VECTORS,
@@ -282,13 +282,15 @@ class ProgramJudge:
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
         """Return the gradients that a step used, with error bounds.
 
-        These are the recorded gradients or, if they were not recorded, the expected ones.
+        These are the recorded gradients or, if they were not recorded, the expected ones. An engine that may have zeros
+        for a parameter that no backward reached may also have no gradient there: it has zeros if the step changed the
+        parameter or its optimizer state.
         """
         recorded = self.ctx.rank_records("grads", self.last_grads_position)[0] if self.last_grads_position else {}
         if caller.pending is not PendingGradients.UNSEEN:
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
         return self.ctx.compute_expected_grads(
-            self.add_zero_grads(self.ctx.baseline.parameter_names),
+            self.add_zero_grads(find_changed_parameters(self.ctx, self.weights_version)),
             self.grad_scale,
             {name: grad.dtype for name, grad in recorded.items()},
         )

@@ -14,7 +14,7 @@ from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import step_hyperparameters, unflatten
 from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
-from zharness.parity.compare import check_names
+from zharness.parity.compare import check_names, is_bitwise_equal
 from zharness.parity.replay import replay_step
 from zharness.workload.programs import PendingGradients
 
@@ -78,6 +78,22 @@ def judge_parameter_updates(
         yield hint_unmoved(
             compare_within_bound(here, expected.value, after[name], error, signal=moved), weight, after[name]
         )
+
+
+def find_changed_parameters(ctx: JudgeContext, weights_version: int) -> list[str]:
+    """Return the names of the parameters whose weight or optimizer state the step after ``weights_version`` changed."""
+    before, after = (ctx.rank_records("masters", version)[0] for version in (weights_version, weights_version + 1))
+    old, new = (unflatten(ctx.rank_records("state", version)[0]) for version in (weights_version, weights_version + 1))
+    return [
+        name
+        for name, weight in before.items()
+        if not is_bitwise_equal(weight, after[name]) or has_changed(old.get(name, {}), new.get(name, {}))
+    ]
+
+
+def has_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Return whether the optimizer state of one parameter has other names or numbers than ``before``."""
+    return before.keys() != after.keys() or any(not is_bitwise_equal(before[key], after[key]) for key in before)
 
 
 def judge_unmoved_state(
