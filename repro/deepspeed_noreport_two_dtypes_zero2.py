@@ -8,7 +8,7 @@ affects: >=0.16.4
 fixed: not yet
 ranks: 1
 law: parameters.every_kind
-signature: the float32 weight is torch.float64
+signature: the float32 weight is now
 ok: repro: a model with parameters of two dtypes keeps them at ZeRO stage 2 OK.
 
 Run it with nothing but torch and deepspeed installed:
@@ -63,7 +63,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     if model.narrow.weight.dtype is not torch.float32:
-        print(f"repro: REPRODUCED: the float32 weight is {model.narrow.weight.dtype}\n", end="", flush=True)
+        print(f"repro: REPRODUCED: the float32 weight is now {model.narrow.weight.dtype}\n", end="", flush=True)
         return 1
     print(OK, flush=True)
     return 0
