@@ -8,7 +8,7 @@ affects: >=2.13.0
 fixed: not yet
 ranks: 2
 law: state.resume
-signature: the mean is that of rank 0 and the variance that of rank 1
+signature: and the variance that of rank
 ok: repro: the buffers of a loaded checkpoint are those of one rank OK.
 
 Run it with nothing but torch installed:
@@ -64,8 +64,8 @@ def main():
         dist.barrier()  # before rank 0 removes its folder
     found = int(model[0].running_mean[0]), int(model[0].running_var[0])
     if found[0] != found[1]:
-        told = f"the mean is that of rank {found[0]} and the variance that of rank {found[1]}"
-        print(f"repro: REPRODUCED: {told}\n", end="", flush=True)
+        problem = f"the mean is that of rank {found[0]} and the variance that of rank {found[1]}"
+        print(f"repro: REPRODUCED: {problem}\n", end="", flush=True)
         return 1
     if rank == 0:
         print(OK, flush=True)
