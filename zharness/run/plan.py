@@ -361,7 +361,9 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.is_calibrated or compares_itself
     needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
-    if needs_exact_sums and not compares_itself and cell.dtype == "fp32" and reduce_dtype != "fp32":
+    # The law of Muon compares the momentum bitwise with the exact mean, too.
+    is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features
+    if is_exact_mean and cell.dtype == "fp32" and reduce_dtype != "fp32":
         return (
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )

@@ -14,7 +14,6 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.muon import MOMENTUM, MUON_STEPS, MuonStep, bound_step
 
@@ -92,14 +91,17 @@ def compare_steps_within_bounds(ctx: JudgeContext, grads: list[dict[str, Tensor]
 
 
 def get_momentum(state: Mapping[str, Tensor], name: str, weight: Tensor, step: int) -> Tensor:
-    """Return the momentum of ``name`` that was recorded before ``step``; zeros before the first step."""
-    return state[f"{name}/{MOMENTUM}"] if step else torch.zeros_like(weight)
+    """Return the momentum of ``name`` that was recorded before ``step``; zeros before the first step.
+
+    If the engine reports no momentum, the result is NaN, which differs from every momentum.
+    """
+    return state.get(f"{name}/{MOMENTUM}", torch.full_like(weight, torch.nan)) if step else torch.zeros_like(weight)
 
 
 LAWS = (
     Law(
         name="training.muon",
-        statement="each step of Muon orthogonalizes the whole momentum of each matrix, bitwise as in plain PyTorch",
+        statement="each step of Muon scales the momentum of a matrix by the norm of the whole, bitwise as in plain PyTorch",
         tier=Tier.EXACT,
         models=("matrices",),
         observe=observe_muon,
@@ -109,7 +111,6 @@ LAWS = (
         dtypes=("fp32",),
         variants=(Variant(compares_engine_with_itself=True),),
         steps=LawSteps(observe_muon),
-        setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        kept_because="the only optimizer whose update of a shard is not the shard of its update",
+        kept_because="the only optimizer whose update of a shard depends on the norm of the other shards",
     ),
 )
