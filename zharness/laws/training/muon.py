@@ -101,7 +101,7 @@ def get_momentum(state: Mapping[str, Tensor], name: str, weight: Tensor, step: i
 LAWS = (
     Law(
         name="training.muon",
-        statement="a step of Muon scales the momentum of a matrix by the norm of the whole, bitwise as plain PyTorch does",
+        statement="a step of Muon scales a matrix of momentum by the norm of the whole, bitwise as plain PyTorch does",
         tier=Tier.EXACT,
         models=("matrices",),
         observe=observe_muon,
