@@ -7,6 +7,7 @@ import torch
 from zharness.mutants.around import OverDDP, OverFSDP2
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
+from zharness.parity.muon import step_like_torch
 
 MUON = Target("training.muon", Part.OPTIMIZER, model="matrices")
 
@@ -21,12 +22,7 @@ class OrthogonalizesShards(OverDDP):
             old = self.optimizer.state[parameter].get("momentum_buffer", torch.zeros_like(parameter))
             halves = zip(parameter.detach().chunk(2), parameter.grad.chunk(2), old.chunk(2), strict=True)  # type: ignore[union-attr] # trained() has gradients
             for weight, grad, momentum in halves:
-                shard = weight.clone()
-                shard.grad = grad.clone()
-                optimizer: torch.optim.Optimizer = torch.optim.Muon([shard], **self.config.optimizer.args)
-                optimizer.state[shard] = {"momentum_buffer": momentum.clone()}
-                optimizer.step()
-                shards.append((weight, shard))
+                shards.append((weight, step_like_torch(weight, grad, momentum, self.config.optimizer.args).weight))
         self.right.step()
         for weight, shard in shards:
             weight.copy_(shard)
@@ -42,12 +38,7 @@ class OrthogonalizesOwnRows(OverFSDP2):
             weight, grad = (tensor.to_local() for tensor in (parameter.detach(), parameter.grad))  # type: ignore[union-attr] # FSDP2's are DTensors
             state = self.optimizer.state[parameter]
             momentum = state["momentum_buffer"].to_local() if state else torch.zeros_like(weight)
-            shard = weight.clone()
-            shard.grad = grad.clone()
-            optimizer: torch.optim.Optimizer = torch.optim.Muon([shard], **self.config.optimizer.args)
-            optimizer.state[shard] = {"momentum_buffer": momentum.clone()}
-            optimizer.step()
-            shards.append((weight, shard))
+            shards.append((weight, step_like_torch(weight, grad, momentum, self.config.optimizer.args).weight))
         self.right.step()
         for weight, shard in shards:
             weight.copy_(shard)

@@ -1,4 +1,4 @@
-"""Define the law training.muon: Muon orthogonalizes whole matrices, whoever owns their elements."""
+"""Define the law training.muon: each step of Muon works on whole matrices, also if ranks share them."""
 
 from __future__ import annotations
 
