@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,37 +58,57 @@ def average_gradients(ctx: JudgeContext, step: int) -> dict[str, Tensor]:
     return {name: torch.stack([grads[name] for grads in local]).sum(dim=0) / len(local) for name in local[0]}
 
 
-def compare_steps(ctx: JudgeContext, definition: MuonStep, grads: list[dict[str, Tensor]]) -> Iterator[Comparison]:
-    """Compare weights and momentum after each step with ``definition``, which starts from the engine's own numbers."""
+@dataclass(frozen=True)
+class MatrixStep:
+    """What an engine recorded of one matrix before and after a step, and the gradient that the step used."""
+
+    step: int
+    name: str
+    grad: Tensor
+    weight: Tensor
+    momentum: Tensor
+    weight_after: Tensor
+    momentum_after: Tensor
+
+
+def list_steps(ctx: JudgeContext, grads: list[dict[str, Tensor]]) -> Iterator[MatrixStep]:
+    """Yield each step of each matrix. A momentum that the engine does not report is NaN."""
     for step in range(STEPS):
         before, after = (ctx.rank_records("masters", at)[0] for at in (step, step + 1))
         old_state, new_state = (ctx.rank_records("state", at)[0] for at in (step, step + 1))
         for name, weight in before.items():
-            expected = definition(weight, grads[step][name], get_momentum(old_state, name, weight, step), MUON.args)
-            key = f"{name}/{MOMENTUM}"
-            found = new_state.get(key, torch.full_like(weight, torch.nan))
-            yield compare_bitwise(ctx.location(key, Part.OPTIMIZER, step), expected.momentum, found)
-            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), expected.weight, after[name])
-            yield hint_unmoved(comparison, weight, after[name])
+            momentum = get_momentum(old_state, name, weight, step)
+            momentum_after = get_momentum(new_state, name, weight, step + 1)
+            yield MatrixStep(step, name, grads[step][name], weight, momentum, after[name], momentum_after)
+
+
+def compare_momentum(ctx: JudgeContext, taken: MatrixStep, expected: Tensor) -> Comparison:
+    """Compare the momentum after a step bitwise with ``expected``."""
+    place = ctx.location(f"{taken.name}/{MOMENTUM}", Part.OPTIMIZER, taken.step)
+    return compare_bitwise(place, expected, taken.momentum_after)
+
+
+def compare_steps(ctx: JudgeContext, definition: MuonStep, grads: list[dict[str, Tensor]]) -> Iterator[Comparison]:
+    """Compare weights and momentum after each step with ``definition``, which starts from the engine's own numbers."""
+    for taken in list_steps(ctx, grads):
+        expected = definition(taken.weight, taken.grad, taken.momentum, MUON.args)
+        yield compare_momentum(ctx, taken, expected.momentum)
+        place = ctx.location(taken.name, Part.OPTIMIZER, taken.step)
+        comparison = compare_bitwise(place, expected.weight, taken.weight_after)
+        yield hint_unmoved(comparison, taken.weight, taken.weight_after)
 
 
 def compare_steps_within_bounds(ctx: JudgeContext, grads: list[dict[str, Tensor]]) -> Iterator[Comparison]:
     """Compare the momentum after each step bitwise, and the weights within the rounding of Newton-Schulz."""
-    for step in range(STEPS):
-        before, after = (ctx.rank_records("masters", at)[0] for at in (step, step + 1))
-        old_state, new_state = (ctx.rank_records("state", at)[0] for at in (step, step + 1))
-        for name, weight in before.items():
-            momentum, beta = get_momentum(old_state, name, weight, step), MUON.args["momentum"]
-            right = momentum.lerp(grads[step][name], 1 - beta)
-            key = f"{name}/{MOMENTUM}"
-            found = new_state.get(key, torch.full_like(weight, torch.nan))
-            yield compare_bitwise(ctx.location(key, Part.OPTIMIZER, step), right, found)
-            expected, error = bound_step(weight, grads[step][name].lerp(right, beta), MUON.args)
-            change = expected - weight.double()
-            comparison = compare_within_bound(
-                ctx.location(name, Part.OPTIMIZER, step), expected, after[name], error, signal=change
-            )
-            yield hint_unmoved(comparison, weight, after[name])
+    beta = MUON.args["momentum"]
+    for taken in list_steps(ctx, grads):
+        momentum = taken.momentum.lerp(taken.grad, 1 - beta)
+        yield compare_momentum(ctx, taken, momentum)
+        expected, error = bound_step(taken.weight, taken.grad.lerp(momentum, beta), MUON.args)
+        place = ctx.location(taken.name, Part.OPTIMIZER, taken.step)
+        change = expected - taken.weight.double()
+        comparison = compare_within_bound(place, expected, taken.weight_after, error, signal=change)
+        yield hint_unmoved(comparison, taken.weight, taken.weight_after)
 
 
 def get_momentum(state: Mapping[str, Tensor], name: str, weight: Tensor, step: int) -> Tensor:
