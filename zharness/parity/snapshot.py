@@ -108,12 +108,13 @@ class EvidenceWriter:
     def _write_tensor(self, tensor: Tensor) -> TensorEntry:
         """Append the bytes of ``tensor`` to the file; return its dtype, its shape and the position of its bytes."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        start = self._length
+        start, length = self._length, flat.numel()
         self._file.write(flat.numpy().data)
         # A view of another dtype has to begin at a multiple of its element's size.
-        padding = -flat.numel() % ALIGNMENT_BYTES
-        self._file.write(bytes(padding))
-        self._length += flat.numel() + padding
+        padding = -length % ALIGNMENT_BYTES
+        if padding:
+            self._file.write(bytes(padding))
+        self._length += length + padding
         return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start
 
 

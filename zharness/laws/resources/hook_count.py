@@ -25,7 +25,7 @@ from zharness.parity.comparison import TensorLocation
 
 TRAINED_PARAMETERS = 10
 
-PARAMETER_COUNTS = (550, 1000)
+PARAMETER_COUNTS = (300, 500)
 
 CHECKPOINT_COUNTS = (30, 100)
 
@@ -118,9 +118,9 @@ def count_calls(function: Callable[[Tensor], None], argument: Tensor) -> int:
 def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the number of calls grows linearly with the number of parameters and of checkpoints.
 
-    From 550 to 1000 parameters, the calls may double. A number of a + bn calls grows less, also if up to 100 parameters
+    From 300 to 500 parameters, the calls may double. A number of a + bn calls grows less, also if up to 100 parameters
     cost less than the others, as those that DeepSpeed's stage 3 does not partition. If the number of calls were
-    a + bn + cn^2, the law would fail for c > (a + 100b) / 395,000.
+    a + bn + cn^2, the law would fail for c > (a + 100b) / 70,000.
 
     For 100 / 30 times as many checkpoints, the calls may grow by this factor; with cn^2 further calls the law would
     fail for c > a / 3,000. As a is a few hundred calls, and b a few hundred at most, one call for every pair of
