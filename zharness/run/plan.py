@@ -339,6 +339,8 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
+    if capabilities.engine_windows and setting.has_direct_backwards(law.setting_support):
+        return f"{law.name} is not stated for {setting.window} on {cell.engine}: {capabilities.engine_windows}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
 
