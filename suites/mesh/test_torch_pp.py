@@ -23,6 +23,7 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
+    "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-skips-other_batch]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 
@@ -94,3 +95,27 @@ def test_a_plan_that_leaves_out_a_parameter_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"leaves out the parameters 2\.weight"):
         torch_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("0", "1")))
+
+
+class Tied(nn.Module):
+    """Two layers that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.down.weight = self.up.weight
+
+
+@pytest.mark.world_size(2)
+def test_a_weight_that_is_tied_over_two_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the weight down\.weight of stage 1 is tied to one of stage 0"):
+        torch_pp.factory(Tied(), EngineConfig(mesh=PP2, pp_plan=("up", "down")))
+
+
+@pytest.mark.world_size(2)
+def test_micro_batches_of_several_sizes_are_refused() -> None:
+    engine = torch_pp.factory(build(), EngineConfig(mesh=PP2, pp_plan=("0", "1")))
+    batches = [(torch.ones(size, 2), torch.ones(size, 2)) for size in (1, 3)]
+    with pytest.raises(UsageError, match=r"got micro-batches of \[1, 3\] samples"):
+        engine.train_batch(batches, nn.functional.mse_loss)
+    engine.close()

@@ -181,6 +181,8 @@ class Capabilities:
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
+    - ``engine_windows`` is the reason why the engine owns an accumulation window only if backward is called through
+      ``engine.backward`` or ``engine.scale``, so that laws with calls of their own are not stated for such a window.
     - ``form`` says who runs forwards and backwards. A law is stated for one form.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
@@ -205,6 +207,7 @@ class Capabilities:
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
+    engine_windows: str = ""
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
 
     def refusal(self, feature: Feature) -> str | None:

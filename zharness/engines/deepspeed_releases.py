@@ -9,6 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from zharness.engines.option_keys import find_reason
 from zharness.engines.protocol import Capabilities, EngineOption, Feature
+from zharness.mesh import TENSOR
 
 _PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"
 
@@ -18,7 +19,8 @@ class Addition:
     """Features and options that DeepSpeed has since ``first_release``, with the pull request that added them, if known.
 
     ``option_keys`` are the options that older releases do not know, most of which ignore them silently; the key of a
-    section's entry is written ``section.entry``. ``stages`` are the stages at which older releases lack the addition.
+    section's entry is written ``section.entry``. ``mesh_axes`` and ``plan_words`` are the axes of a mesh and the words
+    of a ``tp_plan`` that older releases lack. ``stages`` are the stages at which older releases lack the addition.
     """
 
     summary: str
@@ -26,6 +28,8 @@ class Addition:
     pull_request: int | None = None
     features: tuple[Feature, ...] = ()
     option_keys: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
+    plan_words: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
     def is_missing(self, release: Version, stage: int) -> bool:
@@ -95,6 +99,18 @@ ADDITIONS: tuple[Addition, ...] = (
         option_keys=("zero_optimization.stage3_allgather_sequential",),
     ),
     Addition(
+        summary="tensor_parallel.partition_config, by which a plan splits a model",
+        first_release="0.18.6",
+        pull_request=7806,
+        mesh_axes=(TENSOR,),
+    ),
+    Addition(
+        summary="gather_output in the layer_specs of tensor_parallel",
+        first_release="0.19.4",
+        pull_request=8146,
+        plan_words=("colwise_gather_output",),
+    ),
+    Addition(
         summary="coalesce_grad_reduction()",
         first_release="0.19.1",
         pull_request=7992,
@@ -123,7 +139,7 @@ ADDITIONS: tuple[Addition, ...] = (
 
 
 def restrict_to_release(capabilities: Capabilities, release: str, stage: int) -> Capabilities:
-    """Return ``capabilities`` without the features and options that ``release`` lacks at ``stage``.
+    """Return ``capabilities`` without the features, options, axes and plan words that ``release`` lacks at ``stage``.
 
     A text that is not a version, as of a checkout, restricts nothing.
     """
@@ -139,6 +155,8 @@ def restrict_to_release(capabilities: Capabilities, release: str, stage: int) ->
         capabilities,
         refuses={**refuses, **capabilities.refuses},
         unknown_options=unknown,
+        mesh_axes=capabilities.mesh_axes.difference(*(addition.mesh_axes for addition in missing)),
+        plan_words=capabilities.plan_words.difference(*(addition.plan_words for addition in missing)),
         variants={
             name: restrict_option(option, unknown) if unknown else capabilities.variants[name]
             for name, option in capabilities.engine_options.items()

@@ -102,6 +102,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("torch.nn.parallel.distributed",),
         ),
         EngineInfo(
+            name="accelerate_ddp",
+            target="zharness.engines.accelerate_ddp:factory",
+            summary="Hugging Face accelerate, which prepares DistributedDataParallel",
+            distribution="accelerate",
+            install="pip install accelerate",
+            warm_up="accelerate",
+            sources=("accelerate.accelerator", "accelerate.optimizer", "accelerate.scheduler", "accelerate.state"),
+        ),
+        EngineInfo(
             name="zero1",
             target="zharness.engines.zero1:factory",
             summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConf
 from zharness.engines.torch_engine import snapshot, validate_config
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import PIPELINE
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
 SCHEDULE = "schedule"
@@ -107,6 +104,38 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
     return [list(plan[start:stop]) for start, stop in pairwise(edges)]
 
 
+def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError if two stages have a weight in common, because each would train a copy of its own.
+
+    ``names`` has the modules of each stage.
+    """
+    owners: dict[int, int] = {}
+    for stage, modules in enumerate(names):
+        for module in modules:
+            for name, param in model.get_submodule(module).named_parameters():
+                if owners.setdefault(id(param), stage) != stage:
+                    raise ConfigError(
+                        f"the weight {module}.{name} of stage {stage} is tied to one of stage {owners[id(param)]}; "
+                        "torch's schedules do not add the gradients of two stages, so that the copies would drift apart"
+                    )
+
+
+def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise UsageError unless all micro-batches have as many samples; a schedule cuts their batch into equal parts."""
+    sizes = [len(inputs) for inputs, _ in micro_batches]
+    if len(set(sizes)) != 1:
+        raise UsageError(f"got micro-batches of {sizes} samples; expected one or more, with as many samples each")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of torch, and the number of micro-batches and the loss for which it was built."""
+
+    micro_batches: int
+    loss: Loss
+    schedule: Any
+
+
 class PipelineEngine:
     """An engine whose schedule runs all forwards and backwards of a step; see ``Engine`` and ``SupportsTrainBatch``."""
 
@@ -119,13 +148,12 @@ class PipelineEngine:
         self._schedule_class: Any = getattr(pipelining, kind.name)
         numbers, total = kind.stages(rank, size), size * len(kind.stages(rank, size))
         names = split_plan(config.pp_plan, total)
-        device = next(model.parameters()).device
+        refuse_tied_weights(model, names)
+        self._total = total
         self._first, self._last = 0 in numbers, total - 1 in numbers
-        parts = [StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers]
-        self._stages: list[PipelineStage] = [
-            pipelining.PipelineStage(part, number, total, device) for part, number in zip(parts, numbers, strict=True)
-        ]
-        mine = {id(param) for part in parts for param in part.parameters()}
+        parts = {number: StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers}
+        self._parts: Mapping[int, StageModule] = parts
+        mine = {id(param) for part in parts.values() for param in part.parameters()}
         self._names = [name for name, _ in model.named_parameters()]
         self._params = {name: param for name, param in model.named_parameters() if id(param) in mine}
         owners = self._merge({name: (Piece(rank, 0, param.numel()),) for name, param in self._params.items()})
@@ -134,23 +162,39 @@ class PipelineEngine:
         self._layout: Mapping[str, tuple[Piece, ...]] = owners
         self._optimizer = optimizers.build(self._params, config.optimizer)
         self._lr_schedule = optimizers.schedule(self._optimizer, config.optimizer)
-        self._schedule: Any = None
+        self._schedules: list[Schedule] = []
 
     def train_batch(self, micro_batches: Sequence[tuple[Tensor, Tensor]], loss: Loss) -> tuple[Tensor, ...]:
         """Run forward and backward of all micro-batches, and return their losses on every rank.
 
-        Gradients are added to those that exist, as the mean over the micro-batches.
+        Gradients are added to those that exist, as the mean over the micro-batches. Raises UsageError for micro-batches
+        of several sizes.
         """
-        if self._schedule is None:
-            stages: Any = self._stages[0] if len(self._stages) == 1 else self._stages
-            self._schedule = self._schedule_class(stages, len(micro_batches), loss_fn=loss)
+        refuse_unequal_sizes(micro_batches)
+        schedule = self._find_schedule(len(micro_batches), loss)
         losses: list[Tensor] = []
         inputs = (torch.cat([inputs for inputs, _ in micro_batches]),) if self._first else ()
         target = torch.cat([target for _, target in micro_batches])
-        self._schedule.step(*inputs, **({"target": target, "losses": losses} if self._last else {}))
+        schedule.step(*inputs, **({"target": target, "losses": losses} if self._last else {}))
         found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, [snapshot(value) for value in losses])
         return tuple(value for values in found for value in values)
+
+    def _find_schedule(self, micro_batches: int, loss: Loss) -> Any:
+        """Return the schedule of torch for a number of micro-batches and a loss, which it is built for.
+
+        Stages are built with it, because they keep buffers for the micro-batches of one schedule.
+        """
+        from torch.distributed import pipelining
+
+        for known in self._schedules:
+            if (known.micro_batches, known.loss) == (micro_batches, loss):
+                return known.schedule
+        device = next(self.module.parameters()).device
+        stages = [pipelining.PipelineStage(part, number, self._total, device) for number, part in self._parts.items()]
+        schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
+        self._schedules.append(Schedule(micro_batches, loss, schedule))
+        return schedule
 
     def step(self) -> None:
         self._optimizer.step()

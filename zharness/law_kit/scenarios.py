@@ -153,7 +153,7 @@ def make_scenario_observer(scenario: Scenario) -> Callable[[RankContext], None]:
         """Run the scenario, a step with learning rate 0, and one more micro-batch; record values and gradients."""
         repeats = ctx.setting.accumulation_steps
         micro_batches = scenario.accumulation_steps * repeats
-        claims_window = AccumulationOwner.ENGINE in ctx.accumulation_owners()
+        claims_window = AccumulationOwner.ENGINE in ctx.accumulation_owners() and not ctx.capabilities.engine_windows
         owns = ctx.setting.owner is AccumulationOwner.ENGINE if repeats > 1 else micro_batches > 1 and claims_window
         owner = AccumulationOwner.ENGINE if owns else AccumulationOwner.CALLER
         divisor = micro_batches if owns else 1

@@ -112,6 +112,11 @@ class Setting:
         call = (REQUIRED_FEATURES[self.backward_call],) if self.backward_call is not BackwardCall.ENGINE else ()
         return owner + call
 
+    def has_direct_backwards(self, support: SettingSupport) -> bool:
+        """Return whether an engine owns the window, and backward is called without the engine."""
+        is_own_call = support is SettingSupport.WINDOWS or self.backward_call is BackwardCall.TENSOR
+        return self.accumulation_steps > 1 and self.owner is AccumulationOwner.ENGINE and is_own_call
+
     def reason_unsupported(self, law: str, support: SettingSupport) -> str:
         """Return the reason why the law named ``law`` is not stated for this setting, or '' if it is."""
         if self.accumulation_steps > 1 and support is SettingSupport.OPTIONS_ONLY:

@@ -6,12 +6,16 @@ micro-batches of a step and the loss, and the laws compare each micro-batch's lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import CallForm, Engine, OptimizerSpec, require_train_batch
+from zharness.engines.protocol import CallForm, Engine, GroupSpec, OptimizerSpec, require_train_batch
+from zharness.errors import EngineContractError
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -21,17 +25,65 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
+from zharness.parity.certificate import certify_exactness
 
 MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
+# Its step moves biases by 1, 0 or -1 and nothing else, so that a model of integers stays one, and exact.
+INTEGER_STEPS = OptimizerSpec(
+    name="rprop", args={"lr": 0.0, "step_sizes": (0.0, 1.0)}, groups=(GroupSpec("*.bias", {"lr": 1.0}),)
+)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 MODELS = ("chain", "skips")
 
 
-def run_batch(ctx: RankContext, engine: Engine, number: int) -> None:
-    """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it."""
-    batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(MICRO_BATCHES)]
-    losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], ctx.spec.loss)
+@dataclass(frozen=True)
+class BatchShape:
+    """The number of micro-batches of a batch, and the factor, a power of two, by which its loss is multiplied."""
+
+    micro_batches: int = MICRO_BATCHES
+    factor: int = 1
+
+
+DEFAULT_SHAPE = BatchShape()
+WINDOW = BatchShape(micro_batches=2)  # few terms, so that float32 holds their sums exactly
+
+
+@dataclass(frozen=True)
+class SecondBatch:
+    """What follows the first batch: a step or none, and the shape of the second batch."""
+
+    stepped: bool
+    shape: BatchShape = WINDOW
+
+
+WINDOWS: Mapping[str, SecondBatch] = {
+    "accumulated": SecondBatch(stepped=False),
+    "stepped": SecondBatch(stepped=True),
+    "other_batch": SecondBatch(stepped=True, shape=BatchShape(micro_batches=4, factor=2)),
+}
+
+
+def multiply_loss(loss: Callable[[Any, Any], Tensor], factor: int, output: Any, target: Any) -> Tensor:
+    """Return ``factor`` times the loss."""
+    return factor * loss(output, target)
+
+
+def multiply_result(local: LocalResult, factor: int) -> LocalResult:
+    """Return the loss and gradients of ``factor`` times the loss; ``factor`` is a power of two."""
+    return LocalResult(factor * local.loss, {name: factor * grad for name, grad in local.grads.items()})
+
+
+def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape = DEFAULT_SHAPE) -> None:
+    """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it.
+
+    Raises EngineContractError if the engine does not return a loss for each micro-batch.
+    """
+    batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
+    loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor > 1 else ctx.spec.loss
+    losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], loss)
+    if len(losses) != len(batches):
+        raise EngineContractError(f"train_batch returned {len(losses)} losses for {len(batches)} micro-batches")
     ctx.record("losses", {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}, number)
     ctx.record("grads", engine.full_grads(), number)
 
@@ -48,11 +100,15 @@ def observe_training(ctx: RankContext) -> None:
 
 
 def compute_batch(
-    ctx: JudgeContext, number: int, params: Mapping[str, Tensor] | None = None
+    ctx: JudgeContext,
+    number: int,
+    params: Mapping[str, Tensor] | None = None,
+    shape: BatchShape = DEFAULT_SHAPE,
 ) -> list[list[LocalResult]]:
     """Return the baseline's losses and gradients of each micro-batch of batch ``number``, at ``params``."""
     first = number * MICRO_BATCHES
-    return [ctx.compute_local_grads(first + index, params) for index in range(MICRO_BATCHES)]
+    rows = [ctx.compute_local_grads(first + index, params) for index in range(shape.micro_batches)]
+    return [[multiply_result(local, shape.factor) for local in row] for row in rows]
 
 
 def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], number: int = 0) -> Iterator[Comparison]:
@@ -81,7 +137,7 @@ def hint_divided_again(
         return comparison
     name = comparison.mismatch.parameter
     means = [torch.stack([row[0].grads[name] for row in micros]).mean(dim=0) for micros in (first, second)]
-    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / MICRO_BATCHES + means[1]):
+    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / WINDOW.micro_batches + means[1]):
         return comparison
     divided = "the gradient of the batch before was divided by the number of micro-batches once more"
     return add_hint(comparison, divided)
@@ -89,26 +145,30 @@ def hint_divided_again(
 
 def observe_windows(ctx: RankContext) -> None:
     """Run two batches, with a step between them if the variant says so."""
-    engine = ctx.build_engine(optimizer=MOMENTUM_SGD)
-    run_batch(ctx, engine, 0)
-    if ctx.variant == "stepped":
+    second = WINDOWS[ctx.variant]
+    engine = ctx.build_engine(optimizer=INTEGER_STEPS)
+    run_batch(ctx, engine, 0, WINDOW)
+    if second.stepped:
         engine.step()
         engine.zero_grad()
     ctx.record_weights(engine, 1)
-    run_batch(ctx, engine, 1)
+    run_batch(ctx, engine, 1, second.shape)
     engine.close()
 
 
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the losses and gradients of the second batch: its own mean after a step, else the sum of both means."""
-    first = compute_batch(ctx, 0)
-    second = compute_batch(ctx, 1, ctx.rank_records("params", 1)[0])
+    variant, weights = WINDOWS[ctx.variant], ctx.rank_records("params", 1)[0]
+    first = compute_batch(ctx, 0, shape=WINDOW)
+    second = compute_batch(ctx, 1, weights, variant.shape)
     yield from compare_micro_losses(ctx, first)
     yield from compare_micro_losses(ctx, second, 1)
-    if ctx.variant == "stepped":
-        yield from ctx.compare_reduced_grads("grads", second, 1)
+    own = range(MICRO_BATCHES, MICRO_BATCHES + variant.shape.micro_batches)
+    if variant.stepped:
+        exact = certify_exactness(ctx.baseline, own, ctx.dtype, params=weights)
+        yield from ctx.compare_reduced_grads("grads", second, 1, exact)
     else:
-        exact = ctx.certify_exactness(range(2 * MICRO_BATCHES))
+        exact = ctx.certify_exactness(range(WINDOW.micro_batches)) and ctx.certify_exactness(own)
         for comparison in ctx.compare_reduced_grads("grads", [*first, *second], 1, exact, scale=2.0):
             yield hint_divided_again(ctx, comparison, first, second)
 
@@ -151,7 +211,7 @@ LAWS = (
         "a batch adds its mean gradient to those since zero_grad, and after a step it uses the new weights",
         observe_windows,
         judge_windows,
-        ("accumulated", "stepped"),
+        tuple(WINDOWS),
         kept_because="the only law of two batches in a pipeline, whose schedule object keeps state between them",
     ),
 )

@@ -22,14 +22,15 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def on_pipeline(
-    part: Part = Part.REDUCTION,
+    part: Part | None = Part.REDUCTION,
     model: str = "chain",
     parameter: str = "*",
     law: str = "pipeline.training",
     variant: str = "gpipe",
+    cause: str = "",
 ) -> Target:
     """Return a target on a pipeline of two ranks."""
-    return Target(law, part, model, variant, parameter=parameter, mesh="pp2")
+    return Target(law, part, model, variant, parameter=parameter, cause=cause, mesh="pp2")
 
 
 class OverPipeline(Around):
@@ -140,3 +141,28 @@ class KeepsGradientsOverSteps(OverPipeline):
 
     def zero_grad(self) -> None:
         """Drop nothing."""
+
+
+@mutant(
+    FaultKind.STALE,
+    on_pipeline(Part.FORWARD, parameter="loss*", law="pipeline.windows", variant="other_batch"),
+    origin=Origin.MESH,
+)
+class KeepsTheFirstLoss(OverPipeline):
+    """Every batch runs with the loss of the first one, with which the schedule was built."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.losses: list[Loss] = []
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        self.losses.append(loss)
+        return super().train_batch(micro_batches, self.losses[0])
+
+
+@mutant(FaultKind.RANKS, on_pipeline(None, cause="returned 3 losses for 4 micro-batches"), origin=Origin.MESH)
+class LosesALoss(OverPipeline):
+    """The loss of the last micro-batch is not returned."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        return super().train_batch(micro_batches, loss)[:-1]

@@ -9,6 +9,7 @@ bitwise equal to a run in float64.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -77,30 +78,43 @@ def is_scaling_exact(grad: Tensor, factor: float, dtype: torch.dtype) -> bool:
 
 
 def certify_exactness(
-    baseline: Baseline, steps: range, dtype: torch.dtype, objective: Objective | None = None, repeats: int = 1
+    baseline: Baseline,
+    steps: range,
+    dtype: torch.dtype,
+    objective: Objective | None = None,
+    repeats: int = 1,
+    params: Mapping[str, Tensor] | None = None,
 ) -> Exactness:
     """Return whether the gradients of the micro-steps ``steps``, and their mean over ranks and steps, are exact.
 
     Exact means that no number is rounded in ``dtype``. Each micro-step occurs ``repeats`` times in the mean.
     ``objective`` computes the loss (None: the loss of the model's spec); the loss must be linear in the output, with
-    integer coefficients. For a model with random weights the answer is no, with an empty reason.
+    integer coefficients. ``params`` are the weights of these steps (None: the initial weights). For a model with random
+    weights the answer is no, with an empty reason.
     """
     if not baseline.spec.exact:
         return Exactness(False)
     # The result for a law's own objective is not cached: the cache would keep the cell's tensors alive for nothing.
+    if params is not None:
+        return certify_exact_model(baseline, steps, dtype, objective or baseline.objective, repeats, params)
     return (certify_exact_model_cached if objective is None else certify_exact_model)(
         baseline, steps, dtype, objective or baseline.objective, repeats
     )
 
 
 def certify_exact_model(
-    baseline: Baseline, steps: range, dtype: torch.dtype, loss: Objective, repeats: int = 1
+    baseline: Baseline,
+    steps: range,
+    dtype: torch.dtype,
+    loss: Objective,
+    repeats: int = 1,
+    params: Mapping[str, Tensor] | None = None,
 ) -> Exactness:
     """Return the answer of ``certify_exactness`` for a model with integer weights, without the cache."""
     terms = baseline.data_size * len(steps) * repeats
     micro_batches = ((rank, step) for rank in range(baseline.data_size) for step in steps)
     if not is_power_of_two(terms) or all(
-        is_locally_exact(baseline, *position, terms, dtype, loss) for position in micro_batches
+        is_locally_exact(baseline, *position, terms, dtype, loss, params) for position in micro_batches
     ):
         return division_exactness(terms)
     name = str(dtype).removeprefix("torch.")
@@ -114,15 +128,23 @@ certify_exact_model_cached = lru_cache(maxsize=1024)(
 )  # the result is the same for every engine, stage and law
 
 
-def is_locally_exact(baseline: Baseline, rank: int, step: int, terms: int, dtype: torch.dtype, loss: Objective) -> bool:
+def is_locally_exact(
+    baseline: Baseline,
+    rank: int,
+    step: int,
+    terms: int,
+    dtype: torch.dtype,
+    loss: Objective,
+    params: Mapping[str, Tensor] | None = None,
+) -> bool:
     """Return whether neither one rank's gradients nor a sum of ``terms`` such gradients is rounded in any order."""
-    batch, model = baseline.batch(rank, step), baseline.build_module()
+    batch, model = baseline.batch(rank, step), baseline.build_module(params)
     samples = len(batch.inputs)
     if not is_power_of_two(samples) or not all(
         is_integral(t) for t in [batch.inputs, batch.target, *model.parameters()]
     ):
         return False
-    narrow = run_local(baseline.build_module(), batch, loss)
+    narrow = run_local(baseline.build_module(params), batch, loss)
     wide = run_local(*convert_to_float64(model, batch), loss)
     same = torch.equal(narrow.loss.double(), wide.loss) and all(
         torch.equal(narrow.grads[name].double(), grad) for name, grad in wide.grads.items()

@@ -33,7 +33,7 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
 
 
-def require_tp_plan(model: str, mesh: Mesh) -> None:
+def require_plan(model: str, mesh: Mesh) -> None:
     """Raise UsageError if ``model`` is unknown, or cannot be split over ``mesh``."""
     if reason := explain_missing_plan(model, mesh):
         raise UsageError(reason)

@@ -21,7 +21,7 @@ from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
-from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_tp_plan
+from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_plan
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
@@ -145,7 +145,7 @@ def validate_request(request: Request) -> None:
     require_stages(request.stages)
     require_dtypes(request.dtypes, DTYPES)
     for model in request.models:
-        require_tp_plan(model, request.mesh)
+        require_plan(model, request.mesh)
     for world_size in request.world_sizes:
         request.mesh.shape(world_size)  # raises UsageError if the mesh does not fit
         check_world_size(world_size)
@@ -339,6 +339,8 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
     if unknown:
         return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
+    if capabilities.engine_windows and setting.has_direct_backwards(law.setting_support):
+        return f"{law.name} is not stated for {setting.window} on {cell.engine}: {capabilities.engine_windows}"
     exclusion = find_exclusion({name: known[name] for name in setting.options})
     return exclusion or setting.reason_unsupported(law.name, law.setting_support)
 

@@ -114,9 +114,11 @@ def iter_covered_cells(
 ) -> Iterator[PlannedCell]:
     """Yield all cells that an expected failure covers, whether or not a run has them.
 
-    An entry without world sizes counts as an entry for 2 ranks. A mesh has cells of the world sizes that it fits.
+    An entry without world sizes counts as an entry for 2 ranks. A mesh has cells of the world sizes that it fits, if
+    the engine claims its axes; an older release may not.
     """
-    engine_stages = first_buildable_claims(engine, STAGES, claims).stages
+    capabilities = first_buildable_claims(engine, STAGES, claims)
+    engine_stages = capabilities.stages
     stages = tuple(stage for stage in expected_failure.stages or sorted(engine_stages) if stage in engine_stages)
     if not stages:
         return
@@ -127,7 +129,7 @@ def iter_covered_cells(
     for engine_variant, label in settings:
         mesh = Mesh.parse(label)
         world_sizes = [size for size in expected_failure.world_sizes or (2,) if not mesh.explain_misfit(size)]
-        if not world_sizes:
+        if not (world_sizes and capabilities.mesh_axes.issuperset(mesh.axes)):
             continue
         request = Request(
             patterns=expected_failure.laws,

@@ -13,6 +13,7 @@ from typing import Any
 
 from zharness.engines.protocol import AccumulationOwner, Feature, OptimizerSpec, Reduction
 from zharness.law_kit.engine_facts import collect_engine_facts
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import ADAMW
@@ -67,6 +68,8 @@ PAIRS: Mapping[str, EnginePair] = {
 }
 
 ALONE, IN_TURNS = "alone", "in_turns"
+INSIDE = "inside"  # the weights after a micro-batch that does not end a window
+MOVED_INSIDE_HINT = "the weights moved inside an accumulation window"
 SAVE_TURN, LOAD_TURN = 1, 3
 
 
@@ -122,6 +125,8 @@ class Trainee:
             self.ctx.record(self.label("grads"), self.engine.full_grads(), self.turn)
         if is_last or self.engine_owns:
             self.engine.step()
+        if self.engine_owns and not is_last:
+            self.ctx.record(self.label(INSIDE), self.engine.full_params(), self.turn)
         if is_last:
             self.engine.zero_grad()
             self.ctx.record_training_state(self.engine, self.turn, f"-{self.run}-{self.number}")
@@ -148,7 +153,13 @@ def observe_interleaved(ctx: RankContext) -> None:
 
 def judge_interleaved(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare everything that an engine computed in turns with what it computed alone."""
-    parts = {"loss": Part.FORWARD, "grads": Part.REDUCTION, "params": Part.OPTIMIZER, "masters": Part.OPTIMIZER}
+    parts = {
+        "loss": Part.FORWARD,
+        "grads": Part.REDUCTION,
+        INSIDE: Part.OPTIMIZER,
+        "params": Part.OPTIMIZER,
+        "masters": Part.OPTIMIZER,
+    }
     parts |= {"state": Part.OPTIMIZER, "facts": Part.OPTIMIZER}
     for number in range(2):
         recorded = {(each.label, each.step) for each in ctx.evidence[0].snapshots}
@@ -157,7 +168,8 @@ def judge_interleaved(ctx: JudgeContext) -> Iterator[Comparison]:
             for what, part in parts.items():
                 if (f"{what}-{ALONE}-{number}", step) in recorded:
                     alone, in_turns = (f"{what}-{run}-{number}" for run in (ALONE, IN_TURNS))
-                    yield from compare_records(ctx, alone, in_turns, step, step, part)
+                    for comparison in compare_records(ctx, alone, in_turns, step, step, part):
+                        yield add_hint(comparison, MOVED_INSIDE_HINT) if what == INSIDE else comparison
 
 
 LAWS = (

@@ -1,0 +1,59 @@
+"""A second Accelerator changes the accumulation window of the first one.
+
+id: windows-of-two-accelerators
+engine: accelerate_ddp
+symptom: an Accelerator with a window of 4 steps after each micro-batch once another Accelerator was built
+reported: no report known
+affects: ==1.15.0
+fixed: not yet
+ranks: 2
+law: engines.interleaved
+signature: stepped inside its accumulation window
+ok: repro: the window of the first Accelerator is kept OK.
+
+Run it with nothing but torch and accelerate installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/accelerate_ddp_noreport_windows_of_two_accelerators.py
+
+gradient_accumulation_steps is an entry of GradientState, which all Accelerators of a process share
+(accelerate/state.py); the constructor of each one overwrites it. So a student's window of 4 ends with each micro-batch
+once a teacher's Accelerator exists, its losses are divided by 1, and nothing is said.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+SIGNATURE = "stepped inside its accumulation window"
+OK = "repro: the window of the first Accelerator is kept OK."
+
+
+def main():
+    cpu = not torch.cuda.is_available()
+    first = Accelerator(cpu=cpu, gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1)
+    wrapped, optimizer = first.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    Accelerator(cpu=cpu)
+    with first.accumulate(wrapped):
+        first.backward(wrapped(torch.ones(1, 1, device=first.device)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    if torch.equal(model.weight, before):
+        print(OK)
+        return 0
+    print(f"repro: REPRODUCED: the first Accelerator {SIGNATURE}, by {(before - model.weight).item():g}")
+    return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    dist.destroy_process_group()
+    sys.exit(code)
