@@ -14,14 +14,14 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zharness.engines import ddp, fsdp2, plain, zero1
+from zharness.engines import ddp, fsdp1, fsdp2, plain, zero1
 from zharness.engines.protocol import AccumulationOwner, Engine, EngineConfig, Feature, OptimizerSpec, Piece, Reduction
 from zharness.engines.torch_engine import register_all_reduce_hooks
 from zharness.errors import ConfigError, UsageError
 from zharness.world import Group, run
 
 WORLD_SIZE = 2
-ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp2": fsdp2}
+ADAPTERS = {"plain": plain, "ddp": ddp, "zero1": zero1, "fsdp1": fsdp1, "fsdp2": fsdp2}
 SHARED = [("ddp", 0), ("zero1", 1), ("fsdp2", 2), ("fsdp2", 3)]
 ALL_STAGES = [("plain", 0), *SHARED]
 SHAPES = {"tokens.weight": (5, 4), "body.weight": (4, 4), "body.bias": (4,), "row.weight": (1, 4), "row.bias": (1,)}
@@ -371,3 +371,22 @@ def test_fsdp2_reduces_gradients_of_ignored_parameters_of_a_deferred_model() -> 
     expected = {"weight": torch.full((2, 3), 1.5), "bias": torch.full((2,), 1.5)}
     for device in ("cpu", "meta"):
         assert all(equal_tensors(grads, expected) for grads in run_on_ranks(read_deferred_grads, device)), device
+
+
+def read_rounded_params(name: str, stage: int) -> dict[str, Tensor]:
+    """Return what an engine in bf16 reports of a frozen and a trained layer, none of whose weights bf16 has."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for param in model.parameters():
+        nn.init.constant_(param, 1 + 2**-10)
+    model[0].requires_grad_(False)
+    weights: dict[str, Tensor] = ADAPTERS[name].factory(model, EngineConfig(stage=stage, dtype="bf16")).full_params()
+    return weights
+
+
+@pytest.mark.parametrize(("name", "stage"), [("fsdp1", 0), ("fsdp1", 2), ("fsdp1", 3), ("fsdp2", 2), ("fsdp2", 3)])
+def test_low_precision_rounds_trained_weights_and_no_frozen_ones(name: str, stage: int) -> None:
+    for params in run_on_ranks(read_rounded_params, name, stage):
+        for key, weight in params.items():
+            is_trained = key.startswith("1.")
+            assert weight.dtype is (torch.bfloat16 if is_trained else torch.float32), key
+            assert torch.equal(weight.float(), torch.full(weight.shape, 1.0 if is_trained else 1 + 2**-10)), key

@@ -204,6 +204,7 @@ def test_a_symptom_names_a_reproduction_and_needs_its_setting(symptom: Symptom) 
     assert symptom.repro in {repro.id for repro in load_catalogue()}
     options = tuple(sorted(symptom.options))[:1]
     program = Program((), (), stage=symptom.stages[0], options=options, world_size=symptom.min_world_size)
+    program = replace(program, dtype=symptom.dtypes[0])
     names, outcome = set(symptom.needs), ProgramOutcome(Verdict.FAIL, f"step 1: {symptom.text}")
     assert symptom.matches(symptom.engine, program, names, outcome)
     assert not symptom.matches("torch_tp", program, names, outcome)

@@ -52,7 +52,6 @@ WITHOUT_A_CAUSE = {
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
     "fsdp1": {
-        "checkpointing.exception",  # twice the mean, which a hint takes for the mean without one micro-batch
         "training.optimizers",  # of the variant long: an old gradient is added, not as the engine reported it
     },
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both

@@ -19,11 +19,15 @@ from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_steps import apply_input_marks
 from zharness.law_kit.program_suspects import (
+    FAILED_GRADS_ALONE_HINT,
     FAILED_GRADS_KEPT_HINT,
     LAST_FAILED_GRADS_KEPT_HINT,
+    SUCCEEDED_GRADS_KEPT_HINT,
     UNREDUCED_GRADS_KEPT_HINT,
+    ZEROED_GRADS_ALONE_HINT,
     ZEROED_GRADS_KEPT_HINT,
     WindowBackwards,
+    make_alone_suspects,
     make_kept_suspects,
 )
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
@@ -151,9 +155,16 @@ def test_kinds_of_discarded_gradients_that_an_engine_keeps_are_told_from_each_ot
         UNREDUCED_GRADS_KEPT_HINT: 2020,
         FAILED_GRADS_KEPT_HINT: 2400,
         LAST_FAILED_GRADS_KEPT_HINT: 2200,
+        SUCCEEDED_GRADS_KEPT_HINT: 2022,
         ZEROED_GRADS_KEPT_HINT: 2422,
     }
     assert make_kept_suspects({UNREDUCED_GRADS_KEPT_HINT: []}, [window], 2) == {}
+    alone = make_alone_suspects(backwards.failed, backwards.discarded, 2)
+    assert {hint: sum(float(local.grads["w"]) for row in rows for local in row) for hint, rows in alone.items()} == {
+        FAILED_GRADS_ALONE_HINT: 400,
+        ZEROED_GRADS_ALONE_HINT: 422,
+    }
+    assert make_alone_suspects([], [], 2) == {}
 
 
 def test_an_exception_that_does_not_reach_the_caller_is_the_engines_fault() -> None:

@@ -247,8 +247,14 @@ class TorchEngine(TorchTensorAccess):
         return {name: self._full_copy(p.grad) for name, p in self._adapter.params.items() if p.grad is not None}
 
     def full_params(self) -> dict[str, Tensor]:
+        """Return the trained parameters as the model computes with them, and the frozen ones as they are stored.
+
+        FSDP rounds both for every forward and stores both unrounded. What a frozen layer computes is compared with the
+        layer's own cast in plain PyTorch. This is a collective if parameters are sharded.
+        """
+        params, dtype = self._adapter.params, self._adapter.compute_dtype
         return {
-            name: weight.to(self._adapter.compute_dtype or weight.dtype)
+            name: weight.to(dtype) if dtype and params[name].requires_grad else weight
             for name, weight in self._full_masters().items()
         }
 

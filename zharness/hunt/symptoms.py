@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zharness.law_kit.clipping import NO_GRADIENT_HINT
 from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT
 from zharness.law_kit.program_judge import OLD_GRADIENT_HINT
+from zharness.law_kit.program_suspects import (
+    FAILED_GRADS_ALONE_HINT,
+    FAILED_GRADS_KEPT_HINT,
+    LAST_FAILED_GRADS_KEPT_HINT,
+    SUCCEEDED_GRADS_KEPT_HINT,
+    ZEROED_GRADS_ALONE_HINT,
+    ZEROED_GRADS_KEPT_HINT,
+)
 from zharness.law_kit.record_comparisons import ROUNDED_WEIGHT_HINT
 from zharness.run.program_runner import ProgramOutcome
 from zharness.workload.programs import Act, LayerKind, Mark, Program
@@ -17,8 +26,8 @@ SHARDED = (1, 2, 3)
 class Symptom:
     """A failure of programs that the reproduction with the id ``repro`` explains.
 
-    ``text`` occurs in the cause. The program has a stage of ``stages``, all of ``needs``, and one of ``options`` unless
-    that is empty; it may have further options.
+    ``text`` occurs in the cause. The program has a stage of ``stages``, a dtype of ``dtypes``, all of ``needs``, and
+    one of ``options`` unless that is empty; it may have further options.
     """
 
     engine: str
@@ -28,12 +37,15 @@ class Symptom:
     needs: frozenset[Act | LayerKind | Mark] = frozenset()
     options: frozenset[str] = frozenset()
     min_world_size: int = 1
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
 
     def matches(
         self, engine: str, program: Program, names: set[Act | LayerKind | Mark], outcome: ProgramOutcome
     ) -> bool:
         """Return whether ``program``, which has ``names``, failed on ``engine`` in this way."""
-        has_setting = program.stage in self.stages and program.world_size >= self.min_world_size
+        has_setting = (
+            program.stage in self.stages and program.world_size >= self.min_world_size and program.dtype in self.dtypes
+        )
         has_option = not self.options or bool(self.options & set(program.options))
         return (
             self.engine == engine and has_setting and has_option and self.needs <= names and self.text in outcome.cause
@@ -43,6 +55,15 @@ class Symptom:
 OFFLOAD = frozenset({"offload_optimizer", "offload_unpinned", "cpu_adam"})
 LEAF = frozenset({"leaf_modules", "granularity_threshold"})
 FAILED_BACKWARD = frozenset({Act.FAILED_BACKWARD})
+NOT_IDLE = "expected to be in states [<TrainingState.IDLE: 1>]"
+KEPT_GRADS_HINTS = (
+    SUCCEEDED_GRADS_KEPT_HINT,
+    FAILED_GRADS_KEPT_HINT,
+    LAST_FAILED_GRADS_KEPT_HINT,
+    FAILED_GRADS_ALONE_HINT,
+    ZEROED_GRADS_KEPT_HINT,
+    ZEROED_GRADS_ALONE_HINT,
+)
 TWO_REGIONS = frozenset({LayerKind.TWICE, LayerKind.REENTRANT})
 INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 
@@ -74,17 +95,41 @@ SYMPTOMS = (
     *(
         Symptom("fsdp1", "exception-adds-gradient", text, (0, 2, 3), FAILED_BACKWARD)
         for text in (
-            "local gradient: ",
-            "reduction: ",
-            "accumulation: ",
-            "full_grads has the wrong names",
+            *KEPT_GRADS_HINTS,
+            "full_grads has the wrong names: missing",
             "Cannot manually unshard parameters during forward/backward",
             "KeyError: Parameter containing",
+            NOT_IDLE,
         )
     ),
     Symptom("fsdp1", "exception-adds-gradient", "got nan", (0, 2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
+    *(
+        Symptom("fsdp1", "94857", text, (0, 2, 3), frozenset({act}), dtypes=("bf16",))
+        for act in (Act.EVALUATION_GRAD, Act.FAILED_FORWARD, Act.FAILED_BACKWARD)
+        for text in (
+            "full_grads has the wrong names: missing",
+            NO_GRADIENT_HINT,
+            "the ranks report different gradients",
+            "to a tensor with grad_dtype 'Float'",
+            "it is the gradient of micro-batch",
+        )
+    ),
+    *(
+        Symptom("fsdp1", "exception-in-forward", text, (0, 2, 3), frozenset({Act.FAILED_FORWARD}))
+        for text in (
+            "full_grads has the wrong names: missing",
+            "KeyError: Parameter containing",
+            "Cannot manually unshard parameters during forward/backward",
+            NOT_IDLE,
+        )
+    ),
     Symptom("fsdp2", "reset-keeps-gradients", "got nan", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
     Symptom("fsdp2", "reset-keeps-gradients", "reduction: norm ", (2, 3), FAILED_BACKWARD | {Mark.UNSEEN}),
+    # The state in which a failed backward leaves a group: with this option an embedding is then not gathered.
+    Symptom(
+        *("fsdp2", "reset-keeps-gradients", "aten.embedding.default got mixed torch.Tensor and DTensor", (2, 3)),
+        *(FAILED_BACKWARD, frozenset({"embeddings_stay_sharded"})),
+    ),
     Symptom("fsdp2", "reentrant-two-regions", "local gradient: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "reentrant-two-regions", "reduction: ", (2, 3), TWO_REGIONS),
     Symptom("fsdp2", "164929", "optimizer: ", (2, 3), frozenset({Act.SAVE})),

@@ -16,6 +16,8 @@ from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison, Part, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, gamma
 
+NO_GRADIENT_HINT = "it is the norm of no gradient"
+
 CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-6, and the quotient
 
 
@@ -64,9 +66,12 @@ NO_CLIPPING = ClipFactor()
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """If the actual value of a mismatch is NaN, add the hint that the engine reported no norm."""
-    absent = comparison.mismatch is not None and math.isnan(comparison.mismatch.actual)
-    return add_hint(comparison, "the engine reports none") if absent else comparison
+    """Add a hint to a mismatch of a norm that the engine did not report (NaN), or that is the norm of no gradient."""
+    if comparison.mismatch is not None and math.isnan(comparison.mismatch.actual):
+        return add_hint(comparison, "the engine reports none")
+    if comparison.mismatch is not None and comparison.mismatch.actual == 0:
+        return add_hint(comparison, NO_GRADIENT_HINT)
+    return comparison
 
 
 def hint_other_norm(comparison: Comparison, suspects: Mapping[str, Mapping[str, Tensor]]) -> Comparison:

@@ -80,7 +80,9 @@ def find_required_features(program: Program) -> list[Feature]:
     used += [MARK_FEATURES.get(mark) for verb in program.verbs for mark in verb.marks]
     # An engine that prepares its reduction in a forward may not reduce a backward of an older one, or a second one.
     used += [
-        Feature.RETAIN_GRAPH for _, verb, caller in iter_verbs(program) if verb.act in GRAPH_ACTS and caller.outputs
+        Feature.RETAIN_GRAPH
+        for _, verb, caller in iter_verbs(program)
+        if verb.act in (*GRAPH_ACTS, Act.INPUT_GRAD) and caller.outputs
     ]
     used += [Feature.CALLER_ACCUMULATION for _, verb, caller in iter_verbs(program) if is_accumulating(caller, verb)]
     used += [Feature.CLIP] * (program.clip is not None)

@@ -36,6 +36,7 @@ from zharness.law_kit.program_suspects import (
     WindowBackwards,
     hint_unreduced,
     make_added_again_suspects,
+    make_alone_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
 )
@@ -195,6 +196,7 @@ class ProgramJudge:
         rows = self.backwards.rows
         suspects = make_summed_again_suspects(rows, ranks)
         suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, ranks / self.program.window)
+        suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, ranks / self.program.window)
         suspects |= make_added_again_suspects(self.backwards.micros, rows, ranks / self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects

@@ -19,6 +19,12 @@ FAILED_GRADS_KEPT_HINT = "the sum with the backwards that raised"
 
 LAST_FAILED_GRADS_KEPT_HINT = "the sum with the last backward that raised"
 
+SUCCEEDED_GRADS_KEPT_HINT = "the sum with the backwards that zero_grad forgot, without those that raised"
+
+FAILED_GRADS_ALONE_HINT = "the gradient of the backwards that raised, without those after them"
+
+ZEROED_GRADS_ALONE_HINT = "the gradient of the backwards that zero_grad forgot, without those after them"
+
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
 ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
@@ -66,11 +72,13 @@ class WindowBackwards:
 
     def list_kept_by_hint(self) -> dict[str, list[list[LocalResult]]]:
         """Return the discarded rows that a wrong engine may keep, by hint."""
+        succeeded = [row for row in self.discarded if all(row is not other for other in self.failed)]
         discarded_unreduced = [row for row in self.discarded if any(row is other for other in self.unreduced)]
         return {
             UNREDUCED_GRADS_KEPT_HINT: discarded_unreduced,
             FAILED_GRADS_KEPT_HINT: self.failed,
             LAST_FAILED_GRADS_KEPT_HINT: self.failed[-1:],
+            SUCCEEDED_GRADS_KEPT_HINT: succeeded if self.failed else [],
             ZEROED_GRADS_KEPT_HINT: self.discarded,
         }
 
@@ -83,6 +91,17 @@ def make_kept_suspects(
     Every gradient is multiplied by ``factor``.
     """
     return {hint: scale_local_grads([*kept, *window], factor) for hint, kept in kept_by_hint.items() if kept}
+
+
+def make_alone_suspects(
+    failed: Sequence[list[LocalResult]], discarded: Sequence[list[LocalResult]], factor: float
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of wrong engines that have those of discarded backwards, and none of the window.
+
+    ``failed`` are those of the ``discarded`` backwards that raised. Every gradient is multiplied by ``factor``.
+    """
+    alone_by_hint = {FAILED_GRADS_ALONE_HINT: failed, ZEROED_GRADS_ALONE_HINT: discarded}
+    return {hint: scale_local_grads(rows, factor) for hint, rows in alone_by_hint.items() if rows}
 
 
 def make_added_again_suspects(
