@@ -13,6 +13,8 @@ import zharness
 from suites.model import deadly
 from suites.model.tiny import draw, score
 from zharness.cell import Cell
+from zharness.law_kit.default_training import DEFAULT_OPTIMIZER
+from zharness.laws.model import DEFAULT_STEPS
 from zharness.run.outcomes import records_exit_code
 from zharness.run.pytest_cells import describe_problem
 from zharness.run.record import Record, Verdict
@@ -32,6 +34,34 @@ OWN = ("model", "training.grads")
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("model.configured",), models=(f"{REAL}:bert",))
 def test_the_laws_hold(record: Record) -> None:
     assert not describe_problem(record), describe_problem(record)
+
+
+@pytest.mark.cells(
+    "zharness.mutants:ddp_schedule_wraps",
+    stages=(0,),
+    checks=("model.configured",),
+    models=("suites.model.tiny:perceptron",),
+)
+def test_a_schedule_that_begins_again_after_its_end_fails_the_default_training(record: Record) -> None:
+    assert record.verdict is Verdict.FAIL, record.cause
+    assert record.divergence is not None
+    assert record.divergence.step == len(DEFAULT_OPTIMIZER.schedule), "the first step after the end of the schedule"
+
+
+def test_the_default_training_has_a_step_after_the_end_of_its_schedule() -> None:
+    assert len(DEFAULT_OPTIMIZER.schedule) == int(DEFAULT_STEPS) - 1
+    assert len(set(DEFAULT_OPTIMIZER.schedule)) == len(DEFAULT_OPTIMIZER.schedule), "no factor hides a late step"
+
+
+@pytest.mark.parametrize("engine", ["reference", "ddp"])
+def test_steps_after_the_end_of_the_schedule_keep_its_last_factor(engine: str) -> None:
+    stage = 2 if engine == "reference" else 0
+    steps = len(DEFAULT_OPTIMIZER.schedule) + 3
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    found = zharness.verify(
+        model, rows(6), score, engine=engine, stages=(stage,), steps=steps, only=("model.configured",), jobs=1
+    )
+    assert [record.verdict for record in found.records] == [Verdict.PASS], found.table()
 
 
 def rows(number: int) -> tuple[Tensor]:

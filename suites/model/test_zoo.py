@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,18 +10,20 @@ import torch
 from torch import nn
 
 from zharness import engines
+from zharness.cell import Cell
 from zharness.engines import Feature
 from zharness.errors import EngineContractError, UsageError
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.laws import get_law
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.calibration import SampleRuns, calibrate
 from zharness.parity.sample_draws import SharedDrawError, record_draws, replay_draws
 from zharness.run import Record, Verdict
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.model_check import ModelCheckRequest, announce_unused_parameters, plan_model_cells
 from zharness.run.model_facts import measure_model
+from zharness.run.observe_and_judge import build_baseline
 from zharness.run.plan import Request, plan
 from zharness.run.pytest_cells import describe_problem
 from zharness.workload import model_spec
@@ -35,6 +38,8 @@ BUFFERS = ("training.ranks_agree", "state.resume")
 @pytest.mark.cells("fsdp2", stages=(3,), checks=BUFFERS, models=(f"{ZOO}:conv_net",))
 @pytest.mark.cells("deepspeed", stages=(2,), checks=BUFFERS, models=(f"{ZOO}:conv_net",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("training.forward_alone",), models=(f"{ZOO}:recurrent",))
+@pytest.mark.cells("reference", stages=(3,), checks=("training.forward_alone",), models=(f"{PARTS}:encoder",))
+@pytest.mark.cells("reference", stages=(3,), checks=("precision.autocast_states",), models=(f"{PARTS}:gru",))
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:unused",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ZOO}:dropping",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("model.accumulation",), models=(f"{ZOO}:dropping",))
@@ -44,6 +49,19 @@ BUFFERS = ("training.ranks_agree", "state.resume")
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{PARTS}:experts",))
 def test_an_ordinary_model_is_not_red(record: Record) -> None:
     assert not describe_problem(record), describe_problem(record)
+
+
+def test_gradients_of_a_cell_called_for_each_position_depend_on_when_autocast_casts_its_weight() -> None:
+    once = Baseline(model_spec(f"{PARTS}:gru"), 0, 1, autocast=torch.bfloat16)
+    each_use = replace(once, cast_cache=CastCache.EACH_USE)
+    first, second = once.run_rank(0, 0), each_use.run_rank(0, 0)
+    assert torch.equal(first.loss, second.loss)
+    assert not torch.equal(first.grads["cell.weight_hh"], second.grads["cell.weight_hh"])
+    claims = engines.capabilities("reference", 3)
+    assert claims is not None
+    sharded, whole = (Cell("training.grads", "reference", stage, 2, "fp32", f"{PARTS}:gru") for stage in (3, 2))
+    assert build_baseline(sharded, 0, claims).cast_cache is CastCache.EACH_USE
+    assert build_baseline(whole, 0, claims).cast_cache is CastCache.ONCE
 
 
 @pytest.mark.cells(

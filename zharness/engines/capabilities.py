@@ -158,6 +158,8 @@ class Capabilities:
       possible. Every other feature is claimed.
     - ``own_kernels`` maps a stage to the reason why local gradients do not come from torch's kernels. Only tiers X and
       C judge such gradients.
+    - ``uncached_casts`` maps a stage to the reason why, under torch.autocast, a weight is cast anew at each use, and
+      its gradients are summed in its own dtype, as in torch with ``cache_enabled=False``.
     - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced, if that differs. The
       bound of the reduction follows from it.
     - ``variants`` are named options that a cell may set, alone or together: an EngineOption, or the bare options if
@@ -192,6 +194,7 @@ class Capabilities:
     dtypes: frozenset[str] = frozenset({"fp32"})
     refuses: Mapping[Feature, str] = field(default_factory=dict)
     own_kernels: Mapping[int, str] = field(default_factory=dict)
+    uncached_casts: Mapping[int, str] = field(default_factory=dict)
     reduce_dtypes: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, EngineOption | Mapping[str, Any]] = field(default_factory=dict)
     absent: str = ""

@@ -29,7 +29,10 @@ from zharness.errors import UsageError
 from zharness.reference.inspection.tensor_access import TensorAccess
 
 CAPABILITIES = Capabilities(
-    stages=frozenset({0, 1, 2, 3}), dtypes=frozenset({"fp32", "bf16", "fp16"}), variants=JSON_VARIANTS
+    stages=frozenset({0, 1, 2, 3}),
+    dtypes=frozenset({"fp32", "bf16", "fp16"}),
+    uncached_casts={3: "an unsharded weight is not a leaf of autograd's graph, and torch caches casts of leaves alone"},
+    variants=JSON_VARIANTS,
 )
 EVERY_STAGE_REFUSES = {Feature.MUON: "it shards flat buffers, and Muon cannot work on shards"}
 NO_SYNC_REFUSES = {

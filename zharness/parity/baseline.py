@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,13 @@ from zharness.workload import Batch, ModelSpec
 
 Objective = Callable[[Any, Batch], Tensor]
 LossWeighting = Callable[[Tensor, int], Tensor]  # (loss, rank) -> the tensor that backward starts from
+
+
+class CastCache(Enum):
+    """The times at which torch.autocast casts a weight; the sum of the gradients rounds in the dtype of the sum."""
+
+    ONCE = "once for all uses, whose gradients are summed in the dtype of the cast"
+    EACH_USE = "anew for each use, whose gradients are summed in the dtype of the weight"
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Baseline:
     1).
     ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed outside
     of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None means that
-    autocast is off.
+    autocast is off. ``cast_cache`` says when both contexts cast a weight.
     """
 
     spec: ModelSpec
@@ -54,6 +62,7 @@ class Baseline:
     loss_scale: float = 1.0
     autocast: torch.dtype | None = None
     autocast_backward: torch.dtype | None = None
+    cast_cache: CastCache = CastCache.ONCE
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -86,7 +95,7 @@ class Baseline:
 
     def compute_output(self, model: nn.Module, batch: Batch) -> Any:
         """Run the forward of ``model`` on a micro-batch, under autocast if the baseline uses autocast."""
-        with autocast_context(self.autocast):
+        with autocast_context(self.autocast, self.cast_cache):
             return batch.feed(model)
 
     def objective(self, output: Any, batch: Batch) -> Tensor:
@@ -109,7 +118,7 @@ class Baseline:
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
         weighed = loss if weigh is None else weigh(loss, rank)
-        with autocast_context(self.autocast_backward):
+        with autocast_context(self.autocast_backward, self.cast_cache):
             result = run_backward(model, weighed, self.loss_scale)
         return LocalResult(loss.detach(), result.grads)
 
@@ -132,9 +141,10 @@ class Baseline:
         return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.data_size)]
 
 
-def autocast_context(dtype: torch.dtype | None) -> torch.autocast:
+def autocast_context(dtype: torch.dtype | None, cast_cache: CastCache = CastCache.ONCE) -> torch.autocast:
     """Return a ``torch.autocast`` context for CPU in ``dtype``; the context is disabled if ``dtype`` is None."""
-    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+    cache_enabled = cast_cache is CastCache.ONCE
+    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
 @lru_cache(maxsize=64)

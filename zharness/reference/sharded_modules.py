@@ -85,6 +85,7 @@ class ParamUnsharder:
             running.unsharded_params.append(unsharded_param)
             if private.is_transforming():
                 return full  # not cached: a torch.func wrapper dies with its transform, maybe before the forward ends
+            full.requires_grad_(value.requires_grad)  # under no_grad too: linear chooses its kernel by it
             self.parameter_of_read[full] = value
             running.tensors_by_read[key] = full
         return running.tensors_by_read[key]

@@ -25,7 +25,7 @@ from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.parity import Comparison, Mismatch, Tier
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
@@ -33,6 +33,7 @@ from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_
 from zharness.run.configuration import cell_setting, configuration_for, configuration_on, is_config_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.user_model import is_user_model
+from zharness.world.limits import keep_freed_memory
 from zharness.world.rank import rank_device, seed_torch
 
 MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mismatch shows nothing
@@ -67,6 +68,8 @@ class Judgement:
 
 def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]) -> None:
     """Run the law on the engine, on every rank, and write the recorded tensors into ``evidence_dir``."""
+    if is_user_model(cell.model):  # laws that look at memory itself have other models
+        keep_freed_memory()
     ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
     # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
     seed_torch(cell.seed(salt))
@@ -164,7 +167,9 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
     """Build the baseline of a cell."""
     spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.dtype], LOSS_SCALES[cell.dtype]
     autocast = configuration_for(cell.engine_variant).autocast_dtype
-    return Baseline(spec, cell.seed(salt), cell.mesh.data_size(cell.world_size), dtype, scale, autocast)
+    casts = CastCache.EACH_USE if cell.stage in capabilities.uncached_casts else CastCache.ONCE
+    data_size = cell.mesh.data_size(cell.world_size)
+    return Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts)
 
 
 def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:
@@ -196,6 +201,7 @@ def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) 
     Raises HarnessFault if functions of torch were replaced in this process. The judgement has a note for each setting
     of torch that a rank and this process do not share.
     """
+    keep_freed_memory()
     return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
 

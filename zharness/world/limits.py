@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zharness.errors import UsageError
@@ -16,6 +17,10 @@ RANK_BYTES = 64 * 2**20
 LARGEST_TESTED_WORLD = 256  # the largest world size tested on one machine
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+# mallopt(3): allocations up to this size come from the heap (the largest value that glibc accepts), and the heap keeps
+# this much free memory.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HEAP_ALLOCATION_BYTES, KEPT_HEAP_BYTES = 32 * 2**20, 256 * 2**20
 
 
 def available_memory() -> int:
@@ -32,6 +37,18 @@ def free_memory() -> int:
         if match is not None:
             return int(match[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def keep_freed_memory() -> None:
+    """Make glibc's malloc reuse freed memory in this process, instead of asking the system for new pages each time.
+
+    By default an allocation above 128 KiB to 32 MiB is a mapping of its own, whose pages the system fills with zeros
+    again and again: a copy of a model with 10 M parameters then takes 28 ms instead of 10 ms.
+    """
+    with suppress(AttributeError, OSError):  # another C library has no mallopt, and maps as before
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, HEAP_ALLOCATION_BYTES)
+        library.mallopt(M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
 
 
 def is_in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
