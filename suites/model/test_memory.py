@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -12,14 +13,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from suites.meta.documents import ROOT
 from zharness.errors import UsageError
+from zharness.releases.rank_environment import prepare_rank_environment
+from zharness.run.check_loop import RunOptions
+from zharness.run.model_check import RunnerLanes
 from zharness.run.model_facts import measure_model
-from zharness.run.model_memory import GIB, ModelSize, build_within_memory, estimate_size, explain_too_large
+from zharness.run.model_memory import (
+    GIB,
+    MODEL_PACKAGES,
+    ModelSize,
+    build_within_memory,
+    estimate_size,
+    explain_too_large,
+)
 from zharness.workload import model_spec
 from zharness.world import limits
+from zharness.world.limits import keep_freed_memory
+from zharness.world.server import run
 
 LARGE = "suites.model.large"
 REFUSED = "expected no law to run"
@@ -190,6 +204,76 @@ def test_a_factory_that_ends_its_process_has_no_estimate() -> None:
 def test_the_estimate_leaves_nothing_in_the_process() -> None:
     assert estimate_size(f"{LARGE}:reuse_layer", "fp32").size == ModelSize(26, 104)
     assert measure_model(f"{LARGE}:reuse_layer", "fp32", "").size == ModelSize(26, 104)
+
+
+class AllocatorFacts(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_int) for name in ("arena", "ordblks", "smblks", "hblks")), ("rest", ctypes.c_int * 6))
+
+
+def count_mappings_of_a_copy() -> int:
+    """Return how many mappings of its own malloc makes for a copy of a tensor."""
+    read = ctypes.CDLL(None).mallinfo
+    read.restype = AllocatorFacts
+    tensor = torch.ones(1 << 21)
+    before = read().hblks
+    copied = tensor.clone()
+    return int(read().hblks) - int(before) + 0 * len(copied)
+
+
+def count_mappings_by_default_and_after_keeping_memory() -> tuple[int, int]:
+    default = count_mappings_of_a_copy()
+    keep_freed_memory()
+    return default, count_mappings_of_a_copy()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo"), reason="only glibc has mallinfo")
+def test_freed_memory_is_kept_for_the_next_copy() -> None:
+    ((default, kept),) = run(count_mappings_by_default_and_after_keeping_memory)
+    assert (default, kept) == (1, 0)
+
+
+def test_the_estimate_names_the_modules_that_every_process_would_import() -> None:
+    pytest.importorskip("transformers")
+    (modules,) = run(name_modules_of_gpt2)
+    assert "transformers.models.gpt2.modeling_gpt2" in modules
+    assert not any(name.startswith(("suites", "torch.")) for name in modules)
+    assert estimate_size(f"{LARGE}:adapter_on_frozen_layers", "fp32").modules == tuple(
+        name for name in sys.modules if name.partition(".")[0] in MODEL_PACKAGES
+    )
+
+
+def name_modules_of_gpt2() -> tuple[str, ...]:
+    return estimate_size("suites.model.tiny_real:gpt2", "fp32").modules
+
+
+def is_imported(_model: str, name: str) -> bool:
+    return name in sys.modules
+
+
+def test_judges_inherit_the_modules_that_are_imported_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "imported_ahead_of_the_judge"
+    (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with RunnerLanes(RunOptions(jobs=1), "reference", prepare_rank_environment) as lanes:
+        (first,) = lanes.take(1)
+        assert not first.call_in_judge(is_imported, "", name)
+        lanes.import_ahead((name, "a_module_that_does_not_exist"))
+        assert lanes.take(1) != [first]
+        assert lanes.take(1)[0].call_in_judge(is_imported, "", name)
+        second = lanes.take(1)
+        lanes.import_ahead((name, "a_module_that_does_not_exist"))
+        assert lanes.take(1) == second, "nothing new was imported"
+    sys.modules.pop(name)
+
+
+def test_packages_of_models_start_no_thread_when_they_are_imported() -> None:
+    code = (
+        "import os, torch; count = lambda: len(os.listdir('/proc/self/task')); before = count()\n"
+        "import transformers.models.gpt2.modeling_gpt2, peft; assert count() == before"
+    )
+    pytest.importorskip("transformers")
+    if Path("/proc/self/task").exists():
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_masters_and_float64_copies_count() -> None:

@@ -89,9 +89,8 @@ def build_plain_match(
     the same meaning as in ``compare_within_bound``.
     """
     size = (actual if signal is None else signal).abs().float()
-    found = compare_fast_path(location, torch.zeros_like(size), bound, size, actual.dtype, Tier.STAGED)
-    if found is not None:
-        return found
+    if size.numel() and math.isfinite(float((bound + size).sum())) and float(bound.min()) >= 0:
+        return build_match(location, 0.0, bound, size, actual.dtype, Tier.STAGED)
     wide = None if signal is None else signal.double()
     return compare_within_bound(location, actual.double(), actual, bound.double(), signal=wide)
 
@@ -155,13 +154,23 @@ def compare_fast_path(
     ratio = float((error / bound).nan_to_num_(0.0).max())  # 0 / 0: no error and none allowed
     if not ratio < 1 or bool((bound < error).any()):  # a negative bound makes its ratio negative too
         return None
+    return build_match(location, ratio, bound, magnitude, dtype, tier)
+
+
+def build_match(
+    location: TensorLocation, ratio: float, bound: Tensor, magnitude: Tensor, dtype: torch.dtype, tier: Tier
+) -> Comparison:
+    """Return the passed comparison of numbers within their bounds, the largest error being ``ratio`` of its bound.
+
+    ``bound`` and ``magnitude`` are finite, have the same shape and no negative element.
+    """
     share = (bound / magnitude).nan_to_num_(math.inf, math.inf)  # 0 / 0: a zero cannot be scaled
     zeros = magnitude.numel() - int(magnitude.count_nonzero())  # within any bound; not counted as undetermined
     return Comparison(
         tier,
         ratio,
         max(unit_roundoff(dtype), float(share.min())),
-        elements=error.numel(),
+        elements=magnitude.numel(),
         undetermined=int((bound >= magnitude).count_nonzero()) - zeros,
         location=location,
     )

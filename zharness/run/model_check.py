@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -53,6 +55,7 @@ READ_BUFFERS_REASON = (
     "plain PyTorch starts each forward from the engine's weights and from the model's first buffers, but the model's "
     "forward reads buffers that earlier forwards wrote"
 )
+LONGEST_LAWS = ("training.accumulation", "state.resume", "model.configured")  # each takes several times the others'
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
 
@@ -102,6 +105,20 @@ class RunnerLanes:
             self._runners.append(self._stack.enter_context(self.options.create_runner(self._environments)))
         return self._runners[:count]
 
+    def import_ahead(self, modules: Iterable[str]) -> None:
+        """Import ``modules`` in this process, and start the runners anew, so that ranks and judges inherit them.
+
+        Otherwise each of them would need seconds for the import. ``modules`` run no tensor operation when they are
+        imported, after which forked ranks could hang.
+        """
+        missing = [name for name in modules if name not in sys.modules]
+        for name in missing:
+            with suppress(Exception, SystemExit):  # the factory changed sys.path first: then only ranks can import it
+                importlib.import_module(name)
+        if any(name in sys.modules for name in missing):
+            self._stack.close()
+            self._runners.clear()
+
     def close_model(self, model: str) -> None:
         """End the ranks and judges of a model that no later cell trains, which frees its memory."""
         for runner in self._runners:
@@ -144,7 +161,9 @@ def check_model_on(
     report_configuration(check_request, report_status)
     (first,) = lanes.take(1)
     ignore_limit = check_request.ignore_memory_limit
-    size = require_estimated_to_fit(first, request, ignore_limit, report_status)
+    estimate = require_estimated_to_fit(first, request, ignore_limit, report_status)
+    lanes.import_ahead(estimate.modules)
+    (first,) = lanes.take(1)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
     facts: ModelFacts = first.call_in_judge(
         measure_model,
@@ -154,7 +173,7 @@ def check_model_on(
         check_request.world_size,
         ignore_limit,
     )
-    if size is None and ignore_limit:
+    if estimate.size is None and ignore_limit:
         warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
     free = measure_free_space()
     file_problem = find_file_problem(
@@ -170,9 +189,14 @@ def check_model_on(
     runners = lanes.take(count_lanes(lanes.options, facts, check_request, free) if running else 1)
     if running:
         report_status(describe_run(facts, running, check_request, len(runners)))
-    finished = run_cells([cell for cell in cells if cell.cell not in failed_builds], runners)
+    finished = run_cells(order_by_length([cell for cell in cells if cell.cell not in failed_builds]), runners)
     records = chain(failed_builds.values(), finished)
     return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+
+
+def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
+    """Return the cells in the order in which they run, the longest first, so that no runner waits long for another."""
+    return sorted(cells, key=lambda cell: cell.cell.law not in LONGEST_LAWS)
 
 
 def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:
@@ -204,11 +228,11 @@ def choose_nearest_stage(
 
 def require_estimated_to_fit(
     runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
-) -> ModelSize | None:
-    """Return the size of a model before it is built, and raise UsageError if it does not fit into memory.
+) -> SizeEstimate:
+    """Estimate the size of a model before it is built, and raise UsageError if it does not fit into memory.
 
     With ``ignore_memory_limit`` a line says that it does not fit. If its factory cannot run without memory, a line says
-    so and None is returned; the model is then measured when it has been built.
+    so; the model is then measured when it has been built.
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
@@ -221,7 +245,7 @@ def require_estimated_to_fit(
         warn_if_too_large(model, estimate.size, world_size, report_status)
     else:
         require_fitting(model, estimate.size, world_size)
-    return estimate.size
+    return estimate
 
 
 def warn_if_too_large(model: str, size: ModelSize, world_size: int, report_status: ReportStatus) -> None:

@@ -138,11 +138,10 @@ def measure_model(
         spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
     )
     with raise_as_usage_error(f"plain PyTorch on the model of {name}"):
-        baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer
+        first = baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer
         began = time.perf_counter()
-        first = baseline.run_rank(0, 0)
-        seconds = time.perf_counter() - began
         second = baseline.run_rank(0, 0)
+        seconds = time.perf_counter() - began
     require_deterministic_results(name, first, second)
     is_random = has_random_forward(baseline, first)
     return ModelFacts(

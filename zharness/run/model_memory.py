@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from zharness.engines.registry import BUILT_IN
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
 from zharness.torch_private import build_without_memory
@@ -36,6 +38,8 @@ RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 IGNORE_OPTION = "--ignore-memory-limit"
 IGNORE_HINT = f"`zharness model {IGNORE_OPTION}`, or verify(..., ignore_memory_limit=True), runs the laws nevertheless"
+# Packages of models: their import takes seconds, runs no tensor operation and starts no thread.
+MODEL_PACKAGES = ("transformers", "peft", "torchvision", "timm", "diffusers")
 OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
 
 
@@ -101,10 +105,14 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class SizeEstimate:
-    """The size of a model that was built without memory, or the reason why its factory cannot be run like that."""
+    """The size of a model that was built without memory, or the reason why its factory cannot be run like that.
+
+    ``modules`` are the names of the modules of ``MODEL_PACKAGES`` that the factory imported, in the order of import.
+    """
 
     size: ModelSize | None
     reason: str = ""
+    modules: tuple[str, ...] = ()
 
 
 def estimate_size(name: str, dtype: str) -> SizeEstimate:
@@ -127,11 +135,23 @@ def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimat
     for without_memory in (build_without_memory(), torch.device("meta")):
         try:
             with without_memory:
-                return SizeEstimate(ModelSize.measure(call_factory(name, factory).model, dtype))
+                size = ModelSize.measure(call_factory(name, factory).model, dtype)
+            return SizeEstimate(size, modules=find_model_modules())
         except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong
             lines = str(error).strip().splitlines() or [""]
             reasons.append(f"{type(error.__cause__ or error).__name__}: {lines[0]}"[:200])
-    return SizeEstimate(None, reasons[0])
+    return SizeEstimate(None, reasons[0], find_model_modules())
+
+
+def find_model_modules() -> tuple[str, ...]:
+    """Return the names of the imported modules of ``MODEL_PACKAGES``, in the order of import.
+
+    The result is empty if an engine's package was imported as well, since ranks choose the release of the engine.
+    """
+    engine_packages = {info.module for info in BUILT_IN.values()} - {"torch", "zharness"}
+    if engine_packages & sys.modules.keys():
+        return ()
+    return tuple(name for name in list(sys.modules) if name.partition(".")[0] in MODEL_PACKAGES)
 
 
 def run_in_child(function: Callable[[], SizeEstimate]) -> SizeEstimate:

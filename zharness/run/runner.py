@@ -123,12 +123,22 @@ class Runner:
         return outcome.ranks[0].value
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
-        """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``.
+        """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``, which its pool keeps for its cells.
 
         Returns a failure record if a rank crashes or hangs, else None. Raises UsageError if ``function`` raises.
         """
         arguments = (cell, self.seed, self.claims(cell.engine, cell.stage))
-        outcome = self._servers[cell.engine].submit(RankTask(function, arguments, cell.world_size, self.timeout))
+        task = RankTask(
+            function,
+            arguments,
+            cell.world_size,
+            self.timeout,
+            group=Group.REUSED,
+            isolation=self.isolation,
+            pool=rank_pool(cell).name,
+        )
+        self._pools.add(rank_pool(cell))
+        outcome = self._servers[cell.engine].submit(task)
         cause = outcome.cause
         if cause is not None and cause.end is RankEnd.RAISED:
             raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
