@@ -30,8 +30,23 @@ def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineCon
     if not all(isinstance(piece, Piece) for pieces in layout.values() for piece in pieces):
         raise EngineContractError("layout: expected a tuple of zharness.engines.Piece for each parameter")
     owned = {name: tuple(pieces) for name, pieces in layout.items() if name in snapshot.requires_grad}
+    require_pieces_inside(owned, snapshot.sizes)
     snapshot.require_unchanged(model, owned)
     return engine, owned
+
+
+def require_pieces_inside(layout: Layout, sizes: Mapping[str, int]) -> None:
+    """Raise EngineContractError if a piece in ``layout`` has elements that its parameter does not have.
+
+    ``sizes`` has the number of elements of each parameter.
+    """
+    for name, pieces in layout.items():
+        for piece in pieces:
+            if not 0 <= piece.start <= piece.stop <= sizes[name]:
+                raise EngineContractError(
+                    f"layout: rank {piece.rank} owns the elements {piece.start} to {piece.stop} of {name!r}; expected "
+                    f"a range inside 0 to {sizes[name]}, without the padding of shards"
+                )
 
 
 def require_engine(candidate: object) -> None:
@@ -54,12 +69,13 @@ def require_engine(candidate: object) -> None:
 class ModelSnapshot:
     """A copy of a model's training flags, names, weights and buffers, made before an engine wraps the model.
 
-    ``weights`` and ``buffers`` contain a tied tensor only once. They contain no tensors on the meta device, which have
-    no values.
+    ``sizes`` has the number of elements of each parameter. ``weights`` and ``buffers`` contain a tied tensor only once.
+    They contain no tensors on the meta device, which have no values.
     """
 
     training_flags: Mapping[str, bool]
     requires_grad: Mapping[str, bool]
+    sizes: Mapping[str, int]
     state_names: tuple[str, ...]
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -71,6 +87,7 @@ class ModelSnapshot:
         return cls(
             get_training_flags(model),
             get_requires_grad(parameters),
+            {name: parameter.numel() for name, parameter in parameters.items()},
             list_state_names(model),
             clone_tensors(parameters),
             clone_tensors(buffers),

@@ -305,3 +305,18 @@ class CountsEvaluations(Around):
         if not torch.is_grad_enabled() and self.config.accumulation_owner is AccumulationOwner.ENGINE:
             self.right.step()
         return output
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    expert_target("window.evaluated", "2_by_engine", Part.OPTIMIZER),
+    origin=Origin.BLIND_9,
+)
+class EvaluationDropsTheWindow(Around):
+    """Drops the gradients of an accumulation window if a forward runs in evaluation mode without gradients."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and not self.module.training:
+            for parameter in self.module.parameters():
+                parameter.grad = None
+        return self.right(*args, **kwargs)

@@ -141,6 +141,25 @@ def longer(piece: Piece, end: int) -> Piece:
     return replace(piece, stop=min(piece.stop + 1, end))
 
 
+@mutant(
+    FaultKind.SHARDS,
+    Target("training.sgd_step", None, model="mlp", cause="without the padding of shards"),
+    origin=Origin.BLIND_9,
+)
+class ReportsThePadding(Around):
+    """Reports a layout in which the last shard of a parameter includes its padding."""
+
+    stages = SHARDED_STAGES
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        lengths = {name: param.layout.shard_length for name, param in seams.model_params(self.right).items()}
+        layout: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        return {
+            name: tuple(replace(piece, stop=piece.start + lengths[name]) for piece in pieces)
+            for name, pieces in layout.items()
+        }
+
+
 @mutant(FaultKind.SHARDS, Target("training.sgd_step", Part.GATHER), origin=Origin.CIRCUMSTANCES)
 class TellsOverlappingShards(Around):
     """Reports a layout in which each shard extends by one element into the next shard."""

@@ -13,10 +13,15 @@ EVALUATION_BATCH = 16  # no window trains this micro-batch
 
 
 def train_and_evaluate(participant: Participant, window: int, micro: int) -> NamedTensors:
-    """Train one micro-batch and evaluate another after it, and return the output of the evaluation."""
+    """Train one micro-batch, evaluate another in training and in evaluation mode, and return both outputs."""
     train_whole_model(participant, window, micro)
+    inputs = participant.get_batch(EVALUATION_BATCH).inputs
     with torch.no_grad():
-        return {"output": participant.call(participant.get_batch(EVALUATION_BATCH).inputs)}
+        output = participant.call(inputs)
+        participant.module.eval()
+        evaluated = participant.call(inputs)
+        participant.module.train()
+    return {"output": output, "output in evaluation mode": evaluated}
 
 
 EVALUATED = WindowScenario(train_and_evaluate, windows=2)
