@@ -229,3 +229,20 @@ def load_gives_rank_0s_buffers(model: nn.Module, config: EngineConfig) -> Refere
 
     seams.wrap_make_empty_tensors(engine, wrap)
     return engine
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.modes", Part.FORWARD, model="stateful", parameter="norm.running*"),
+    origin=Origin.BLIND_9,
+)
+class RestoresBuffersWithoutGradients(Around):
+    """Restores all buffers after a forward without gradients, even if the model is in training mode."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        output = self.right(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(before[name])
+        return output

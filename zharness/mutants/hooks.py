@@ -171,3 +171,20 @@ def close_leaves_hooks(model: nn.Module, config: EngineConfig) -> ReferenceEngin
     engine = seams.build(model, config)
     seams.keep_hooks_at_close(engine)
     return engine
+
+
+@mutant(
+    FaultKind.RESOURCES,
+    Target("training.modes", Part.FORWARD, model="stateful", parameter="calls of a forward hook*"),
+    origin=Origin.BLIND_9,
+)
+class SkipsHooksOfTheModel(Around):
+    """Runs the model without the forward hooks of the model itself, as a call of its ``forward`` does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = dict(self.module._forward_hooks)
+        self.module._forward_hooks.clear()
+        try:
+            return self.right(*args, **kwargs)
+        finally:
+            self.module._forward_hooks.update(hooks)

@@ -21,13 +21,20 @@ STEPS = 2
 EVALUATION_MICRO = 10  # the micro-batch of the evaluation after step 0
 
 GENERATOR = "generator"  # the record of the random state after a training forward
+HOOK_CALLS = "calls of a forward hook of the whole model"
+LAST_MICRO = EVALUATION_MICRO + STEPS  # the step of the buffers after a forward in training mode without gradients
 
 
 def observe_modes(ctx: RankContext) -> None:
-    """Train with dropout and batch norm, evaluate after each step, and record buffers, modes and random state."""
+    """Train with dropout and batch norm, evaluate after each step, and record buffers, modes and random state.
+
+    At last, run one forward in training mode without gradients. Count the calls of a forward hook.
+    """
     ranks_keep_buffers = ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None
     ctx.record("case", {"own": torch.tensor(float(ranks_keep_buffers))})
     engine = ctx.build_engine(optimizer=SGD)
+    calls: list[str] = []
+    hook = engine.module.register_forward_hook(lambda *_: calls.append(HOOK_CALLS))
     for step in range(STEPS):
         ctx.record("params", engine.full_params(), step)
         engine.backward(ctx.loss(engine, step))
@@ -42,6 +49,9 @@ def observe_modes(ctx: RankContext) -> None:
         ctx.record("buffers", dict(engine.module.named_buffers()), EVALUATION_MICRO + step)
     with torch.no_grad():
         ctx.record(GENERATOR, {GENERATOR: ctx.batch(0).generator_state_after(engine)})
+    ctx.record("buffers", dict(engine.module.named_buffers()), LAST_MICRO)
+    hook.remove()
+    ctx.record("calls", {HOOK_CALLS: torch.tensor(float(len(calls)))})
     engine.close()
 
 
@@ -70,16 +80,23 @@ def judge_modes(ctx: JudgeContext) -> Iterator[Comparison]:
                 yield from judge_evaluation(ctx, rank, step, buffers[rank])
             elif step == 0:
                 yield from compare_buffers(ctx, rank, 0, buffers[rank])
-    for rank, record in enumerate(ctx.rank_records(GENERATOR)):
-        module, batch = (
-            ctx.baseline.build_module(ctx.rank_records("params", STEPS - 1)[rank]),
-            ctx.baseline.batch(rank, 0),
-        )
-        with torch.no_grad():
-            state = batch.generator_state_after(module)
-        yield compare_bitwise(
-            ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), record[GENERATOR].double()
-        )
+    for rank in range(ctx.world_size):
+        yield from judge_last_forward(ctx, rank, buffers[rank], compares_buffers=ranks_keep_buffers or rank == 0)
+
+
+def judge_last_forward(
+    ctx: JudgeContext, rank: int, buffers: Mapping[str, Tensor], compares_buffers: bool
+) -> Iterator[Comparison]:
+    """Compare what a forward in training mode without gradients drew and wrote, and the calls of the forward hook."""
+    module, batch = load_recorded_baseline(ctx, rank, LAST_MICRO - 1, buffers), ctx.baseline.batch(rank, 0)
+    with torch.no_grad():
+        state = batch.generator_state_after(module)
+    recorded = ctx.rank_records(GENERATOR)[rank][GENERATOR]
+    yield compare_bitwise(ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), recorded.double())
+    if compares_buffers:
+        yield from compare_buffers(ctx, rank, LAST_MICRO, dict(module.named_buffers()))
+    calls = ctx.rank_records("calls")[rank][HOOK_CALLS]
+    yield compare_bitwise(ctx.location(HOOK_CALLS, Part.FORWARD, STEPS, rank), torch.tensor(2.0 * STEPS + 1), calls)
 
 
 def judge_evaluation(ctx: JudgeContext, rank: int, step: int, buffers: Mapping[str, Tensor]) -> Iterator[Comparison]:
