@@ -74,6 +74,7 @@ class CallForm(Enum):
 
     FORWARD_AND_BACKWARD = "a forward and a backward for each micro-batch, which the caller calls"
     WHOLE_BATCH = "train_batch, which runs the forwards and backwards of all micro-batches of a step"
+    WHOLE_TRAINING = "train, which runs all batches and steps of a training"
 
 
 class BufferPromise(Enum):

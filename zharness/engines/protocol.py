@@ -272,6 +272,48 @@ class SupportsTrainBatch(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a whole training recorded of one optimizer step; it is identical on all ranks.
+
+    ``loss`` is the loss that the engine reports for the step, ``norm`` the global gradient norm before clipping,
+    ``grads`` the reduced gradients with which the optimizer made the step, and ``params`` the weights after it.
+    """
+
+    loss: float
+    norm: float
+    grads: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
+
+
+class SupportsTrain(Protocol):
+    """An engine of the form ``CallForm.WHOLE_TRAINING``, as a Trainer: it has its own loop over batches and steps."""
+
+    def train(
+        self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
+    ) -> Sequence[TrainedStep]:
+        """Train one epoch of ``samples``, which are inputs and targets in order, and return what each step did.
+
+        Ranks take micro-batches of ``EngineConfig.micro_batch_size`` samples in turns, and a step takes
+        ``accumulation_steps`` of them from each rank; the last one takes what is left. ``loss(output, target)`` is the
+        mean of a micro-batch, and a step takes the mean over its micro-batches. With ``counts_items``,
+        ``loss(output, target, items)`` is a micro-batch's part of the step's loss, and ``items`` the number of elements
+        of all targets of the step that are not ``IGNORED``. This is a collective.
+        """
+
+
+IGNORED = -100.0  # the target of an element that does not count, as in torch's cross-entropy
+
+
+def require_train(engine: Engine) -> SupportsTrain:
+    """Return ``engine``. Raises EngineContractError if it has no method ``train``."""
+    if not _has_method(engine, "train"):
+        raise EngineContractError(
+            f"{type(engine).__name__} has the form {CallForm.WHOLE_TRAINING.name} but no method train()"
+        )
+    return cast(SupportsTrain, engine)
+
+
 def require_train_batch(engine: Engine) -> SupportsTrainBatch:
     """Return ``engine``. Raises EngineContractError if it has no method ``train_batch``."""
     if not _has_method(engine, "train_batch"):

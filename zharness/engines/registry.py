@@ -111,6 +111,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("accelerate.accelerator", "accelerate.optimizer", "accelerate.scheduler", "accelerate.state"),
         ),
         EngineInfo(
+            name="trainer_ddp",
+            target="zharness.engines.trainer_ddp:factory",
+            summary="transformers.Trainer, which trains DistributedDataParallel in its own loop",
+            distribution="transformers",
+            install="pip install transformers accelerate",
+            warm_up="zharness.engines.trainer_ddp:warm_up",
+            sources=("transformers.trainer",),
+        ),
+        EngineInfo(
             name="zero1",
             target="zharness.engines.zero1:factory",
             summary="torch.distributed.optim.ZeroRedundancyOptimizer over DDP",

@@ -7,11 +7,9 @@ updates their parameters alone. The schedule runs the forwards and backwards of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from zharness.engines import optimizers
 from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
 from zharness.engines.torch_engine import snapshot, validate_config
+from zharness.engines.without_forward import WithoutForward
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import PIPELINE
 
@@ -136,7 +135,7 @@ class Schedule:
     schedule: Any
 
 
-class PipelineEngine:
+class PipelineEngine(WithoutForward):
     """An engine whose schedule runs all forwards and backwards of a step; see ``Engine`` and ``SupportsTrainBatch``."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -235,28 +234,6 @@ class PipelineEngine:
     def close(self) -> None:
         self.zero_grad()
         vars(self).clear()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("a forward")
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> NoReturn:
-        self._refuse("a backward")
-
-    def scale(self, loss: Tensor) -> NoReturn:
-        self._refuse("scale(loss)")
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        self._refuse("no_sync()")
-
-    def save(self, path: Path) -> NoReturn:
-        self._refuse("save()")
-
-    def load(self, path: Path) -> NoReturn:
-        self._refuse("load()")
-
-    def _refuse(self, call: str) -> NoReturn:
-        """Raise UsageError, because the engine has no such call."""
-        raise UsageError(f"got {call}; this engine has {CallForm.WHOLE_BATCH.value}")
 
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all ranks in the order of the model's parameters. This is a collective."""

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import CallForm, Engine, GroupSpec, OptimizerSpec, require_train_batch
+from zharness.engines.protocol import CallForm, Engine, OptimizerSpec, require_train_batch
 from zharness.errors import EngineContractError
 from zharness.law_kit.hints import add_hint
+from zharness.law_kit.integer_steps import INTEGER_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
@@ -29,10 +30,6 @@ from zharness.parity.certificate import certify_exactness
 
 MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
-# Its step moves biases by 1, 0 or -1 and nothing else, so that a model of integers stays one, and exact.
-INTEGER_STEPS = OptimizerSpec(
-    name="rprop", args={"lr": 0.0, "step_sizes": (0.0, 1.0)}, groups=(GroupSpec("*.bias", {"lr": 1.0}),)
-)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 MODELS = ("chain", "skips")
 

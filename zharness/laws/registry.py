@@ -10,6 +10,7 @@ from zharness.laws import (
     checkpointing,
     circumstances,
     double_backward,
+    loop,
     mesh,
     model,
     parameters,
@@ -42,6 +43,7 @@ LAW_MODULES = (
     resources,
     mesh,
     pipeline,
+    loop,
     model,
 )
 LAWS: dict[str, Law] = {law.name: law for module in LAW_MODULES for law in module.LAWS}

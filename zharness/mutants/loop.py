@@ -1,0 +1,130 @@
+"""Define mutants that break the loop of an engine that runs whole trainings: its samples, losses and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.engines.protocol import IGNORED, TrainedStep
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+Samples = Sequence[tuple[Tensor, Tensor]]
+Loss = Callable[..., Tensor]
+
+
+def on_loop(
+    law: str, variant: str, part: Part | None = Part.REDUCTION, parameter: str = "*", cause: str = ""
+) -> Target:
+    """Return a target on a loop of two ranks."""
+    return Target(law, part, "chain", variant, parameter=parameter, cause=cause)
+
+
+class OverTrainer(Around):
+    """The base class of mutants of a loop."""
+
+    over = "trainer_ddp"
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        """Run the training on the right engine; subclasses break it."""
+        steps: Sequence[TrainedStep] = self.right.train(samples, loss, counts_items)
+        return steps
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_loop("loop.items", "accumulated_items", Part.FORWARD, "loss"),
+    origin=Origin.MESH,
+    imitates="https://github.com/huggingface/transformers/pull/34191",
+)
+class AveragesMicroBatchesOfItems(OverTrainer):
+    """Each micro-batch divides by its own number of items, and the step takes the mean of these quotients."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        terms = self.config.accumulation_steps * dist.get_world_size()
+
+        def of_own_items(output: Any, target: Tensor, items: Tensor) -> Tensor:
+            return loss(output, target, (target != IGNORED).sum()) / terms
+
+        return super().train(samples, of_own_items if counts_items else loss, counts_items)
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_loop("loop.items", "items", Part.FORWARD, "loss"),
+    origin=Origin.MESH,
+    imitates="https://github.com/huggingface/transformers/pull/34373",
+)
+class CountsItemsOfOneRank(OverTrainer):
+    """Each rank divides by the number of its own items."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, options={**config.options, "average_tokens_across_devices": False}))
+
+
+@mutant(
+    FaultKind.CONTRIBUTION, on_loop("loop.training", "remainder", None, cause="made 1 steps of 2"), origin=Origin.MESH
+)
+class DropsTheRemainder(OverTrainer):
+    """The samples that do not fill a window are left out."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        window = self.config.accumulation_steps * self.config.micro_batch_size * dist.get_world_size()
+        return super().train(samples[: len(samples) // window * window], loss, counts_items)
+
+
+@mutant(FaultKind.SCALE, on_loop("loop.training", "remainder"), origin=Origin.MESH)
+class DividesTheRemainderByTheWindow(OverTrainer):
+    """The gradient of a last window with fewer micro-batches is divided by the number of a full window."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        *steps, last = super().train(samples, loss, counts_items)
+        return [*steps, replace(last, grads={name: grad / 2 for name, grad in last.grads.items()})]
+
+
+@mutant(FaultKind.RANKS, on_loop("loop.training", "single", Part.FORWARD, "loss"), origin=Origin.MESH)
+class GivesAllRanksOneBatch(OverTrainer):
+    """Every rank trains the samples of the first one."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        size, ranks = self.config.micro_batch_size, dist.get_world_size()
+        firsts = [samples[start : start + size] for start in range(0, len(samples), size * ranks)]
+        return super().train([sample for first in firsts for _ in range(ranks) for sample in first], loss, counts_items)
+
+
+@mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="norm"), origin=Origin.MESH)
+class ReportsTheClippedNorm(OverTrainer):
+    """The norm of a step is that of the clipped gradients."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        steps = super().train(samples, loss, counts_items)
+        return [replace(step, norm=norm_of(step)) for step in steps]
+
+
+@mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="blocks*"), origin=Origin.MESH)
+class ClipsToTwiceTheLimit(OverTrainer):
+    """Gradients are clipped to twice the limit."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, clip=None if config.clip is None else 2 * config.clip))
+
+
+@mutant(FaultKind.OPTIMIZER, on_loop("loop.training", "accumulated", Part.OPTIMIZER, "*.bias"), origin=Origin.MESH)
+class LosesTheLastStep(OverTrainer):
+    """The weights after the last step are those from before it."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        *steps, last = super().train(samples, loss, counts_items)
+        return [*steps, replace(last, params=steps[-1].params)]
+
+
+def norm_of(step: TrainedStep) -> float:
+    """Return the norm of the gradients of a step."""
+    return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in step.grads.values()])))
