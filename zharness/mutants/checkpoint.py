@@ -157,3 +157,16 @@ class TakesNoCheckpointForAFreshStart(Around):
     def load(self, path: Path) -> None:
         if path.exists() and any(path.iterdir()):
             self.right.load(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_missing", Part.GATHER, variant="absent", parameter="*/step"),
+    origin=Origin.BLIND_9,
+)
+class ClearsTheOptimizerBeforeALoad(Around):
+    """Clears the optimizer's state before a load, and so also if the load then raises."""
+
+    def load(self, path: Path) -> None:
+        self.right.engine.optimizer.state.clear()
+        self.right.load(path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zharness.engines import (
     EngineConfig,
+    Reduction,
     fsdp2,
 )
 from zharness.engines.reference import ReferenceEngine
@@ -263,3 +264,13 @@ def clips_by_the_shards_norm(model: nn.Module, config: EngineConfig) -> TorchEng
     engine = fsdp2.factory(model, config)
     engine.__class__ = Local
     return engine
+
+
+@mutant(FaultKind.CLIPPING, Target("training.clip_and_norm", variant="sum", parameter="norm"), origin=Origin.BLIND_9)
+class NormOfTheMeanOfASum(Around):
+    """Computes the norm of the mean over ranks although gradients are summed."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if config.reduction is Reduction.SUM:
+            seams.wrap_grad_norm(self.right, lambda norm: lambda: norm() / dist.get_world_size())

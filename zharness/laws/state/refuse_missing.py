@@ -9,6 +9,7 @@ import torch
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import compare_changes, record_changes, train_steps
@@ -19,7 +20,7 @@ EMPTY, ABSENT = "empty", "absent"  # a folder without files, and a path where no
 
 def observe_refuse_missing(ctx: RankContext) -> None:
     """Load from a folder that holds no checkpoint, and record whether the load raises and what it changes."""
-    engine = ctx.build_engine()
+    engine = ctx.build_engine(optimizer=PLAIN_ADAMW)
     train_steps(ctx, engine, range(1), "before")
     before = collect_training_state(engine)
     with shared_folder() as root:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, Reduction
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import MeshSupport, ModelScope, Variant
@@ -20,12 +20,14 @@ from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part
 
 CLIP_NORMS = (1e-2, 1e6)
+SUM = "sum"  # the variant in which gradients are summed over ranks
 
 
 def observe_clip_and_norm(ctx: RankContext) -> None:
     """Make one step with each clipping norm, and record weights, gradients and the reported norm."""
+    reduction = Reduction.SUM if ctx.variant == SUM else Reduction.MEAN
     for at, clip in enumerate(CLIP_NORMS):
-        engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip)
+        engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip, reduction=reduction)
         ctx.record_weights(engine, at, "-before")
         ctx.train(engine, 0, f"loss-{at}")
         ctx.record("grads", engine.full_grads(), at)
@@ -62,7 +64,10 @@ LAWS = (
         models=MODELS,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
-        variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
+        variants=(
+            Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),
+            Variant(SUM, (Feature.SUM,), compares_engine_with_itself=True),
+        ),
         steps=LawSteps(observe_clip_and_norm),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",
