@@ -17,8 +17,8 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.laws import get_law
 from zharness.parity.baseline import Baseline, CastCache
-from zharness.parity.calibration import SampleRuns, calibrate
-from zharness.parity.sample_draws import SharedDrawError, record_draws, replay_draws
+from zharness.parity.calibration import INDEPENDENCE_TOLERANCE, SampleRuns, calibrate
+from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, record_draws, replay_draws
 from zharness.run import Record, Verdict
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.model_check import ModelCheckRequest, announce_unused_parameters, plan_model_cells
@@ -43,6 +43,7 @@ BUFFERS = ("training.ranks_agree", "state.resume")
 @pytest.mark.cells("deepspeed", stages=(2,), checks=("training.grads",), models=(f"{ZOO}:unused",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ZOO}:dropping",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("model.accumulation",), models=(f"{ZOO}:dropping",))
+@pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ZOO}:recurrent",))
 @pytest.mark.cells("ddp", stages=(0,), checks=("training.clip_and_norm",), models=(f"{PARTS}:float64_part",))
 @pytest.mark.cells("reference", stages=(3,), checks=("training.accumulation",), models=(f"{PARTS}:float64_part",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("training.grads",), models=(f"{PARTS}:nested_output",))
@@ -197,11 +198,33 @@ def test_each_sample_keeps_its_dropout_mask() -> None:
         replay_draws(lambda: layer(torch.ones(3, 6)), draws, torch.tensor([0]), 4)
 
 
-@pytest.mark.parametrize("model", ["dropping", "batch_norm", "conv_net"])
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_behind_the_positions_of_a_sequence_meet_their_own_random_numbers(seed: int) -> None:
+    baseline = Baseline(model_spec(f"{ZOO}:recurrent"), seed, 1)
+    batch = baseline.batch(0, 0)
+    assert batch.inputs[0].shape[0] == batch.inputs[0].shape[1] - 1, "otherwise a mix-up would show by shape alone"
+    runs = SampleRuns.record(baseline, batch)
+    assert set(runs.sample_dims) == {1}
+    whole = runs.compute_grads(torch.arange(4), wide=True)
+    alone, turned = (
+        runs.compute_mean_grads(order, 1, wide=True) for order in (torch.arange(4), torch.arange(4).flip(0))
+    )
+    for name, grad in whole.items():
+        for other in (alone[name], turned[name]):
+            assert float((other - grad).abs().max()) <= INDEPENDENCE_TOLERANCE * float(grad.abs().max()), name
+
+
+def test_a_draw_without_a_dimension_for_samples_is_assigned_to_none() -> None:
+    draws = (torch.ones(6, 4, 2), torch.ones(3), torch.ones(4, 4))
+    assert find_sample_dims(draws, (torch.ones(6, 2, 2), torch.ones(3), torch.ones(2, 2))) == (1, 0, 0)
+    assert find_sample_dims(draws, draws[:1]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("model", ["dropping", "batch_norm", "conv_net", "recurrent"])
 def test_tier_c_sees_a_small_error_in_models_with_dropout_and_batch_norm(model: str) -> None:
     calibration = calibrate(Baseline(model_spec(f"{ZOO}:{model}"), 0, 1), 0)
     assert calibration.limits.max_error < 1e-3
-    assert calibration.zero_names == ({"0.bias"} if model != "dropping" else set())
+    assert calibration.zero_names == ({"0.bias"} if model in ("batch_norm", "conv_net") else set())
 
 
 def test_samples_of_a_batch_norm_are_not_run_alone() -> None:

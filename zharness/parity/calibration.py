@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
 from zharness.parity.compare import build_mismatch
 from zharness.parity.comparison import Comparison, MismatchTensors, Part, TensorLocation, Tier
-from zharness.parity.sample_draws import record_draws, replay_draws
+from zharness.parity.sample_draws import find_sample_dims, record_draws, replay_draws
 from zharness.workload import Batch
 
 CALIBRATION_RUNS = 8
@@ -64,18 +64,32 @@ class Calibration:
 class SampleRuns:
     """Runs of plain PyTorch on some samples of a micro-batch, in which each sample meets the same random numbers.
 
-    ``draws`` are the random tensors that the forward and backward of the whole micro-batch drew.
+    ``draws`` are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims``
+    the dimension of each that counts samples.
     """
 
     baseline: Baseline
     batch: Batch
     draws: tuple[Tensor, ...]
+    sample_dims: tuple[int, ...] = ()
 
     @classmethod
     def record(cls, baseline: Baseline, batch: Batch) -> SampleRuns:
-        """Run the whole micro-batch once, to record what it draws. Raises SharedDrawError."""
-        model = baseline.build_module()  # outside the recording, since initializing weights draws numbers too
-        return cls(baseline, batch, record_draws(lambda: plain_gradients(baseline, model, batch)))
+        """Run the whole micro-batch to record what it draws, and half of it to find its samples in these numbers.
+
+        Raises SharedDrawError.
+        """
+
+        def record_part(part: Batch) -> tuple[Tensor, ...]:
+            """Return what a run of ``part`` draws."""
+            model = baseline.build_module()  # outside the recording, since initializing weights draws numbers too
+            return record_draws(lambda: plain_gradients(baseline, model, part))
+
+        draws = record_part(batch)
+        if not draws:
+            return cls(baseline, batch, draws)
+        half = batch.map_tensors(lambda tensor: tensor[: max(1, batch.num_samples // 2)])
+        return cls(baseline, batch, draws, find_sample_dims(draws, record_part(half)))
 
     def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
         """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
@@ -90,7 +104,7 @@ class SampleRuns:
                 return run_local(*convert_to_float64(model, chosen), self.baseline.objective).grads
             return plain_gradients(self.baseline, model, chosen)
 
-        return replay_draws(run, self.draws, rows, self.batch.num_samples)
+        return replay_draws(run, self.draws, rows, self.batch.num_samples, self.sample_dims)
 
     def compute_mean_grads(self, order: Tensor, size: int, wide: bool = False) -> Grads:
         """Return the mean of the gradients of micro-batches of ``size`` samples, which follow each other in ``order``.

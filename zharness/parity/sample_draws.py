@@ -39,11 +39,11 @@ class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that replaces what each operation draws by the recorded rows of the samples ``rows``."""
+    """A mode that replaces what each operation draws by the recorded numbers of the samples ``rows``."""
 
-    def __init__(self, draws: Sequence[Tensor], rows: Tensor, samples: int) -> None:
+    def __init__(self, draws: Sequence[Tensor], rows: Tensor, samples: int, dims: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draws: Iterator[Tensor] = iter(draws)
+        self._draws: Iterator[tuple[Tensor, int]] = iter(zip(draws, dims, strict=True))
         self._rows, self._samples = rows, samples
 
     def __torch_dispatch__(
@@ -52,10 +52,10 @@ class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result, has_drawn = call_and_detect_draw(func, args, kwargs or {})
         if not has_drawn:
             return result
-        draw = next(self._draws, None)
+        draw, dim = next(self._draws, (None, 0))
         if draw is None:
             raise SharedDrawError("a run of some samples draws more random tensors than the run of all samples")
-        return require_tensor(result).copy_(select_rows(draw, self._rows, self._samples, result.shape))
+        return require_tensor(result).copy_(select_rows(draw, self._rows, self._samples, result.shape, dim))
 
 
 def call_and_detect_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
@@ -77,20 +77,35 @@ def require_tensor(result: object) -> Tensor:
     return result
 
 
-def select_rows(draw: Tensor, rows: Tensor, samples: int, shape: torch.Size) -> Tensor:
+def select_rows(draw: Tensor, rows: Tensor, samples: int, shape: torch.Size, dim: int = 0) -> Tensor:
     """Return the part of ``draw`` that belongs to the samples ``rows``; ``shape`` is the shape that it has to have.
 
     Several rows in succession may belong to one sample, as the heads of attention do. Raises SharedDrawError if the
-    first dimension does not count the samples.
+    dimension ``dim`` does not count the samples.
     """
-    if draw.dim() and len(draw) % samples == 0:
-        chosen = draw.reshape(samples, -1, *draw.shape[1:])[rows].flatten(0, 1)
+    if draw.dim() and draw.shape[dim] % samples == 0:
+        first = draw.movedim(dim, 0)
+        chosen = first.reshape(samples, -1, *first.shape[1:])[rows].flatten(0, 1).movedim(0, dim)
         if chosen.shape == shape:
             return chosen
     raise SharedDrawError(
         f"the forward draws a random tensor of shape {tuple(draw.shape)} for {samples} samples; a row for each sample "
-        "is needed in the first dimension"
+        "is needed in one dimension"
     )
+
+
+def find_sample_dims(draws: Sequence[Tensor], parts: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the dimension of each of ``draws`` that counts samples: the one in which a run of fewer samples differs.
+
+    ``parts`` are the draws of that run. The result is 0 for a draw in which no dimension differs, or several do. A
+    layer such as nn.LSTM puts the samples behind the positions.
+    """
+    dims = []
+    for number, draw in enumerate(draws):
+        part = parts[number] if number < len(parts) else draw
+        differing = [dim for dim, sizes in enumerate(zip(draw.shape, part.shape, strict=False)) if sizes[0] != sizes[1]]
+        dims.append(differing[0] if len(differing) == 1 else 0)
+    return tuple(dims)
 
 
 def record_draws(run: Callable[[], object]) -> tuple[Tensor, ...]:
@@ -104,12 +119,15 @@ def record_draws(run: Callable[[], object]) -> tuple[Tensor, ...]:
     return tuple(draws)
 
 
-def replay_draws(run: Callable[[], Result], draws: Sequence[Tensor], rows: Tensor, samples: int) -> Result:
-    """Return ``run()``, in which every random tensor has the rows ``rows`` of the recorded ``draws``.
+def replay_draws(
+    run: Callable[[], Result], draws: Sequence[Tensor], rows: Tensor, samples: int, dims: Sequence[int] = ()
+) -> Result:
+    """Return ``run()``, in which every random tensor has the numbers of the samples ``rows`` in the recorded ``draws``.
 
-    ``samples`` is the number of samples of the recorded run. Raises SharedDrawError if a draw has no row for each.
+    ``samples`` is the number of samples of the recorded run, and ``dims`` the dimension of each draw that counts them,
+    by default the first. Raises SharedDrawError if a draw has no row for each sample there.
     """
     if not draws:
         return run()
-    with _DrawReplayer(draws, rows, samples):
+    with _DrawReplayer(draws, rows, samples, dims or [0] * len(draws)):
         return run()

@@ -20,7 +20,7 @@ CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 # mallopt(3): allocations up to this size come from the heap (the largest value that glibc accepts), and the heap keeps
 # this much free memory.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-HEAP_ALLOCATION_BYTES, KEPT_HEAP_BYTES = 32 * 2**20, 256 * 2**20
+HEAP_ALLOCATION_BYTES, KEPT_HEAP_BYTES = 32 * 2**20, 128 * 2**20
 
 
 def available_memory() -> int:
