@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import (
@@ -277,3 +279,42 @@ def growth_window_survives_an_overflow(model: nn.Module, config: EngineConfig) -
 
     seams.replace_attribute(scaler, "update", update_but_the_count)
     return engine
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("values.skipped_step", Part.OPTIMIZER, variant="one_element", dtype="fp16", stage=2, parameter="outcome"),
+    origin=Origin.BLIND_9,
+)
+class OverflowSeenOnRankZero(Around):
+    """Skips a step only if the shards of rank 0 overflow; an overflow of another rank's shard alone is applied."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(unscale_and_clip: seams.UnscaleAndClip) -> seams.UnscaleAndClip:
+            def decide_on_rank_0(reduced: Mapping[str, Tensor]) -> bool:
+                if unscale_and_clip(reduced):
+                    return True
+                is_finite = torch.tensor([float(all(bool(grad.isfinite().all()) for grad in reduced.values()))])
+                dist.broadcast(is_finite, 0)
+                return bool(is_finite.item())
+
+            return decide_on_rank_0
+
+        seams.wrap_unscale_and_clip(self.right, wrap)
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("training.small_gradients", model="exact", dtype="fp16"),
+    origin=Origin.BLIND_9,
+)
+class UnscalesInHalf(Around):
+    """Divides gradients by fp16's loss scale in fp16, in which small gradients lose bits."""
+
+    def full_grads(self) -> dict[str, Tensor]:
+        grads: dict[str, Tensor] = self.right.full_grads()
+        return {name: grad.half().to(grad.dtype) for name, grad in grads.items()}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.clipping import judge_clip_factor
@@ -15,7 +17,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
+from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 CLIP = 2.0**-6  # far below the norm of the gradients
 BAD_STEP, STEPS = 1, 4
@@ -23,11 +25,20 @@ BAD_STEP, STEPS = 1, 4
 
 @dataclass(frozen=True)
 class OverflowRun:
-    """A training in which one micro-batch of one step overflows on rank 0: its clipping and its window."""
+    """A training in which one micro-batch of one step overflows on rank 0: its clipping and its window.
+
+    In the step ``element_step``, one element of one gradient overflows on rank 0, which another rank may own.
+    """
 
     clip: float | None = None
     window: int = 1
     bad_micro: int = 0
+    element_step: int | None = None
+
+    @property
+    def bad_steps(self) -> tuple[int, ...]:
+        """Return the steps with an overflow."""
+        return (BAD_STEP,) if self.element_step is None else (BAD_STEP, self.element_step)
 
 
 RUNS: Mapping[str, OverflowRun] = {
@@ -35,11 +46,13 @@ RUNS: Mapping[str, OverflowRun] = {
     "clipped": OverflowRun(clip=CLIP),
     "first_of_2_by_engine": OverflowRun(window=2),
     "last_of_2_by_engine": OverflowRun(clip=CLIP, window=2, bad_micro=1),
+    "one_element": OverflowRun(element_step=BAD_STEP + 1),
 }
+LAST_LAYER = "last"
 
 
 def observe_skipped_step(ctx: RankContext) -> None:
-    """Train steps, one of which overflows on rank 0. Stop after that step if the engine applies it."""
+    """Train steps, of which some overflow on rank 0. Stop after a step with an overflow that the engine applies."""
     run = RUNS[ctx.variant]
     owner = AccumulationOwner.ENGINE if run.window > 1 else AccumulationOwner.CALLER
     engine = ctx.build_engine(optimizer=ADAMW, clip=run.clip, accumulation_steps=run.window, accumulation_owner=owner)
@@ -48,19 +61,25 @@ def observe_skipped_step(ctx: RankContext) -> None:
         for micro in range(run.window):
             bad = step == BAD_STEP and micro == run.bad_micro and ctx.data_coordinate == 0
             loss = ctx.loss(engine, step * run.window + micro)
+            if step == run.element_step:
+                factor = torch.inf if ctx.data_coordinate == 0 else 1.0
+                bias = cast(Tensor, engine.module.get_submodule(LAST_LAYER).bias)
+                loss = loss + factor * bias[-1]
             engine.backward(loss * torch.inf if bad else loss)
             if micro + 1 < run.window:
                 engine.step()
-        if step != BAD_STEP:
+        if step not in run.bad_steps:
             ctx.record("grads", engine.full_grads(), step)
         outcome = step_and_classify(engine)
         ctx.record("outcome", {"outcome": scalar(outcome)}, step)
-        if run.clip is not None and step != BAD_STEP:
+        if run.clip is not None and step not in run.bad_steps:
             norm = engine.grad_norm()
             ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, step)
         if run.window == 1:  # an engine that owns the window begins the next one itself, also after a skipped step
             engine.zero_grad()
-        if step == BAD_STEP and outcome is Outcome.APPLIED:
+        if step in run.bad_steps and outcome is Outcome.APPLIED:
+            finite = {name: scalar(bool(weight.isfinite().all())) for name, weight in engine.full_params().items()}
+            ctx.record("finite", finite, step)
             break
     else:
         ctx.record_training_state(engine, STEPS)
@@ -68,26 +87,40 @@ def observe_skipped_step(ctx: RankContext) -> None:
 
 
 def judge_skipped_step(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the bad step changed neither weights nor state, and judge every other step with its norm."""
-    outcomes = [record["outcome"] for record in ctx.rank_records("outcome", BAD_STEP)]
-    yield from compare_ranks(ctx.location("outcome", Part.OPTIMIZER, BAD_STEP), outcomes)
-    is_applied = outcomes[0] == Outcome.APPLIED
-    for step in range(BAD_STEP if is_applied else STEPS):
-        if step == BAD_STEP:
-            for label in ("params", "masters", "state"):
-                before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
-                for name, tensor in before.items():
-                    yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), tensor, after[name])
+    """Check that the bad steps changed neither weights nor state, and judge every other step with its norm.
+
+    If the engine applies the first bad step, no weight may be finite after it. Otherwise it may apply no bad step.
+    """
+    run = RUNS[ctx.variant]
+    outcome = ctx.rank_records("outcome", BAD_STEP)[0]["outcome"]
+    for step in range(BAD_STEP + 1 if outcome == Outcome.APPLIED else STEPS):
+        if step in run.bad_steps:
+            yield from judge_overflow(ctx, step, outcome)
             continue
         for rank, record in enumerate(ctx.rank_records("outcome", step)):
             place = ctx.location("outcome", Part.OPTIMIZER, step, rank)
             yield compare_bitwise(place, scalar(Outcome.APPLIED), record["outcome"])
         grads = ctx.rank_records("grads", step)[0]
-        clip = RUNS[ctx.variant].clip
-        factor = yield from judge_clip_factor(ctx, "norm", step, grads, 0.0 if clip is None else clip)
-        skipped = int(step > BAD_STEP)
+        factor = yield from judge_clip_factor(ctx, "norm", step, grads, 0.0 if run.clip is None else run.clip)
+        skipped = sum(bad < step for bad in run.bad_steps)
         yield from judge_step(ctx, ADAMW, grads, RecordedStep(step, "masters", skipped_steps=skipped), factor)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+
+
+def judge_overflow(ctx: JudgeContext, step: int, outcome: Tensor) -> Iterator[Comparison]:
+    """Check that the bad step ``step`` ended like the first one on every rank, and what it changed."""
+    for rank, record in enumerate(ctx.rank_records("outcome", step)):
+        yield compare_bitwise(ctx.location("outcome", Part.OPTIMIZER, step, rank), outcome, record["outcome"])
+    if outcome == Outcome.APPLIED:
+        for rank, record in enumerate(ctx.rank_records("finite", step)):
+            for name, is_finite in record.items():
+                place = ctx.location(f"finiteness of {name}", Part.OPTIMIZER, step, rank)
+                yield compare_bitwise(place, scalar(False), is_finite)
+        return
+    for label in ("params", "masters", "state"):
+        before, after = ctx.rank_records(label, step)[0], ctx.rank_records(label, step + 1)[0]
+        for name, tensor in before.items():
+            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), tensor, after[name])
 
 
 LAWS = (
@@ -106,6 +139,7 @@ LAWS = (
                 (
                     *((Feature.CLIP,) if run.clip is not None else ()),
                     *((Feature.ENGINE_ACCUMULATION,) if run.window > 1 else ()),
+                    *((Feature.OUTSIDE_FORWARD,) if run.element_step is not None else ()),
                 ),
                 compares_engine_with_itself=True,
             )
