@@ -24,6 +24,12 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-skips-other_batch]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-interleaved]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-zbv]": Verdict.FAIL,
+    "pipeline.windows[torch_pp-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,
+    "pipeline.training[torch_pp{fully_shard}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.PASS,
+    "pipeline.training[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
+    "pipeline.windows[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-stepped]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")
 

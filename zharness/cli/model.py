@@ -37,6 +37,12 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     "--world-size", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks that train the model."
 )
 @click.option(
+    "--mesh",
+    default="",
+    metavar="tp2",
+    help="Axes of parallelism beside data parallelism; tp splits a model by the plan that transformers ships with it.",
+)
+@click.option(
     "--dtype",
     default="",
     metavar="fp32",
@@ -88,6 +94,7 @@ def model(
     engines: tuple[str, ...],
     stages: tuple[int, ...],
     world_size: int,
+    mesh: str,
     dtype: str,
     steps: int,
     only: tuple[str, ...],
@@ -113,6 +120,7 @@ def model(
 
     require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
+    from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.model_outputs import ModelOutputs
     from zharness.run.check_loop import RunOptions
@@ -127,7 +135,16 @@ def model(
             "`zharness check` under torchrun"
         )
     matrix = ModelMatrix(
-        factories, engines, configs or ("",), stages, world_size, dtype, steps, only, ignore_memory_limit
+        factories,
+        engines,
+        configs or ("",),
+        stages,
+        world_size,
+        dtype,
+        steps,
+        only,
+        ignore_memory_limit,
+        Mesh.parse(mesh),
     )
     for request in matrix.expand():
         if not is_user_model(request.model):

@@ -154,7 +154,7 @@ BUILT_IN: dict[str, EngineInfo] = {
         EngineInfo(
             name="torch_pp",
             target="zharness.engines.torch_pp:factory",
-            summary="the schedules of torch.distributed.pipelining, on a mesh with the axis pp alone",
+            summary="the schedules of torch.distributed.pipelining, on a mesh with the axis pp",
             distribution="torch",
             install="pip install torch",
             sources=("torch.distributed.pipelining",),

@@ -1,7 +1,8 @@
 """Adapt the schedules of ``torch.distributed.pipelining`` to the Engine protocol, for engines that run whole batches.
 
-The axis pp takes all ranks. Each rank has one stage, or several for a schedule that interleaves them, and its optimizer
-updates their parameters alone. The schedule runs the forwards and backwards of a step: ``train_batch``.
+Each rank has one stage, or several for a schedule that interleaves them, and its optimizer updates their parameters
+alone. The schedule runs the forwards and backwards of a step: ``train_batch``. Ranks that the axis pp leaves over are
+data parallel within each stage, by DDP or ``fully_shard``, which torch's stages know.
 """
 
 from __future__ import annotations
@@ -9,21 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import optimizers
 from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
+from zharness.engines.tensor_parallel import build_device_mesh, gather_rank_numbers, list_runs
+from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_engine import snapshot, validate_config
 from zharness.engines.without_forward import WithoutForward
 from zharness.errors import ConfigError, UsageError
-from zharness.mesh import PIPELINE
+from zharness.mesh import DATA_SHARD, PIPELINE
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.html"
-SCHEDULE = "schedule"
+SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
+DDP, FULLY_SHARD = "ddp", "fully_shard"
+RESHARD = "reshard_after_forward"
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -64,9 +73,19 @@ CAPABILITIES = Capabilities(
         (Feature.CLIP, Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER
     ),
     mesh_axes=frozenset({PIPELINE}),
-    whole_mesh="the schedules reduce nothing over data parallelism",
+    variants={
+        FULLY_SHARD: {DATA_PARALLEL: FULLY_SHARD},
+        "resharded": {DATA_PARALLEL: FULLY_SHARD, RESHARD: True},
+    },
     form=CallForm.WHOLE_BATCH,
 )
+
+
+OPTIONS = {
+    SCHEDULE: f"one of {', '.join(SCHEDULES)}",
+    DATA_PARALLEL: f"{DDP} (default) or {FULLY_SHARD}: what a stage is wrapped in if several ranks have it",
+    RESHARD: "true: fully_shard reshards weights after each forward; default false, as torchtitan does in pipelines",
+}
 
 
 def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
@@ -74,7 +93,9 @@ def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
 
     Raises ConfigError for an unsupported configuration.
     """
-    validate_config(config, CAPABILITIES, {SCHEDULE: f"one of {', '.join(SCHEDULES)}"})
+    validate_config(config, CAPABILITIES, OPTIONS)
+    if PIPELINE not in config.mesh.axes:
+        raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
     if config.clip is not None:
         raise ConfigError(f"got clip {config.clip}; each rank has the gradients of its own stages alone")
     return PipelineEngine(model, config)
@@ -103,6 +124,25 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
     return [list(plan[start:stop]) for start, stop in pairwise(edges)]
 
 
+def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: DeviceMesh) -> nn.Module:
+    """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper.
+
+    Raises ConfigError for an unknown kind.
+    """
+    kind = options.get(DATA_PARALLEL, DDP)
+    if kind not in (DDP, FULLY_SHARD):
+        raise ConfigError.unknown_name(DATA_PARALLEL, kind, [DDP, FULLY_SHARD])
+    if data_ranks.size() == 1:
+        return part
+    if kind == DDP:
+        return DistributedDataParallel(part, process_group=data_ranks.get_group())
+    from torch.distributed.fsdp import fully_shard
+
+    for module in (*part.parts, part):
+        fully_shard(module, mesh=data_ranks, reshard_after_forward=options.get(RESHARD, False))
+    return part
+
+
 def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
     """Raise ConfigError if two stages have a weight in common, because each would train a copy of its own.
 
@@ -126,6 +166,31 @@ def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None
         raise UsageError(f"got micro-batches of {sizes} samples; expected one or more, with as many samples each")
 
 
+def full_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the full tensor on CPU. This is a collective of the ranks of a stage if it is sharded."""
+    return snapshot(gather_full_tensor(tensor.detach()))
+
+
+def collect_owners(params: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, tuple[Piece, ...]]:
+    """Return the flat elements of each parameter of ``names`` that each rank owns. This is a collective.
+
+    ``params`` are the parameters of this rank's stages; all ranks of a stage own a parameter that is not sharded.
+    """
+    from torch.distributed.tensor import DTensor
+
+    rank = dist.get_rank()
+    own = {
+        name: list_runs(gather_rank_numbers(param))
+        if isinstance(param.data, DTensor)
+        else [Piece(rank, 0, param.numel())]
+        for name, param in params.items()
+    }
+    views: list[Mapping[str, list[Piece]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(views, own)
+    owners = {name: tuple(dict.fromkeys(piece for view in views for piece in view.get(name, []))) for name in names}
+    return {name: pieces for name, pieces in owners.items() if pieces}
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A schedule of torch, and the number of micro-batches and the loss for which it was built."""
@@ -142,7 +207,9 @@ class PipelineEngine(WithoutForward):
         from torch.distributed import pipelining
 
         self.module, self.capabilities, self._config = model, CAPABILITIES, config
-        rank, size = dist.get_rank(), dist.get_world_size()
+        devices = build_device_mesh(config.mesh, next(model.parameters()).device)
+        self._group = devices[PIPELINE].get_group()
+        rank, size = devices[PIPELINE].get_local_rank(), devices[PIPELINE].size()
         kind = SCHEDULES[config.options.get(SCHEDULE, "gpipe")]
         self._schedule_class: Any = getattr(pipelining, kind.name)
         numbers, total = kind.stages(rank, size), size * len(kind.stages(rank, size))
@@ -151,14 +218,15 @@ class PipelineEngine(WithoutForward):
         self._total = total
         self._first, self._last = 0 in numbers, total - 1 in numbers
         parts = {number: StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers}
-        self._parts: Mapping[int, StageModule] = parts
+        self._parts: Mapping[int, nn.Module] = {
+            number: wrap_stage(part, config.options, devices[DATA_SHARD]) for number, part in parts.items()
+        }
         mine = {id(param) for part in parts.values() for param in part.parameters()}
         self._names = [name for name, _ in model.named_parameters()]
         self._params = {name: param for name, param in model.named_parameters() if id(param) in mine}
-        owners = self._merge({name: (Piece(rank, 0, param.numel()),) for name, param in self._params.items()})
-        if missing := [name for name in self._names if name not in owners]:
+        self._layout: Mapping[str, tuple[Piece, ...]] = collect_owners(self._params, self._names)
+        if missing := [name for name in self._names if name not in self._layout]:
             raise ConfigError(f"the pp_plan leaves out the parameters {', '.join(missing)}")
-        self._layout: Mapping[str, tuple[Piece, ...]] = owners
         self._optimizer = optimizers.build(self._params, config.optimizer)
         self._lr_schedule = optimizers.schedule(self._optimizer, config.optimizer)
         self._schedules: list[Schedule] = []
@@ -175,8 +243,8 @@ class PipelineEngine(WithoutForward):
         inputs = (torch.cat([inputs for inputs, _ in micro_batches]),) if self._first else ()
         target = torch.cat([target for _, target in micro_batches])
         schedule.step(*inputs, **({"target": target, "losses": losses} if self._last else {}))
-        found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, [snapshot(value) for value in losses])
+        found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(found, [snapshot(value) for value in losses], group=self._group)
         return tuple(value for values in found for value in values)
 
     def _find_schedule(self, micro_batches: int, loss: Loss) -> Any:
@@ -190,7 +258,10 @@ class PipelineEngine(WithoutForward):
             if (known.micro_batches, known.loss) == (micro_batches, loss):
                 return known.schedule
         device = next(self.module.parameters()).device
-        stages = [pipelining.PipelineStage(part, number, self._total, device) for number, part in self._parts.items()]
+        stages = [
+            pipelining.PipelineStage(part, number, self._total, device, group=self._group)
+            for number, part in self._parts.items()
+        ]
         schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
         self._schedules.append(Schedule(micro_batches, loss, schedule))
         return schedule
@@ -203,16 +274,16 @@ class PipelineEngine(WithoutForward):
         self._optimizer.zero_grad(set_to_none=True)
 
     def full_grads(self) -> dict[str, Tensor]:
-        return self._merge({name: snapshot(p.grad) for name, p in self._params.items() if p.grad is not None})
+        return self._merge({name: full_copy(p.grad) for name, p in self._params.items() if p.grad is not None})
 
     def full_params(self) -> dict[str, Tensor]:
-        return self._merge({name: snapshot(param) for name, param in self._params.items()})
+        return self._merge({name: full_copy(param) for name, param in self._params.items()})
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         states = {name: self._optimizer.state.get(param, {}) for name, param in self._params.items()}
         return self._merge(
             {
-                name: {key: snapshot(value) for key, value in state.items() if isinstance(value, Tensor)}
+                name: {key: full_copy(value) for key, value in state.items() if isinstance(value, Tensor)}
                 for name, state in states.items()
                 if state
             }
@@ -236,7 +307,7 @@ class PipelineEngine(WithoutForward):
         vars(self).clear()
 
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all ranks in the order of the model's parameters. This is a collective."""
-        found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, dict(own))
+        """Return the entries of all stages in the order of the model's parameters. This is a collective."""
+        found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(found, dict(own), group=self._group)
         return {name: part[name] for name in self._names for part in found if name in part}

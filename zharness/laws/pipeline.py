@@ -133,7 +133,9 @@ def hint_divided_again(
     if comparison.mismatch is None:
         return comparison
     name = comparison.mismatch.parameter
-    means = [torch.stack([row[0].grads[name] for row in micros]).mean(dim=0) for micros in (first, second)]
+    means = [
+        torch.stack([local.grads[name] for row in micros for local in row]).mean(dim=0) for micros in (first, second)
+    ]
     if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / WINDOW.micro_batches + means[1]):
         return comparison
     divided = "the gradient of the batch before was divided by the number of micro-batches once more"

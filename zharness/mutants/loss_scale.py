@@ -305,16 +305,3 @@ class OverflowSeenOnRankZero(Around):
             return decide_on_rank_0
 
         seams.wrap_unscale_and_clip(self.right, wrap)
-
-
-@mutant(
-    FaultKind.LOSS_SCALE,
-    Target("training.small_gradients", model="exact", dtype="fp16"),
-    origin=Origin.BLIND_9,
-)
-class UnscalesInHalf(Around):
-    """Divides gradients by fp16's loss scale in fp16, in which small gradients lose bits."""
-
-    def full_grads(self) -> dict[str, Tensor]:
-        grads: dict[str, Tensor] = self.right.full_grads()
-        return {name: grad.half().to(grad.dtype) for name, grad in grads.items()}

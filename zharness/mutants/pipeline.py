@@ -28,9 +28,10 @@ def on_pipeline(
     law: str = "pipeline.training",
     variant: str = "gpipe",
     cause: str = "",
+    world_size: int = 2,
 ) -> Target:
-    """Return a target on a pipeline of two ranks."""
-    return Target(law, part, model, variant, parameter=parameter, cause=cause, mesh="pp2")
+    """Return a target on a pipeline of two stages; with four ranks each stage has two ranks of data parallelism."""
+    return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=world_size, mesh="pp2")
 
 
 class OverPipeline(Around):
@@ -166,3 +167,36 @@ class LosesALoss(OverPipeline):
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
         return super().train_batch(micro_batches, loss)[:-1]
+
+
+@mutant(FaultKind.SCALE, on_pipeline(world_size=4), origin=Origin.MESH)
+class SumsOverDataParallelism(OverPipeline):
+    """The ranks of a stage add up their gradients, and do not average them."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        stages = self.config.mesh.size("pp")
+        for parameter in self.trained():
+            parameter.grad = None if parameter.grad is None else parameter.grad * (dist.get_world_size() // stages)
+        return losses
+
+
+@mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", world_size=4), origin=Origin.MESH)
+class TrainsOneReplicasBatch(OverPipeline):
+    """Both replicas of a stage train the micro-batches of the first one."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, list(micro_batches))
+        return super().train_batch(everywhere[0], loss)
+
+
+@mutant(FaultKind.RANKS, on_pipeline(Part.FORWARD, parameter="loss*", variant="1f1b", world_size=4), origin=Origin.MESH)
+class ReturnsLossesOfTheOtherReplica(OverPipeline):
+    """Each replica gets the losses of the other one."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, list(super().train_batch(micro_batches, loss)))
+        losses: Sequence[Tensor] = everywhere[dist.get_rank() ^ 1]
+        return losses

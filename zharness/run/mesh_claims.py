@@ -11,6 +11,7 @@ from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law
 from zharness.mesh import PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
+from zharness.workload.user_model import is_user_model
 
 
 def needs_mesh(law: Law) -> bool:
@@ -23,6 +24,8 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
 
     Raises UsageError for an unknown model.
     """
+    if is_user_model(model):  # its plan is read when it is built
+        return f"the model of {model} has no plan of modules that pp can split" if PIPELINE in mesh.axes else ""
     spec, size = model_spec(model), mesh.size(TENSOR)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
         return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"

@@ -14,6 +14,7 @@ from zharness.cell import Cell
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.laws import get_law
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import (
     RunOptions,
@@ -79,6 +80,7 @@ class ModelCheckRequest:
     steps: int = 3
     only: tuple[str, ...] = ()
     ignore_memory_limit: bool = False
+    mesh: Mesh = DEFAULT_MESH
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -87,7 +89,8 @@ class ModelCheckRequest:
         config = configuration_for(self.config)
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
-        return Request(self.only, (self.engine,), stages, (self.world_size,), (dtype,), (self.model,), self.config)
+        models, sizes = (self.model,), (self.world_size,)
+        return Request(self.only, (self.engine,), stages, sizes, (dtype,), models, self.config, mesh=self.mesh)
 
 
 class RunnerLanes:
@@ -326,7 +329,7 @@ def is_relevant(cell: Cell, facts: ModelFacts, claims: ClaimsLookup) -> bool:
         return False
     if law.is_calibrated or law.only_own_kernels:
         # With torch's kernels local gradients are compared bitwise, and a calibrated comparison adds nothing.
-        return cell.stage in claims(cell.engine, cell.stage).own_kernels
+        return cell.stage in claims(cell.engine, cell.stage).on_mesh(cell.mesh).own_kernels
     return not (law.sets_autocast and configuration_for(cell.engine_variant).autocast_dtype is not None)
 
 

@@ -15,6 +15,7 @@ import click
 
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import Record
 from zharness.run.check_loop import RunOptions, open_optional_record_file
 from zharness.run.model_check import ModelCheckRequest, OpenSink, ReportStatus, RunnerLanes, check_model_on
@@ -59,6 +60,7 @@ class ModelMatrix:
     steps: int = 3
     only: tuple[str, ...] = ()
     ignore_memory_limit: bool = False
+    mesh: Mesh = DEFAULT_MESH
 
     def expand(self) -> list[ModelCheckRequest]:
         """Return a request for each combination, those of one engine one after the other.
@@ -77,6 +79,7 @@ class ModelMatrix:
                 self.steps,
                 self.only,
                 self.ignore_memory_limit,
+                self.mesh,
             )
             for engine, name, config in product(self.engines, names, self.configs)
         ]

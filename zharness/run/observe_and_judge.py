@@ -23,7 +23,7 @@ from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.law_kit.training_run import build_curves
 from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, get_law
-from zharness.mesh import DEFAULT_MESH, Mesh
+from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
@@ -32,6 +32,7 @@ from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
 from zharness.run.configuration import cell_setting, configuration_for, configuration_on, is_config_file
 from zharness.workload import ModelSpec, model_spec
+from zharness.workload.shipped_plans import read_shipped_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import keep_freed_memory
 from zharness.world.rank import rank_device, seed_torch
@@ -92,7 +93,7 @@ def build_cell_context(
         loss_scale=LOSS_SCALES[cell.dtype],
         options=merge_options(engine_options(cell, capabilities), options),
         mesh=cell.mesh,
-        tp_plan=spec.tp_plan,
+        tp_plan=find_plan(cell, spec, salt),
         pp_plan=spec.pp_plan,
     )
     training = configuration_for(cell.engine_variant).training
@@ -107,6 +108,16 @@ def build_cell_context(
         training,
         cell_setting(cell.engine_variant),
     )
+
+
+def find_plan(cell: Cell, spec: ModelSpec, salt: int) -> Mapping[str, str]:
+    """Return how the axis tp splits the cell's model: its plan, or the one that a user's model ships.
+
+    Raises UsageError for a user's model without a plan.
+    """
+    if not is_user_model(cell.model) or TENSOR not in cell.mesh.axes:
+        return spec.tp_plan
+    return read_shipped_plan(cell.model, spec.model(cell.seed(salt)), cell.mesh.size(TENSOR))
 
 
 def engine_options(cell: Cell, capabilities: Capabilities) -> Mapping[str, Any]:

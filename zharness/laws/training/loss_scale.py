@@ -1,4 +1,4 @@
-"""Define laws of the size of a loss: its powers of two, and gradients that fp16 holds only under a loss scale."""
+"""Define the law training.loss_scale_power: a loss times a power of two gives gradients times the same power."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 LOSS_POWERS = (0, 3, -2)
-# A gradient of the model ``exact`` times this factor is a multiple of 2^-24, the smallest number of fp16, as long as it
-# is multiplied by the loss scale 2^4 of fp16, also as a mean over four ranks. Without the loss scale it is not.
-SMALL = 2.0**-24
 
 
 def observe_loss_scale_power(ctx: RankContext) -> None:
@@ -48,20 +45,6 @@ def judge_loss_scale_power(ctx: JudgeContext) -> Iterator[Comparison]:
                 )
 
 
-def observe_small_gradients(ctx: RankContext) -> None:
-    """Run one backward on a loss whose gradients are too small for fp16 without the loss scale."""
-    engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
-    ctx.backward(engine, ctx.loss(engine, 0), 0, factor=SMALL)
-    ctx.record("grads", engine.full_grads())
-    engine.close()
-
-
-def judge_small_gradients(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the unscaled gradients with those of the plain loss times the same factor."""
-    exact = ctx.certify_exactness(range(1))
-    yield from ctx.compare_reduced_grads("grads", [ctx.compute_local_grads()], exact=exact, scale=SMALL)
-
-
 LAWS = (
     variation_law(
         "loss_scale_power",
@@ -74,14 +57,5 @@ LAWS = (
         steps=LawSteps(observe_loss_scale_power),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="needs neither baseline nor bound, so it can also judge kernels that are not torch's",
-    ),
-    variation_law(
-        "small_gradients",
-        "gradients that fp16 holds only under the loss scale are unscaled without losing a bit",
-        observe_small_gradients,
-        judge_small_gradients,
-        models=("exact",),
-        dtypes=("fp16",),
-        kept_because="the only gradients below the smallest number of their weights' dtype",
     ),
 )

@@ -1,0 +1,81 @@
+"""Zero-bubble schedules do not reduce the gradients of stages in DDP.
+
+id: 144530
+engine: torch_pp
+symptom: a zero-bubble schedule leaves each rank of a stage in DDP with gradients of its own, silently
+reported: https://github.com/pytorch/pytorch/issues/144530
+affects: ==2.13.0
+fixed: not yet
+ranks: 4
+law: pipeline.training
+signature: gradients were not reduced
+ok: repro: zero-bubble schedules reduce gradients of stages in DDP OK.
+
+Run it with nothing but torch installed:
+
+    torchrun --standalone --nproc_per_node=4 repro/torch_pp_144530_zero_bubble_ddp_unreduced.py
+
+The backward of the weights is autograd.grad (stage_backward_weight), which calls no hook of DDP. Stages whose
+micro-batches have whole backwards, such as the first one, are reduced.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+from torch.nn.parallel import DistributedDataParallel
+
+SIGNATURE = "gradients were not reduced"
+OK = "repro: zero-bubble schedules reduce gradients of stages in DDP OK."
+MICRO_BATCHES = 4
+
+
+def loss(output, target):
+    return (output * target).mean()
+
+
+def main():
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    first, replica = pp.get_local_rank(), dp.get_local_rank()
+    layers = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, 1.0 + number)  # small integers: no sum rounds, so that all orders are equal
+    inputs = [torch.full((8, 2), 1.0 + number) for number in range(2)]
+    target = torch.ones(8, 2)
+    sum(loss(nn.Sequential(*layers)(x), target) / 2 for x in inputs).backward()
+    wanted = [layer.weight.grad.clone() for layer in layers]
+    for layer in layers:
+        layer.zero_grad()
+    stages = []
+    for number in (first, first + 2):
+        part = DistributedDataParallel(nn.Sequential(layers[number]), process_group=dp.get_group())
+        stages.append(PipelineStage(part, number, 4, torch.device("cpu"), group=pp.get_group()))
+    schedule = ScheduleInterleavedZeroBubble(stages, MICRO_BATCHES, loss_fn=loss)
+    schedule.step(*([inputs[replica]] if first == 0 else []), **({"target": target} if first == 1 else {}))
+    wrong = []
+    for number in (first, first + 2):
+        grad = layers[number].weight.grad
+
+        if grad is None or not torch.equal(grad, wanted[number]):
+            wrong.append(number)
+    everywhere = [[] for _ in range(4)]
+    dist.all_gather_object(everywhere, wrong)
+    numbers = sorted({number for some in everywhere for number in some})
+    if dist.get_rank() == 0:
+        print(f"repro: REPRODUCED: {SIGNATURE} of the stages {numbers}" if numbers else OK)
+    return int(bool(numbers))
+
+
+if __name__ == "__main__":
+    code = main()
+    dist.destroy_process_group()
+    sys.exit(code)
