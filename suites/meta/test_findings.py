@@ -41,7 +41,6 @@ WITHOUT_A_CAUSE = {
     "deepspeed_options": {
         "access.*",  # another parameter's elements, which differ with the order of the group's parameters
         "parameters.late_submodule",  # one part of a gradient is too large, which its one backward adds as a whole
-        "state.several_saves",  # a count of the law, which the load leaves as it was
         "torch_func.identities",  # jacrev, which the law calls once; its numbers are like no known ones
         "training.any_order",  # of 228 elements: the cause is unknown; and graphs, of which a CPU buffer keeps some
     },
