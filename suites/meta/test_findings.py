@@ -40,20 +40,11 @@ COUNTS = {"model", "tensors", "refused"}
 WITHOUT_A_CAUSE = {
     "deepspeed_options": {
         "access.*",  # another parameter's elements, which differ with the order of the group's parameters
-        "backward.abort_and_retry",  # of 80 elements: sums of windows, whose terms a CPU buffer has lost or kept
-        *(
-            "backward.auxiliary_loss",
-            "parameters.edited",
-            "parameters.late_submodule",
-        ),  # one term of a sum is too large
-        "state.several_saves",  # a count of the law, which the load leaves as it was
+        "parameters.late_submodule",  # one part of a gradient is too large, which its one backward adds as a whole
         "torch_func.identities",  # jacrev, which the law calls once; its numbers are like no known ones
         "training.any_order",  # of 228 elements: the cause is unknown; and graphs, of which a CPU buffer keeps some
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
-    "fsdp1": {
-        "training.optimizers",  # of the variant long: an old gradient is added, not as the engine reported it
-    },
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
     "fsdp2_options": {"window.evaluated"},  # only the root's weights are old, and the judge knows no groups
 }

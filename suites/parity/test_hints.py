@@ -145,8 +145,13 @@ def test_the_hint_names_a_gradient_without_the_term_of_the_second_order(
 @pytest.mark.parametrize(("old", "is_added"), [(2.0, True), (1.0, False), (0.0, False)])
 def test_the_hint_names_an_old_gradient_that_is_added(old: float, is_added: bool) -> None:
     place = TensorLocation(name="weight", part=Part.REDUCTION, step=1)
+    found, right = torch.tensor([7.0, 9.0]), torch.tensor([5.0, 9.0 - old])
     hinted = hint_added_gradient(
-        compare_bitwise(place, torch.tensor([5.0]), torch.tensor([7.0])), {"weight": torch.tensor([old])}
+        compare_bitwise(place, right, found),
+        {"weight": found},
+        {"weight": torch.tensor([old, old])},
+        [{"weight": right - 1}, {"weight": right + 1}],
+        torch.float32,
     )
     assert hinted.mismatch is not None
     assert (hinted.mismatch.hint == OLD_GRADIENT_ADDED_HINT) is is_added

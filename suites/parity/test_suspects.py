@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zharness.engines.protocol import Piece
-from zharness.law_kit.program_suspects import is_unreduced, make_added_again_suspects
+from zharness.law_kit.program_suspects import make_added_again_suspects, make_unreduced_suspects
 from zharness.law_kit.record_comparisons import replace_vectors
 from zharness.law_kit.scenario_baseline import ScenarioResult
 from zharness.law_kit.scenario_judge import (
@@ -13,9 +13,7 @@ from zharness.law_kit.scenario_judge import (
     LAST_DISCARDED_GRAD_KEPT_HINT,
     make_backward_suspects,
 )
-from zharness.parity import Part, compare_bitwise
 from zharness.parity.baseline import LocalResult
-from zharness.parity.comparison import TensorLocation
 
 
 def make_result(*backwards: float) -> ScenarioResult:
@@ -57,11 +55,15 @@ def test_a_second_backward_of_one_forward_adds_the_first_again() -> None:
     assert make_added_again_suspects((0, 1, 2, 3), window, 0.5) == {}
 
 
-def test_an_unreduced_gradient_is_told_by_its_owner() -> None:
-    row = [make_row(1)[0], make_row(5)[0]]
-    place = TensorLocation(name="w", part=Part.REDUCTION, step=0, pieces=(Piece(1, 0, 1),))
-    unreduced, other = (compare_bitwise(place, torch.tensor([3.0]), torch.tensor([got])).mismatch for got in (5.0, 1.0))
-    assert unreduced is not None
-    assert other is not None
-    assert is_unreduced(unreduced, row, 1, 1, 2**-20)
-    assert not is_unreduced(other, row, 1, 1, 2**-20)
+def test_an_unreduced_gradient_is_that_of_each_elements_owner() -> None:
+    first, last = (
+        [LocalResult(torch.zeros(()), {"w": torch.full((3,), grad)}) for grad in row]
+        for row in ((1.0, 3.0), (5.0, 9.0))
+    )
+    pieces = (Piece(1, 0, 1), Piece(0, 1, 3))
+    (rows,) = make_unreduced_suspects({"w": pieces}, [first, last], 2, 4).values()
+    assert [[local.grads["w"].tolist() for local in row] for row in rows] == [
+        [[0.5] * 3, [1.5] * 3],
+        [[2.25, 1.25, 1.25]] * 2,
+    ]
+    assert make_unreduced_suspects({}, [first, last], 2, 4) == {}

@@ -13,7 +13,7 @@ from torch import nn
 from zharness.cell import Cell
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.errors import EngineContractError, HarnessFault
-from zharness.law_kit.hints import is_sum
+from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, describe_added_gradient
 from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
@@ -124,13 +124,18 @@ def test_nan_that_stays_is_not_a_change() -> None:
 
 
 def test_a_gradient_that_contains_an_older_one_is_told_from_other_wrong_ones() -> None:
-    found = Mismatch(
-        1, Part.REDUCTION, "w", (0,), None, 0, 0, expected=10.0, actual=11.0, bound=0.0, ulps=1, wrong=1, total=1
-    )
-    eps = torch.finfo(torch.float32).eps
-    assert is_sum(found, 1.0, eps)
-    assert not is_sum(found, 1.5, eps)
-    assert not is_sum(replace(found, actual=10.0), 0.0, eps)
+    rows, old = [[torch.tensor([1.0, 2.0])], [torch.tensor([4.0, 8.0])]], torch.tensor([16.0, 64.0])
+
+    def describe(*found: float) -> str:
+        return describe_added_gradient(torch.tensor(found), rows, old, torch.float32)
+
+    assert describe(21.0, 74.0) == OLD_GRADIENT_ADDED_HINT
+    assert describe(13.0, 42.0) == f"0.5 x {OLD_GRADIENT_ADDED_HINT}"
+    assert not describe(21.0, 10.0)  # in one of two elements
+    one, added = [[torch.tensor([1.0])]], torch.tensor([16.0])
+    assert describe_added_gradient(torch.tensor([17.0]), one, added, torch.float32) == OLD_GRADIENT_ADDED_HINT
+    assert not describe_added_gradient(torch.tensor([9.0]), one, added, torch.float32)
+    assert not describe_added_gradient(torch.tensor([5.0]), one, torch.zeros(1), torch.float32)
 
 
 def make_backward(grad: float) -> list[LocalResult]:

@@ -300,6 +300,17 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
     assert not describe_stale_failures(passed, (narrowed,))
 
 
+def test_stages_without_the_option_do_not_keep_an_entry_from_being_stale() -> None:
+    # FSDP1 has no replicas at stage 0, where nothing is sharded; it has groups at every stage.
+    entry = replace(ENTRY_OF_ANY_SETTING, engine="fsdp1", engine_variants=("two_replicas",), location="ours.toml:3")
+    passed = [ended_under("two_replicas+one_group", engine="fsdp1", stage=2), ended_under("", engine="fsdp1", stage=0)]
+    (description,) = describe_stale_failures(passed, (entry,))
+    assert description.startswith("ours.toml:3: training.grads: no failure in the cells of fsdp1 that set two_replicas")
+    assert not describe_stale_failures([*passed, ended_under("", engine="fsdp1", stage=3)], (entry,))
+    assert not describe_stale_failures(passed, (replace(entry, engine_variants=("one_group",)),))
+    assert not describe_stale_failures(passed, (replace(entry, engine_variants=("two_replicas", "one_group")),))
+
+
 @pytest.mark.parametrize(
     "fields", [{"check": "training"}, {"stages": (1, 2)}, {"world_sizes": (2, 4)}, {"dtypes": ("fp32", "bf16")}]
 )

@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zharness.parity import Comparison, Mismatch
+from zharness.parity import Comparison
 from zharness.parity.attribution import fit_scale, is_unexplained
+from zharness.parity.bounds import mean_and_bound
 
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
 
 
-def hint_added_gradient(comparison: Comparison, old: Mapping[str, Tensor]) -> Comparison:
-    """Add a hint to an unexplained mismatch of a gradient to which its gradient in ``old`` was added."""
+def hint_added_gradient(
+    comparison: Comparison,
+    found: Mapping[str, Tensor],
+    old: Mapping[str, Tensor],
+    local: Sequence[Mapping[str, Tensor]],
+    reduce_dtype: torch.dtype,
+) -> Comparison:
+    """Add a hint to an unexplained mismatch of a gradient to which its gradient in ``old`` was added.
+
+    ``found`` are the engine's gradients, and ``local`` the right ones of each rank, which the engine averages in
+    ``reduce_dtype``.
+    """
     mismatch = comparison.mismatch
-    if mismatch is None or not is_unexplained(mismatch) or mismatch.parameter not in old:
+    if mismatch is None or not is_unexplained(mismatch):
         return comparison
-    grad = old[mismatch.parameter]
-    is_added = is_sum(mismatch, float(grad[mismatch.index]), torch.finfo(grad.dtype).eps)
-    return add_hint(comparison, OLD_GRADIENT_ADDED_HINT) if is_added else comparison
+    name = mismatch.parameter
+    if name not in old or name not in found or any(name not in grads for grads in local):
+        return comparison
+    hint = describe_added_gradient(found[name], [[grads[name] for grads in local]], old[name], reduce_dtype)
+    return add_hint(comparison, hint) if hint else comparison
+
+
+def describe_added_gradient(
+    found: Tensor, rows: Sequence[Sequence[Tensor]], old: Tensor, reduce_dtype: torch.dtype
+) -> str:
+    """Return the hint of a gradient ``found`` to which ``old``, or a multiple of it, was added; else ''.
+
+    Without it, the gradient is the sum of the means of ``rows``, reduced in ``reduce_dtype``. Clipping scales the
+    gradient that an earlier step used. The numbers have to agree in all elements, and those of one element are always
+    some multiple.
+    """
+    mean, bound = mean_and_bound([term for row in rows for term in row], reduce_dtype, found.dtype)
+    error, wide = found.double() - len(rows) * mean, old.double()
+    norm = float((wide * wide).sum())
+    if norm == 0:
+        return ""
+    fitted = [float((error * wide).sum()) / norm] if found.numel() > 1 else []
+    for factor in (1.0, *fitted):
+        rounding = torch.finfo(reduce_dtype).eps * (found.double().abs() + abs(factor) * wide.abs())
+        if factor > 0 and bool(((error - factor * wide).abs() <= len(rows) * bound + rounding).all()):
+            return OLD_GRADIENT_ADDED_HINT if factor == 1 else f"{factor:.4g} x {OLD_GRADIENT_ADDED_HINT}"
+    return ""
 
 
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
@@ -53,12 +88,6 @@ def hint_learning_rate(
         return comparison
     hint = f"the step is as if the learning rate were {rate:.4g} in place of {used:.4g}"
     return add_hint(comparison, f"{hint}, or the gradient {rate / used:.4g} times as large" if used else hint)
-
-
-def is_sum(mismatch: Mismatch, added: float, eps: float) -> bool:
-    """Return whether the wrong number is the expected one plus ``added``, within its bound and one rounding."""
-    error = abs(mismatch.actual - mismatch.expected - added)
-    return added != 0 and error <= mismatch.bound + eps * (abs(mismatch.actual) + abs(added))
 
 
 def add_hint(comparison: Comparison, hint: str) -> Comparison:

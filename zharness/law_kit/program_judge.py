@@ -11,7 +11,7 @@ from torch import Tensor
 from zharness.engines.protocol import Reduction
 from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
-from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, add_hint, is_sum
+from zharness.law_kit.hints import add_hint, describe_added_gradient
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -20,6 +20,7 @@ from zharness.law_kit.optimizer_step import (
     compare_step_counts,
     unflatten,
 )
+from zharness.law_kit.program_old_weights import iter_old_weights
 from zharness.law_kit.program_steps import (
     EDITED_VALUE,
     EVAL_MODE_ACTS,
@@ -34,31 +35,22 @@ from zharness.law_kit.program_steps import (
 )
 from zharness.law_kit.program_suspects import (
     WindowBackwards,
-    hint_unreduced,
     make_added_again_suspects,
     make_alone_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
+    make_unreduced_suspects,
+    scale_local_grads,
 )
 from zharness.law_kit.program_updates import StepCounts, find_changed_parameters, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
-from zharness.law_kit.record_comparisons import (
-    EXCEPT_VECTORS,
-    STALE_FORWARD_HINT,
-    compare_initial_weights,
-    compare_records,
-    replace_vectors,
-)
+from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.law_kit.training_run import total_norm, total_norm_and_bound
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import is_bitwise_equal
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
-
-WEIGHTS_NOT_CHANGED_HINT = f"{STALE_FORWARD_HINT} the last change"
-
-MATRICES_NOT_CHANGED_HINT = f"{WEIGHTS_NOT_CHANGED_HINT}{EXCEPT_VECTORS}"
 
 OLD_GRADIENT_HINT = "it is the gradient that an earlier step used"
 
@@ -80,7 +72,7 @@ class ProgramJudge:
     checkpoints: list[tuple[StepCounts, int]] = field(default_factory=list)  # with the weights version that was saved
     last_grads_position: int = 0  # of the last verb that recorded reduced gradients
     stepped_grads: list[int] = field(default_factory=list)  # positions of the gradients that steps used
-    cached_module: tuple[tuple[int, int], torch.nn.Module] | None = None  # with the versions of weights and vectors
+    cached_module: tuple[int, torch.nn.Module] | None = None  # with the version of its weights
 
     def judge_verb(self, position: int, verb: Verb, caller: CallerState) -> Iterator[Comparison]:
         """Compare the records of one verb with plain PyTorch; ``caller`` is the caller's state before the verb."""
@@ -117,15 +109,11 @@ class ProgramJudge:
         if act is Act.STEP and caller.is_boundary:
             self.backwards = WindowBackwards()
 
-    def get_plain_module(self, weights_version: int, vectors_version: int | None = None) -> torch.nn.Module:
-        """Return the plain model in training mode with the weights that the engine had at ``weights_version``.
-
-        Its vectors are those of ``vectors_version``, by default the same.
-        """
-        versions = (weights_version, weights_version if vectors_version is None else vectors_version)
-        if self.cached_module is None or self.cached_module[0] != versions:
-            weights, vectors = (self.ctx.rank_records("params", version)[0] for version in versions)
-            self.cached_module = versions, self.ctx.baseline.build_module(replace_vectors(weights, vectors))
+    def get_plain_module(self, weights_version: int) -> torch.nn.Module:
+        """Return the plain model in training mode with the weights that the engine had at ``weights_version``."""
+        if self.cached_module is None or self.cached_module[0] != weights_version:
+            weights = self.ctx.rank_records("params", weights_version)[0]
+            self.cached_module = weights_version, self.ctx.baseline.build_module(weights)
         _, module = self.cached_module
         module.zero_grad(set_to_none=True)
         return module.train()
@@ -143,23 +131,25 @@ class ProgramJudge:
             yield found
 
     def hint_old_weights(self, comparison: Comparison, verb: Verb, micro: int, rank: int, output: Tensor) -> Comparison:
-        """Add a hint to the mismatch of an output that was computed with the weights from before their last change."""
-        before = self.weights_version - 1
-        for hint, vectors in ((WEIGHTS_NOT_CHANGED_HINT, before), (MATRICES_NOT_CHANGED_HINT, self.weights_version)):
-            if self.compute_plain_output(before, verb, micro, rank, vectors).equal(output):
+        """Add a hint to the mismatch of an output that was computed with weights from before their last change."""
+        new, old = (self.ctx.rank_records("params", self.weights_version - age)[0] for age in (0, 1))
+        for hint, weights in iter_old_weights(new, old):
+            module = self.ctx.baseline.build_module(weights)
+            if self.run_plain_forward(module, verb, micro, rank).equal(output):
                 return add_hint(comparison, hint)
         return comparison
 
-    def compute_plain_output(
-        self, weights_version: int, verb: Verb, micro: int, rank: int, vectors_version: int | None = None
-    ) -> Tensor:
+    def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
         """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
+        return self.run_plain_forward(self.get_plain_module(weights_version), verb, micro, rank)
+
+    def run_plain_forward(self, module: torch.nn.Module, verb: Verb, micro: int, rank: int) -> Tensor:
+        """Return the output of ``module`` for a micro-batch, in the mode of the caller's ``verb``."""
         baseline = self.ctx.baseline
-        module = self.get_plain_module(weights_version, vectors_version).train(verb.act not in EVAL_MODE_ACTS)
         with get_grad_mode(verb.act):
             output: Tensor = call_with_extra_kwargs(
                 apply_input_marks(baseline.batch(rank, micro), verb, rank, micro),
-                module,
+                module.train(verb.act not in EVAL_MODE_ACTS),
                 make_model_kwargs(self.program, baseline.spec, micro),
             )
         return output.detach()
@@ -176,9 +166,7 @@ class ProgramJudge:
         if verb.act is Act.NO_SYNC:
             self.backwards.unreduced.append(self.backwards.rows[-1])
         if apply_verb(caller, verb).has_reduced_gradients and Mark.UNSEEN not in verb.marks:
-            factors = self.sum_factor, 1 / self.program.window
-            for found in self.compare_window_grads(position):
-                yield hint_unreduced(found, self.backwards.rows[-1], *factors) if is_repeated else found
+            yield from self.compare_window_grads(position, is_repeated=is_repeated)
 
     def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
         """Return the local gradients that a whole backward of a micro-batch gives on each rank.
@@ -189,8 +177,11 @@ class ProgramJudge:
             self.forward_verbs[micro] = verb
         return [self.compute_local_grads(rank, verb, micro) for rank in range(self.ctx.data_size)]
 
-    def compare_window_grads(self, position: int) -> Iterator[Comparison]:
-        """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step."""
+    def compare_window_grads(self, position: int, *, is_repeated: bool = False) -> Iterator[Comparison]:
+        """Compare the gradients recorded at ``position`` with the sum over all backwards since the last step.
+
+        ``is_repeated`` says that the last backward is one of an output that an earlier one used, and not the engine's.
+        """
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
         rows = self.backwards.rows
@@ -198,6 +189,8 @@ class ProgramJudge:
         suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, ranks / self.program.window)
         suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, ranks / self.program.window)
         suspects |= make_added_again_suspects(self.backwards.micros, rows, ranks / self.program.window)
+        if is_repeated:
+            suspects |= make_unreduced_suspects(self.ctx.evidence[0].layout, rows, ranks, self.program.window)
         for found in self.ctx.compare_reduced_grads(
             "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
         ):
@@ -214,8 +207,15 @@ class ProgramJudge:
         grad, *old_grads = (record[mismatch.parameter] for record in records)
         if any(is_bitwise_equal(old, grad) for old in old_grads):
             return add_hint(comparison, OLD_GRADIENT_HINT)
-        is_added = any(is_sum(mismatch, float(old[mismatch.index]), torch.finfo(old.dtype).eps) for old in old_grads)
-        return add_hint(comparison, OLD_GRADIENT_ADDED_HINT) if is_added else comparison
+        zeros = torch.zeros_like(grad)
+        rows = [
+            [local.grads.get(mismatch.parameter, zeros) for local in row]
+            for row in scale_local_grads(self.backwards.rows, self.sum_factor / self.program.window)
+        ]
+        dtype = self.ctx.get_reduce_dtype(mismatch.parameter, grad.dtype)
+        hints = (describe_added_gradient(grad, rows, old, dtype) for old in old_grads)
+        hint = next(filter(None, hints), "")
+        return add_hint(comparison, hint) if hint else comparison
 
     def add_zero_grads(self, names: Iterable[str]) -> list[list[LocalResult]]:
         """Return the local gradients since the last step, with zeros for those of ``names`` that no backward reached.

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from zharness.law_kit.hints import add_hint, is_sum
-from zharness.parity import Comparison, Mismatch
+from zharness.engines.protocol import Piece
 from zharness.parity.baseline import LocalResult
 
 SUMMED_AGAIN_HINT = "the sum of all backwards, those before the last summed over the ranks once more"
@@ -29,7 +28,7 @@ ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
 ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
 
-LAST_UNREDUCED_HINT = "the last backward in it is the owner's alone, not reduced"
+LAST_UNREDUCED_HINT = "the sum whose last backward is the owner's alone, not reduced"
 
 
 def make_summed_again_suspects(
@@ -121,25 +120,30 @@ def make_added_again_suspects(
     return {ADDED_AGAIN_HINT: scale_local_grads(added, factor)} if len(added) > len(window) else {}
 
 
-def is_unreduced(mismatch: Mismatch, row: Sequence[LocalResult], sum_factor: float, factor: float, eps: float) -> bool:
-    """Return whether the owner of a wrong number added its own local gradient of ``row`` in place of the reduced one.
+def make_unreduced_suspects(
+    layout: Mapping[str, Sequence[Piece]], rows: Sequence[list[LocalResult]], ranks: float, window: int
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of a wrong engine that does not reduce the last backward, of the last row.
 
-    The reduced gradient is ``sum_factor`` times the mean of ``row``; both are multiplied by ``factor``.
+    The owner of an element, by ``layout``, adds its own local gradient there. The others are reduced to ``ranks`` times
+    their mean. All are divided by ``window``. Without owners the result is empty.
     """
-    if mismatch.owner is None or any(mismatch.parameter not in local.grads for local in row):
-        return False
-    values = [float(local.grads[mismatch.parameter][mismatch.index]) for local in row]
-    return is_sum(mismatch, factor * (values[mismatch.owner] - sum_factor * sum(values) / len(values)), eps)
+    last = rows[-1]
+    own = {
+        name: scatter_by_owner([local.grads[name] for local in last], pieces)
+        for name, pieces in layout.items()
+        if pieces and all(name in local.grads for local in last)
+    }
+    row = scale_local_grads([[replace(local, grads=own) for local in last]], 1 / window)
+    return {LAST_UNREDUCED_HINT: [*scale_local_grads(rows[:-1], ranks / window), *row]} if own else {}
 
 
-def hint_unreduced(comparison: Comparison, row: Sequence[LocalResult], sum_factor: float, factor: float) -> Comparison:
-    """Add a hint to the mismatch of a gradient in which the last backward, of ``row``, is not reduced over ranks."""
-    mismatch = comparison.mismatch
-    if mismatch is None or mismatch.parameter not in row[0].grads:
-        return comparison
-    eps = torch.finfo(row[0].grads[mismatch.parameter].dtype).eps
-    is_local = is_unreduced(mismatch, row, sum_factor, factor, eps)
-    return add_hint(comparison, LAST_UNREDUCED_HINT) if is_local else comparison
+def scatter_by_owner(grads: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:
+    """Return a tensor whose elements are those of the tensor in ``grads`` of the rank that owns them."""
+    result = torch.zeros_like(grads[0]).flatten()
+    for piece in pieces:
+        result[piece.start : piece.stop] = grads[piece.rank].flatten()[piece.start : piece.stop]
+    return result.view_as(grads[0])
 
 
 def scale_local_grads(micros: Sequence[Sequence[LocalResult]], factor: float) -> list[list[LocalResult]]:

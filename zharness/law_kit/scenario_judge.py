@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 
 import torch
+from torch import Tensor
 
 from zharness.engines.protocol import Reduction
 from zharness.law_kit.hints import add_hint
@@ -19,6 +21,9 @@ from zharness.parity.certificate import division_exactness
 from zharness.parity.compare import is_bitwise_equal
 
 DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discarded"
+ZERO_GRADIENT_HINT = "it is 0 x the right gradient"
+AS_EVERY_GRADIENT = ", as is every other gradient"
+MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
 
@@ -55,7 +60,8 @@ def compare_scenario_grads(
     whole = exact or (label == "after" and not any(has_split_gradients(gradients) for gradients in backward_grads))
     rows = [rank_grads] if whole else split_reduction_terms(rank_grads, backward_grads)
     micros = [[LocalResult(torch.zeros(()), grads) for grads in row] for row in rows]
-    yield from ctx.compare_reduced_grads(label, micros, engine_index, exact, scale * len(rows), suspects)
+    for comparison in ctx.compare_reduced_grads(label, micros, engine_index, exact, scale * len(rows), suspects):
+        yield hint_counted_term(ctx, comparison, rank_grads, backward_grads, label, engine_index, scale)
 
 
 def judge_after_effects(
@@ -81,6 +87,65 @@ def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, engine_index: i
     name = mismatch.parameter
     is_old = name in left and name in found and is_bitwise_equal(left[name], found[name])
     return add_hint(comparison, OLD_GRADIENT_KEPT_HINT) if is_old else comparison
+
+
+def hint_counted_term(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    rank_grads: Sequence[NamedTensors],
+    backward_grads: Sequence[RecordedGradients],
+    label: str,
+    engine_index: int,
+    scale: float,
+) -> Comparison:
+    """Add a hint to an unexplained mismatch of a gradient in which some terms of the sum count another number of times.
+
+    The hint of a gradient that is zero says whether all of them are.
+    ``rank_grads`` are the gradients of each rank, and ``backward_grads`` the terms that each of its backwards added.
+    """
+    mismatch = comparison.mismatch
+    if mismatch is not None and mismatch.hint == ZERO_GRADIENT_HINT:
+        found_grads = [grad for grads in ctx.rank_records(label, engine_index) for grad in grads.values()]
+        is_alone = any(bool(grad.any()) for grad in found_grads)
+        return comparison if is_alone else add_hint(comparison, f"{ZERO_GRADIENT_HINT}{AS_EVERY_GRADIENT}")
+    if mismatch is None or not is_unexplained(mismatch):
+        return comparison
+    name = mismatch.parameter
+    rank_terms = [[term for terms in grads.get(name, ()) for term in terms] for grads in backward_grads]
+    found = ctx.rank_records(label, engine_index)[mismatch.seen_on].get(name)
+    if found is None or any(name not in grads for grads in rank_grads):
+        return comparison
+    error = found.double() - scale * torch.stack([grads[name].double() for grads in rank_grads]).mean(dim=0)
+    means = [torch.stack([term.double() for term in terms]).mean(dim=0) for terms in zip(*rank_terms, strict=False)]
+    sums = [scale * torch.stack(alike).sum(dim=0) for alike in group_equal_terms(means)]
+    for size in range(1, len(sums)) if len(sums) <= MAX_TERMS else ():
+        for chosen in combinations(sums, size):
+            factor = fit_multiple(error, torch.stack(chosen).sum(dim=0))
+            if factor is not None:
+                return add_hint(
+                    comparison, f"it is the sum in which {size} of {len(sums)} terms count {1 + factor:.7g} times"
+                )
+    return comparison
+
+
+def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return lists of equal terms, without those that are zero."""
+    groups: list[list[Tensor]] = []
+    for term in terms:
+        group = next((group for group in groups if torch.equal(group[0], term)), None)
+        if group is not None:
+            group.append(term)
+        elif bool(term.any()):
+            groups.append([term])
+    return groups
+
+
+def fit_multiple(error: Tensor, term: Tensor) -> float | None:
+    """Return the factor by which ``error`` is a multiple of ``term``, up to its rounding, or None if it is none."""
+    norm = float((term * term).sum())
+    factor = float((error * term).sum()) / norm if norm else 0.0
+    rounding = torch.finfo(torch.float32).eps * error.abs().max()
+    return factor if factor and bool(((error - factor * term).abs() <= rounding).all()) else None
 
 
 def split_reduction_terms(

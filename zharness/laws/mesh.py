@@ -70,7 +70,7 @@ def hint_missing_sum(ctx: JudgeContext, comparison: Comparison, local: Sequence[
         first = ctx.mesh.rank_at_start(axis, mismatch.seen_on, ctx.world_size)
         along = [rank for rank in range(len(grads)) if ctx.mesh.rank_at_start(axis, rank, ctx.world_size) == first]
         if torch.equal(torch.stack([grads[rank] for rank in along]).sum(dim=0), right):
-            return add_hint(comparison, f"the gradients of the ranks along {axis} add up to the right one")
+            return add_hint(comparison, f"the gradients of {name} on the ranks along {axis} add up to the right one")
     return comparison
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from zharness.engines.registry import capabilities
+from zharness.law_kit.setting import split_settings
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
-from zharness.names import matches_pattern
+from zharness.names import STAGES, matches_pattern
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.mesh_claims import needs_mesh
 from zharness.run.record import Record, Verdict
@@ -19,10 +21,11 @@ def describe_stale_failures(records: Sequence[Record], user_failures: Sequence[E
     An entry is described only if the run has all of its laws, stages, world sizes and dtypes, where a law that the
     engine does not support counts as run. Each pattern of its laws (a name, a group or a glob) is described for itself,
     and only if every law variant passed in a covered cell of every stage at which it ran with any options, because
-    another variant or stage may fail: few cells of a covering array have one option. A cell that fails as another entry
-    expects says nothing about this one, and one that fails unexpectedly may be this failure with another message. One
-    that is stale on a cell of its own is not described, because the record of that cell says so. The key
-    ``unless_engine_variants`` of an entry excludes cells that pass under further options.
+    another variant or stage may fail: few cells of a covering array have one option. Stages at which the engine lacks
+    the options of the entry do not count. A cell that fails as another entry expects says nothing about this one,
+    and one that fails unexpectedly may be this failure with another message. One that is stale on a cell of its own is
+    not described, because the record of that cell says so. The key ``unless_engine_variants`` of an entry excludes
+    cells that pass under further options.
     """
     return [
         f"{entry.location}: {', '.join(passed)}: no failure in the cells of {engine} that "
@@ -47,10 +50,23 @@ def iter_passing_entries(
         is_of_whole_run = entry.engine_variants or entry.describes_a_way_to_fail
         if not is_of_whole_run or entry.isolation or not has_all_values(entry, ran, attempted):
             continue
-        by_pattern = {pattern: list_passing_cells(entry, pattern, ran) for pattern in entry.laws}
+        stages = {stage for stage in {record.cell.stage for record in ran} if has_options_at(entry, stage)}
+        cells = [record for record in ran if record.cell.stage in stages]
+        by_pattern = {pattern: list_passing_cells(entry, pattern, cells) for pattern in entry.laws}
         passed = {pattern: cells for pattern, cells in by_pattern.items() if cells}
         if passed:
             yield entry, passed
+
+
+def has_options_at(entry: ExpectedFailure, stage: int) -> bool:
+    """Return whether the engine claims the options of ``entry`` at ``stage``; windows are options at every stage."""
+    claims = [capabilities(entry.engine, at) for at in STAGES]
+    at_any_stage = {name for found in claims if found is not None for name in found.engine_options}
+    here = claims[STAGES.index(stage)]
+    missing = at_any_stage - set(here.engine_options) if here is not None else set()
+    return not entry.engine_variants or any(
+        missing.isdisjoint(split_settings([setting])) for setting in entry.engine_variants
+    )
 
 
 def list_passing_cells(entry: ExpectedFailure, pattern: str, ran: Sequence[Record]) -> list[Record]:

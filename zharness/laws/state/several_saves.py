@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import ADAMW
@@ -18,7 +19,9 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.state.common import record_snapshot
+from zharness.laws.state.resume import UNLOADED_BUFFER_HINT
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity.compare import is_bitwise_equal
 from zharness.workload.exact_blocks import HIDDEN, CastingLinear
 from zharness.workload.exact_mlp import WIDTH
 
@@ -177,8 +180,25 @@ def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
         for steps in LOADS[ctx.variant]:
             for made in (steps, steps + 1) if steps < STEPS else (steps,):
                 for what, part in PARTS.items():
-                    yield from compare_records(ctx, f"{what}-saved", f"{what}-{label}-{steps}", made, made, part)
+                    for found in compare_records(ctx, f"{what}-saved", f"{what}-{label}-{steps}", made, made, part):
+                        yield hint_unloaded(ctx, found, what, label, steps) if made == steps else found
                 yield from compare_states(ctx, f"state-{label}-{steps}", made)
+
+
+def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: str, steps: int) -> Comparison:
+    """Add a hint to a mismatch of a buffer that the load of the checkpoint of ``steps`` steps left as it was.
+
+    ``what`` is the record that has the buffer. What the second engine had before its first load is not recorded.
+    """
+    loads = LOADS[ctx.variant]
+    at = loads.index(steps)
+    if comparison.mismatch is None or comparison.mismatch.parameter not in BUFFERS or (at == 0 and label == OTHER):
+        return comparison
+    before, made = (f"{label}-{loads[at - 1]}", loads[at - 1] + 1) if at else ("saved", STEPS)
+    name, rank = comparison.mismatch.parameter, comparison.mismatch.seen_on
+    old = ctx.rank_records(f"{what}-{before}", made)[rank][name]
+    found = ctx.rank_records(f"{what}-{label}-{steps}", steps)[rank][name]
+    return add_hint(comparison, UNLOADED_BUFFER_HINT) if is_bitwise_equal(old, found) else comparison
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:

@@ -7,7 +7,7 @@ and state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,6 +32,7 @@ from zharness.law_kit.setting import SettingSupport
 from zharness.law_kit.training_run import TrainingRun
 from zharness.laws.training.common import ALL_MODELS
 from zharness.parity import Comparison, Tier
+from zharness.parity.baseline import LocalResult
 
 TRAJECTORY_LAW = "training.trajectory"  # also the law of a script that runs a random program of verbs
 
@@ -121,6 +122,18 @@ def judge_optimizers(ctx: JudgeContext) -> Iterator[Comparison]:
             yield from compare_ranks_after_step(ctx, replace(before, step=step + 1))
 
 
+def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, step: int, local: Sequence[LocalResult]) -> Comparison:
+    """Add a hint to a mismatch of a gradient to which that of the step before was added."""
+    if comparison.mismatch is None or not step:
+        return comparison
+    old, found = (ctx.rank_records("grads", at)[0] for at in (step - 1, step))
+    name = comparison.mismatch.parameter
+    dtype = found[name].dtype if name in found else ctx.dtype
+    return hint_added_gradient(
+        comparison, found, old, [result.grads for result in local], ctx.get_reduce_dtype(name, dtype)
+    )
+
+
 def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparison]:
     """Judge each step, starting from the engine's weights, gradients and optimizer state."""
     yield from compare_initial_weights(ctx)
@@ -128,9 +141,8 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
         params = ctx.rank_records("params", step)[0]
         local = ctx.compute_local_grads(step, params)
         yield from compare_forward(ctx, step, local)
-        old = ctx.rank_records("grads", step - 1)[0] if step else {}
         for found in ctx.compare_reduced_grads("grads", [local], step):
-            yield hint_added_gradient(found, old)
+            yield hint_old_gradient(ctx, found, step, local)
         grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
         if run.clip is not None:
             factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
