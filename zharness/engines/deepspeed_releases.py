@@ -86,7 +86,7 @@ ADDITIONS: tuple[Addition, ...] = (
     ),
     Addition(
         summary="optimizer Muon",
-        first_release="0.18.0",
+        first_release="0.17.6",
         pull_request=7509,
         features=(Feature.MUON,),
     ),
