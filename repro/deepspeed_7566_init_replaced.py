@@ -4,7 +4,7 @@ id: 7566
 engine: deepspeed
 symptom: after deepspeed.zero.Init a model class with a mixin before nn.Module is built without the mixin's __init__
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7566
-affects: ==0.16.4
+affects: >=0.16.4,<=0.17.5
 fixed: 0.17.6
 broken: 0.16.4
 ranks: 1

@@ -4,7 +4,7 @@ id: 7659
 engine: deepspeed
 symptom: elastic_checkpoint: save_checkpoint raises for optimizer state without dimensions, such as a step count
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7659
-affects: ==0.17.6
+affects: >=0.16.4,<=0.18.1
 fixed: 0.18.2
 broken: 0.17.6
 ranks: 1

@@ -4,7 +4,7 @@ id: 7707
 engine: deepspeed
 symptom: silent: with zero_hpz_partition_size, forwards after load_checkpoint use the weights from before the load
 reported: https://github.com/deepspeedai/DeepSpeed/pull/7707
-affects: ==0.17.6
+affects: >=0.16.4,<=0.18.2
 fixed: 0.18.3
 broken: 0.17.6
 ranks: 2

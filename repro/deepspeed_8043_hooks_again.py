@@ -4,7 +4,7 @@ id: 8043
 engine: deepspeed
 symptom: ZeRO-3: IndexError: pop from an empty deque in the forward after unwrap_model_for_generation
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8043
-affects: >=0.18.8,<=0.19.1
+affects: >=0.16.4,<=0.19.1
 fixed: 0.19.2
 broken: 0.19.1
 ranks: 1

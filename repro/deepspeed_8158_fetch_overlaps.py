@@ -4,7 +4,7 @@ id: 8158
 engine: deepspeed
 symptom: silent: wrong weights after one of an uneven size with stage3_use_all_reduce_for_fetch_params
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8158
-affects: >=0.18.8,<=0.19.1
+affects: >=0.18.8,<=0.19.3
 fixed: 0.19.4
 broken: 0.19.1
 ranks: 2

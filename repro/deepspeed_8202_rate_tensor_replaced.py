@@ -4,7 +4,7 @@ id: 8202
 engine: deepspeed
 symptom: silent: a learning rate tensor that the caller holds no longer controls the optimizer
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8202
-affects: >=0.18.8,<=0.19.1
+affects: >=0.16.4,<=0.19.3
 fixed: 0.19.4
 broken: 0.19.1
 ranks: 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zharness.parity.muon import bound_step, step_like_deepspeed, step_like_torch
-from zharness.workload.matrices import COLUMNS, LARGE, ROWS, TALL_COLUMN, TALL_ROW
+from zharness.parity.muon import bound_step, orthogonalize, step_like_deepspeed, step_like_torch
+from zharness.workload.matrices import COLUMNS, LARGE, ROWS, SIGNS, TALL_COLUMN, TALL_COPIES, TALL_ROW
 
 OPTIONS = {"lr": 2.0**-5, "momentum": 0.0, "weight_decay": 0.5}
 VALUES = torch.tensor([3, -6, 0, 3 * LARGE, 15, 0, 3, 9, 6 * LARGE])
@@ -24,7 +24,7 @@ def make_matrix() -> Tensor:
 
 def largest_ratio(weight: Tensor, after: Tensor) -> float:
     """Return the largest error of the weight after a step, over its bound."""
-    expected, bound = bound_step(weight, make_matrix(), OPTIONS)
+    expected, bound = bound_step(weight, make_matrix(), OPTIONS, ranks=2)
     return float(((after.double() - expected).abs() / bound).nan_to_num(0).max())  # zeros are exact
 
 
@@ -54,3 +54,28 @@ def test_orthogonalized_shards_are_far_outside_the_bound(parts: int) -> None:
         for part, grad in zip(weight.chunk(parts), whole.chunk(parts), strict=True)
     ]
     assert largest_ratio(weight, torch.cat(halves)) > 4
+
+
+def test_no_element_of_two_ranks_has_a_bound_as_large_as_itself() -> None:
+    expected, bound = bound_step(torch.zeros(ROWS, COLUMNS), make_matrix(), OPTIONS, ranks=2)
+    assert bool((bound < expected.abs())[make_matrix() != 0].all())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_products_of_dense_vectors_are_zero_also_if_each_shard_is_rounded(ranks: int) -> None:
+    matrix = SIGNS.repeat(TALL_COPIES, 1) * torch.tensor([3.0, 3 * LARGE, 15, 9])
+    power = orthogonalize(matrix)
+    products = sum(part.T @ part for part in power.chunk(ranks))
+    assert isinstance(products, Tensor)
+    assert products.dtype == torch.bfloat16
+    assert torch.equal(products, torch.diag(products.diag()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_bound_of_a_dense_matrix_holds(ranks: int) -> None:
+    matrix = SIGNS.repeat(TALL_COPIES, 1) * torch.tensor([3.0, 3 * LARGE, 15, 9])
+    weight = torch.zeros_like(matrix)
+    after = step_like_torch(weight, matrix, weight, OPTIONS).weight
+    expected, bound = bound_step(weight, matrix, OPTIONS, ranks)
+    assert bool(((after.double() - expected).abs() < bound).all())
+    assert bool((bound < expected.abs() / 8)[:, [0, 2, 3]].all())

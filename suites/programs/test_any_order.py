@@ -23,12 +23,14 @@ from zharness.law_kit.program_suspects import (
     FAILED_GRADS_KEPT_HINT,
     LAST_FAILED_GRADS_KEPT_HINT,
     SUCCEEDED_GRADS_KEPT_HINT,
+    UNDIVIDED_HINT,
     UNREDUCED_GRADS_KEPT_HINT,
     ZEROED_GRADS_ALONE_HINT,
     ZEROED_GRADS_KEPT_HINT,
     WindowBackwards,
     make_alone_suspects,
     make_kept_suspects,
+    make_undivided_suspects,
 )
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.laws import LAWS
@@ -170,6 +172,13 @@ def test_kinds_of_discarded_gradients_that_an_engine_keeps_are_told_from_each_ot
         ZEROED_GRADS_ALONE_HINT: 422,
     }
     assert make_alone_suspects([], [], 2) == {}
+
+
+def test_an_engine_that_does_not_divide_backwards_in_no_sync_is_told() -> None:
+    unreduced, reduced = make_backward(10), make_backward(1000)
+    found = make_undivided_suspects([unreduced], [unreduced, reduced], window=4, factor=0.5)
+    assert [float(local.grads["w"]) for row in found[UNDIVIDED_HINT] for local in row] == [20, 500]
+    assert make_undivided_suspects([unreduced], [reduced], window=4, factor=0.5) == {}
 
 
 def test_an_exception_that_does_not_reach_the_caller_is_the_engines_fault() -> None:

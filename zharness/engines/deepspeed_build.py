@@ -138,7 +138,10 @@ def initialize(
     else:
         scheduling["lr_scheduler"] = partial(optimizers.schedule, spec=config.optimizer)
     if takes_optimizer_from_json(config):
-        return deepspeed.initialize(model=model, model_parameters=groups, config=ds_config, **scheduling)[0], ()
+        # Releases before 0.19.6 take parameters for Muon, and no groups of them.
+        is_plain = config.optimizer.name == MUON and not config.optimizer.groups
+        given = list(trained.values()) if is_plain else groups
+        return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, **scheduling)[0], ()
     optimizer = build_optimizer(trained, config)
     rates = []
     if config.options.get(TENSOR_RATES):

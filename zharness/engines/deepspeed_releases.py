@@ -85,6 +85,19 @@ ADDITIONS: tuple[Addition, ...] = (
         stages=(1, 2, 3),
     ),
     Addition(
+        summary="optimizer Muon",
+        first_release="0.17.6",
+        pull_request=7509,
+        features=(Feature.MUON,),
+    ),
+    Addition(
+        summary="Muon at stage 3",
+        first_release="0.18.9",
+        pull_request=7919,
+        features=(Feature.MUON,),
+        stages=(3,),
+    ),
+    Addition(
         summary="choice of the dtypes of master weights and optimizer state, which it ignores",
         first_release="0.18.3",
         pull_request=7700,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +64,14 @@ def describe_added_gradient(
 def hint_unmoved(comparison: Comparison, before: Tensor, after: Tensor) -> Comparison:
     """Add a hint to a mismatch of a weight if the step did not change the weight at all."""
     return add_hint(comparison, "the step did not move this parameter") if torch.equal(before, after) else comparison
+
+
+def hint_became_nan(comparison: Comparison) -> Comparison:
+    """Add a hint to a mismatch of a weight that a step with a finite gradient made NaN."""
+    mismatch = comparison.mismatch
+    if mismatch is None or not math.isnan(mismatch.actual) or not math.isfinite(mismatch.expected):
+        return comparison
+    return add_hint(comparison, "a weight whose gradient is finite became NaN")
 
 
 def hint_step_count(comparison: Comparison, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Comparison:

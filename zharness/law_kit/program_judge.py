@@ -39,6 +39,7 @@ from zharness.law_kit.program_suspects import (
     make_alone_suspects,
     make_kept_suspects,
     make_summed_again_suspects,
+    make_undivided_suspects,
     make_unreduced_suspects,
     scale_local_grads,
 )
@@ -184,11 +185,12 @@ class ProgramJudge:
         """
         self.last_grads_position = position
         ranks, recorded = self.sum_factor, self.ctx.rank_records("grads", position)[0]
-        rows = self.backwards.rows
+        rows, factor = self.backwards.rows, ranks / self.program.window
         suspects = make_summed_again_suspects(rows, ranks)
-        suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, ranks / self.program.window)
-        suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, ranks / self.program.window)
-        suspects |= make_added_again_suspects(self.backwards.micros, rows, ranks / self.program.window)
+        suspects |= make_kept_suspects(self.backwards.list_kept_by_hint(), rows, factor)
+        suspects |= make_alone_suspects(self.backwards.failed, self.backwards.discarded, factor)
+        suspects |= make_added_again_suspects(self.backwards.micros, rows, factor)
+        suspects |= make_undivided_suspects(self.backwards.unreduced, rows, self.program.window, factor)
         if is_repeated:
             suspects |= make_unreduced_suspects(self.ctx.evidence[0].layout, rows, ranks, self.program.window)
         for found in self.ctx.compare_reduced_grads(

@@ -26,6 +26,8 @@ ZEROED_GRADS_ALONE_HINT = "the gradient of the backwards that zero_grad forgot, 
 
 ZEROED_GRADS_KEPT_HINT = "the backwards that zero_grad forgot are still in it"
 
+UNDIVIDED_HINT = "the sum in which backwards in no_sync() are not divided by the number of micro-batches"
+
 ADDED_AGAIN_HINT = "the sum in which a second backward of one forward adds the first one's gradient once more"
 
 LAST_UNREDUCED_HINT = "the sum whose last backward is the owner's alone, not reduced"
@@ -101,6 +103,19 @@ def make_alone_suspects(
     """
     alone_by_hint = {FAILED_GRADS_ALONE_HINT: failed, ZEROED_GRADS_ALONE_HINT: discarded}
     return {hint: scale_local_grads(rows, factor) for hint, rows in alone_by_hint.items() if rows}
+
+
+def make_undivided_suspects(
+    unreduced: Sequence[list[LocalResult]], rows: Sequence[list[LocalResult]], window: int, factor: float
+) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, the gradients of a wrong engine that does not divide backwards in no_sync by ``window``.
+
+    ``unreduced`` are those of ``rows`` that ran in no_sync. Every other gradient is multiplied by ``factor``.
+    """
+    if window == 1 or not any(row is other for row in rows for other in unreduced):
+        return {}
+    factors = (factor * (window if any(row is other for other in unreduced) else 1) for row in rows)
+    return {UNDIVIDED_HINT: [scale_local_grads([row], each)[0] for row, each in zip(rows, factors, strict=True)]}
 
 
 def make_added_again_suspects(

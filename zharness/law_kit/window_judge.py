@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zharness.errors import HarnessFault
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
-from zharness.law_kit.hints import add_hint, hint_unmoved
+from zharness.law_kit.hints import add_hint, hint_became_nan, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.recorded_gradients import densify
 from zharness.law_kit.scenario_baseline import make_plain_participant
@@ -281,4 +281,4 @@ def hint_used_gradient(
         factor = fit_scale(update, [rank_grad]) if rank_grad is not None else None
         if factor is not None:
             return add_hint(comparison, f"the step used {factor:.7g} x the gradient of rank {rank} alone")
-    return hint_unmoved(comparison, before, after)
+    return hint_became_nan(hint_unmoved(comparison, before, after))

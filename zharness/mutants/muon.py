@@ -10,6 +10,7 @@ from zharness.parity import Part
 from zharness.parity.muon import step_like_torch
 
 MUON = Target("training.muon", Part.OPTIMIZER, model="matrices")
+DENSE = Target("training.muon", Part.OPTIMIZER, model="dense_matrices")
 
 
 @mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
@@ -83,3 +84,38 @@ class OrthogonalizesTheGradient(OverDDP):
         beta = self.config.optimizer.args["momentum"]
         for parameter, momentum in kept.items():
             self.optimizer.state[parameter]["momentum_buffer"].add_(momentum, alpha=beta)
+
+
+@mutant(FaultKind.OPTIMIZER, DENSE, origin=Origin.ORDERS)
+class LosesTheCornerOfMatrices(OverDDP):
+    """Orthogonalizes each matrix without its first element, which is zero in sparse gradients."""
+
+    def step(self) -> None:
+        corners = []
+        for parameter in self.trained():
+            grad = parameter.grad.clone()  # type: ignore[union-attr] # trained() has gradients
+            old = self.optimizer.state[parameter].get("momentum_buffer", torch.zeros_like(parameter)).clone()
+            grad[0, 0], old[0, 0] = 0, 0
+            corners.append((parameter, step_like_torch(parameter, grad, old, self.config.optimizer.args).weight))
+        self.right.step()
+        for parameter, weight in corners:
+            parameter.detach().copy_(weight)
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class StepsMatricesByTheirGradient(OverDDP):
+    """Updates each matrix by its gradient, as SGD does, and keeps no momentum."""
+
+    def step(self) -> None:
+        options = self.config.optimizer.args
+        for parameter in self.trained():
+            weight = parameter.detach()
+            weight.mul_(1 - options["lr"] * options["weight_decay"]).add_(parameter.grad, alpha=-options["lr"])  # type: ignore[arg-type] # trained() has gradients
+
+
+@mutant(FaultKind.OPTIMIZER, MUON, origin=Origin.ORDERS)
+class HidesMomentumOfMatrices(OverDDP):
+    """Reports no momentum of a matrix, although its steps use it."""
+
+    def full_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: {} for name in self.right.full_optimizer_state()}

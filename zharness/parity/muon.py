@@ -1,9 +1,10 @@
 """Take a step of Muon on a whole matrix: as torch.optim.Muon does, and as DeepSpeed does.
 
 Newton-Schulz runs in bf16, where any bound that holds for all matrices is larger than the update. So these functions
-are for matrices of which each row and column has at most one element that is not zero. No product of them has a sum of
-several terms, so that the order of sums does not matter, and each element x becomes ax + bx^3 + cx^5. What remains is
-the norm: an engine that computes it from shards rounds once more, within the bound of ``bound_step``.
+are for matrices whose columns, or rows if it has more columns, are orthogonal, and whose elements in each of these
+vectors are 0 or of one size. Then no sum of a product rounds, in any order, or all of its terms are equal, so that each
+vector is replaced by ax + bx^3 + cx^5 of its length. What remains is what an engine that computes from shards rounds
+once more: the norm, and the products of vectors that ranks share, within the bound of ``bound_step``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from zharness.parity.bounds import unit_roundoff
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+A, B, C = 3.4445, -4.7750, 2.0315  # the coefficients of Newton-Schulz
 ITERATIONS = 5
 EPS = 1e-7
+UNIT = unit_roundoff(torch.bfloat16) * (1 + 2**-6)  # with the terms of higher order, and products in fp32
 
 MOMENTUM = "momentum_buffer"  # the key of the optimizer state, in torch and in DeepSpeed
 
@@ -59,74 +61,100 @@ def step_like_deepspeed(weight: Tensor, grad: Tensor, momentum: Tensor, options:
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return the Newton-Schulz iteration of ``matrix`` in bf16, every operation rounded on its own."""
-    a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     power: Tensor = matrix.to(torch.bfloat16)
     power = power.mT if is_tall else power
     power = power / (power.norm(dim=(-2, -1), keepdim=True) + EPS)
     for _ in range(ITERATIONS):
         gram = power @ power.mT
-        power = a * power + (b * gram + c * gram @ gram) @ power
+        power = A * power + (B * gram + C * gram @ gram) @ power
     return power.mT if is_tall else power
 
 
-def bound_step(weight: Tensor, update: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def bound_step(weight: Tensor, update: Tensor, options: Mapping[str, Any], ranks: int) -> tuple[Tensor, Tensor]:
     """Return the weight after torch.optim.Muon's step in float64, and a bound on its error.
 
-    ``update`` is the momentum that is orthogonalized. Its norm may be that of the norms of shards, in bf16.
+    ``update`` is the momentum that is orthogonalized. Its norm, and its products, may be sums over the shards of
+    ``ranks`` ranks, in bf16.
     """
     rate = options["lr"]
     rows, columns = weight.shape
     adjusted_rate = rate * math.sqrt(max(1, rows / columns))
-    value, error = bound_orthogonalized(update.double())
+    value, error = bound_orthogonalized(update.double(), ranks)
     decayed = weight.double() * (1 - rate * options["weight_decay"])
     expected = decayed - adjusted_rate * value
     rounding = unit_roundoff(weight.dtype) * 2 * (decayed.abs() + adjusted_rate * value.abs())
     return expected, adjusted_rate * error + rounding
 
 
-def bound_orthogonalized(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Newton-Schulz iteration of ``matrix`` in float64, and a bound on its error in bf16."""
-    _, b, c = COEFFICIENTS
-    unit = unit_roundoff(torch.bfloat16) * (1 + 2**-6)  # with the terms of higher order, and products in fp32
-    value = matrix / matrix.norm()
-    # The matrix, its norms of shards, their norm and the quotient are rounded; the norm of a rounded matrix is as well.
-    error = 5 * unit * value.abs()
+def bound_orthogonalized(matrix: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return the Newton-Schulz iteration of ``matrix`` in float64, and a bound on its error in bf16.
+
+    Each vector of ``matrix`` along its longer side is orthogonal to the others, and the elements of a vector that are
+    not zero have one size. So each iteration replaces the length of a vector by the polynomial of it.
+    """
+    terms = torch.count_nonzero(matrix, dim=0 if matrix.size(0) > matrix.size(1) else 1)
+    terms = (terms.unsqueeze(0) if matrix.size(0) > matrix.size(1) else terms.unsqueeze(1)).double()
+    length = (matrix / matrix.norm()).abs() * terms.sqrt()
+    interval = Interval(length, length)
+    # The matrix and the quotient are rounded, and so is the norm: of the rounded matrix, on each rank, the square of
+    # that, the sum of the squares over ranks, and the root of the sum, which halves the errors before it.
+    interval = interval.widen((3 + 1 + (3 + ranks - 1) / 2) * UNIT * length)
+    # A product of two vectors is rounded on each rank. Their terms are equal, so that the sum of two ranks' is exact.
+    roundings = torch.where(terms > 1, 1.0 + max(0, ranks - 2), 1.0)
     for _ in range(ITERATIONS):
-        carried = largest_change(value, error)
-        size = value.abs() + error
+        size = interval.size
         gram = size.square()
-        rounding = unit * (c * 2 * gram.square() - b * gram + largest_factor(gram)) * size
-        value = polynomial(value)
-        error = carried + rounding
-        error = error + unit * (value.abs() + error)
-    return value, error
+        gram_rounding = roundings * (2 * C * gram.square() - B * gram)
+        interval = interval.map_polynomial().widen(UNIT * (gram_rounding + largest_factor(gram)) * size)
+        interval = interval.widen(UNIT * interval.size)
+        length = polynomial(length)
+    error = torch.maximum(interval.upper - length, length - interval.lower)
+    scale = matrix.sign() / terms.sqrt().clamp(min=1)
+    return length * scale, error * scale.abs()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The numbers between two tensors, element by element."""
+
+    lower: Tensor
+    upper: Tensor
+
+    @property
+    def size(self) -> Tensor:
+        """The largest absolute value."""
+        return torch.maximum(self.lower.abs(), self.upper.abs())
+
+    def widen(self, distance: Tensor) -> Interval:
+        """Return the interval with all numbers within ``distance`` of one of its own."""
+        return Interval(self.lower - distance, self.upper + distance)
+
+    def map_polynomial(self) -> Interval:
+        """Return the interval of ``polynomial`` over this one: from its values at both ends and at turns between."""
+        ends = polynomial(self.lower), polynomial(self.upper)
+        lower, upper = torch.minimum(*ends), torch.maximum(*ends)
+        for root in (-1, 1):
+            turn = math.sqrt((-3 * B + root * math.sqrt(9 * B * B - 20 * A * C)) / (10 * C))
+            for at in (turn, -turn):
+                there = polynomial(torch.full_like(lower, at))
+                inside = (self.lower < at) & (at < self.upper)
+                lower, upper = (
+                    torch.where(inside, lower.minimum(there), lower),
+                    torch.where(inside, upper.maximum(there), upper),
+                )
+        return Interval(lower, upper)
 
 
 def polynomial(value: Tensor) -> Tensor:
     """Return ax + bx^3 + cx^5 of each element x."""
-    a, b, c = COEFFICIENTS
-    return a * value + b * value**3 + c * value**5
-
-
-def largest_change(value: Tensor, error: Tensor) -> Tensor:
-    """Return how far ``polynomial`` may be from that of ``value``, at distances up to ``error`` from ``value``."""
-    a, b, c = COEFFICIENTS
-    right, (least, greatest) = polynomial(value), (value - error, value + error)
-    change = torch.maximum((polynomial(least) - right).abs(), (polynomial(greatest) - right).abs())
-    for root in (-1, 1):
-        turn = math.sqrt((-3 * b + root * math.sqrt(9 * b * b - 20 * a * c)) / (10 * c))
-        for at in (turn, -turn):
-            there = (polynomial(torch.full_like(value, at)) - right).abs()
-            change = torch.where((least < at) & (at < greatest), change.maximum(there), change)
-    return change
+    return A * value + B * value**3 + C * value**5
 
 
 def largest_factor(gram: Tensor) -> Tensor:
     """Return the largest absolute value of by + cy^2, by which a matrix is multiplied, for y from 0 to ``gram``."""
-    _, b, c = COEFFICIENTS
-    end, turn = (b * gram + c * gram.square()).abs(), -b / (2 * c)
-    return torch.where(gram > turn, end.clamp(min=abs(b * turn / 2)), end)
+    end, turn = (B * gram + C * gram.square()).abs(), -B / (2 * C)
+    return torch.where(gram > turn, end.clamp(min=abs(B * turn / 2)), end)
 
 
 # The two definitions round differently.

@@ -1,14 +1,20 @@
-"""Define the model ``matrices``, whose gradients have at most one element in each row and column that is not zero."""
+"""Define models of two matrices whose momentum Newton-Schulz orthogonalizes without rounding a sum.
+
+The gradients of ``matrices`` have at most one element in each row and column that is not zero. Those of
+``dense_matrices`` have no zero, and columns or rows that are orthogonal.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-ROWS, COLUMNS = 14, 9  # of the tall weight, and columns and rows of the wide one
+ROWS, COLUMNS = 14, 9  # of the tall weight
+# Of the wide weight. It is larger than the tall one, so that two ranks that halve the elements share it.
+WIDE_ROWS, WIDE_COLUMNS = 9, 16
 # By the number of a sample's place: a column of a weight, and the only row that is not zero in this column's gradient.
 TALL_COLUMN, TALL_ROW = torch.arange(COLUMNS), (5 * torch.arange(COLUMNS) + 3) % ROWS
-WIDE_COLUMN, WIDE_ROW = (3 * torch.arange(COLUMNS)) % ROWS, (2 * torch.arange(COLUMNS) + 1) % COLUMNS
+WIDE_COLUMN, WIDE_ROW = (3 * torch.arange(WIDE_ROWS)) % WIDE_COLUMNS, (2 * torch.arange(WIDE_ROWS) + 1) % WIDE_ROWS
 # The input of a micro-batch's first sample, beside which the others are so small that Newton-Schulz barely enlarges
 # them to a tenth of it: they show the norm that divided them, where the large ones end near 1 whatever it was.
 LARGE = 2.0**11
@@ -18,14 +24,14 @@ TARGET = 12.0  # such that the mean over four samples, and over three ranks, is 
 class Matrices(nn.Module):
     """A tall and a wide matrix, each applied to its own part of the input.
 
-    The input has ``COLUMNS + ROWS`` columns. The output has the ``ROWS`` columns of the tall matrix, then the
-    ``COLUMNS`` columns of the wide one.
+    The input has ``COLUMNS + WIDE_COLUMNS`` columns. The output has the ``ROWS`` columns of the tall matrix, then the
+    ``WIDE_ROWS`` columns of the wide one.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.tall = nn.Linear(COLUMNS, ROWS, bias=False)
-        self.wide = nn.Linear(ROWS, COLUMNS, bias=False)
+        self.wide = nn.Linear(WIDE_COLUMNS, WIDE_ROWS, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the products of both matrices, side by side."""
@@ -38,16 +44,65 @@ def draw_places(samples: int, generator: torch.Generator) -> tuple[Tensor, Tenso
     Each sample draws a place in each matrix, an input of 1 or 2 (the first ``LARGE`` times that) and a target's sign.
     Two samples of one place have the same column and the same row, on every rank, so that their gradients add up.
     """
-    inputs, target = (torch.zeros(samples, COLUMNS + ROWS) for _ in range(2))
+    inputs, target = torch.zeros(samples, COLUMNS + WIDE_COLUMNS), torch.zeros(samples, ROWS + WIDE_ROWS)
     rows = torch.arange(samples)
     for column, row, shift, out_shift in (
         (TALL_COLUMN, TALL_ROW, 0, 0),
         (WIDE_COLUMN, WIDE_ROW, COLUMNS, ROWS),
     ):
-        place = torch.randint(COLUMNS, (samples,), generator=generator)
+        place = torch.randint(len(column), (samples,), generator=generator)
         sizes = torch.randint(1, 3, (samples,), generator=generator).float()
         sizes[0] *= LARGE
         inputs[rows, shift + column[place]] = sizes
         signs = 2 * torch.randint(2, (samples,), generator=generator).float() - 1
         target[rows, out_shift + row[place]] = TARGET * signs
     return inputs, target
+
+
+SIGNS = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+VECTORS = len(SIGNS)  # columns of the tall weight and rows of the wide one
+# Repetitions of ``SIGNS`` in the tall and in the wide weight. Shards of the tall one have 12, 8 or 6 rows. The product
+# of two columns of a shard is 0, 2 or -2 times one number, so that the sum over ranks is 0 in any order, and also if
+# each is rounded.
+TALL_COPIES, WIDE_COPIES = 6, 5
+
+
+class SignedVectors(nn.Module):
+    """A weight whose gradient is ``signs``, each column (of a wide weight: each row) times its own factor."""
+
+    def __init__(self, copies: int, is_wide: bool) -> None:
+        super().__init__()
+        self._is_wide = is_wide
+        self._copies = copies
+        size = copies * VECTORS
+        weight = torch.empty(VECTORS, size) if is_wide else torch.empty(size, VECTORS)
+        self.weight = nn.Parameter(nn.init.uniform_(weight, -1, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the sum of each column (row) times its signs, times an input: one of each sample."""
+        weight = self.weight.T if self._is_wide else self.weight
+        signs = SIGNS.repeat(self._copies, 1).to(weight.device, weight.dtype)
+        return inputs * (weight * signs).sum(dim=0)
+
+
+class DenseMatrices(nn.Module):
+    """A tall and a wide matrix, each applied to its own ``VECTORS`` columns of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = SignedVectors(TALL_COPIES, is_wide=False)
+        self.wide = SignedVectors(WIDE_COPIES, is_wide=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the outputs of both matrices, side by side."""
+        return torch.cat([self.tall(inputs[:, :VECTORS]), self.wide(inputs[:, VECTORS:])], dim=1)
+
+
+def draw_factors(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs of 1 or 2 and one target, so that the factors of gradients are integers.
+
+    One vector of each matrix has ``LARGE`` times that.
+    """
+    inputs = torch.randint(1, 3, (samples, 2 * VECTORS), generator=generator).float()
+    inputs[:, [1, VECTORS + 2]] *= LARGE
+    return inputs, torch.full_like(inputs, TARGET)

@@ -164,6 +164,11 @@ def _draw_matrices_batch(generator: torch.Generator) -> Batch:
     return Batch(*matrices.draw_places(SAMPLES, generator))
 
 
+def _draw_dense_matrices_batch(generator: torch.Generator) -> Batch:
+    """Draw a micro-batch for the model ``dense_matrices``."""
+    return Batch(*matrices.draw_factors(SAMPLES, generator))
+
+
 def _draw_aligned_batch(generator: torch.Generator) -> Batch:
     """Draw a micro-batch for the model ``aligned``, whose inputs and targets have elements in {-1, 0, 1}."""
     aligned = exact_blocks.AlignedLayersModel
@@ -353,6 +358,13 @@ MODELS: dict[str, ModelSpec] = {
             summary="a tall and a wide matrix whose gradients have one element in a row and column: Muon rounds no sum",
             build=matrices.Matrices,
             batch=_draw_matrices_batch,
+            loss=exact_mlp.linear_loss,
+        ),
+        ModelSpec(
+            name="dense_matrices",
+            summary="a tall and a wide matrix whose gradients have no zero and orthogonal vectors: Muon rounds no sum",
+            build=matrices.DenseMatrices,
+            batch=_draw_dense_matrices_batch,
             loss=exact_mlp.linear_loss,
         ),
         ModelSpec(

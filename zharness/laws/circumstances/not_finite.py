@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.clipping import compute_clip_factor
+from zharness.law_kit.hints import hint_became_nan
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
@@ -117,7 +118,8 @@ def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
     ):
         expected = applied if record["outcome"] == Outcome.APPLIED else initial
         for name, weight in expected.items():
-            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), weight, weights[name])
+            comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), weight, weights[name])
+            yield hint_became_nan(comparison)
         if "norm" in record:
             place = ctx.location("finiteness of norm", Part.REDUCTION, 0, rank)
             yield compare_bitwise(place, scalar(False), record["norm"].isfinite().double())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -144,7 +145,8 @@ def judge_hook_count(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def compare_calls(place: TensorLocation, calls: Tensor, allowed: Tensor) -> Comparison:
     """Compare a number of calls with the range from 0 to ``allowed``."""
-    return compare_within_range(place, torch.zeros_like(allowed), calls, allowed)
+    comparison = compare_within_range(place, torch.zeros_like(allowed), calls, allowed)
+    return add_hint(comparison, "the calls grow faster than the model")
 
 
 LAWS = (

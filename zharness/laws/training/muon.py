@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Feature, OptimizerSpec
-from zharness.law_kit.hints import hint_unmoved
+from zharness.law_kit.hints import add_hint, hint_unmoved
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity.bounds import unit_roundoff
+from zharness.parity.comparison import TensorLocation
 from zharness.parity.muon import MOMENTUM, MUON_STEPS, MuonStep, bound_step
 
 MUON = OptimizerSpec("muon", {"lr": 2.0**-5, "momentum": 0.75, "weight_decay": 0.5})
@@ -40,14 +42,16 @@ def judge_muon(ctx: JudgeContext) -> Iterator[Comparison]:
 
     The gradients are plain PyTorch's, because an engine may keep its update in their place. If ranks share a matrix
     and no definition fits, the engine may compute norms from shards, so that weights are compared within their bound.
-    Otherwise the comparisons are those with torch.optim.
+    Otherwise the comparisons are those with torch.optim. Momentum that the engine does not report is compared last, so
+    that it hides no wrong weight.
     """
-    grads = [average_gradients(ctx, step) for step in range(STEPS)]
-    by_definition = [list(compare_steps(ctx, definition, grads)) for definition in MUON_STEPS.values()]
+    steps = list(list_steps(ctx, [average_gradients(ctx, step) for step in range(STEPS)]))
+    by_definition = [list(compare_steps(ctx, definition, steps)) for definition in MUON_STEPS.values()]
     fitting = [found for found in by_definition if all(comparison.mismatch is None for comparison in found)]
-    if not fitting and any(len(ctx.evidence[0].layout.get(name, ())) > 1 for name in grads[0]):
-        fitting.append(list(compare_steps_within_bounds(ctx, grads)))
+    if not fitting and any(len(pieces) > 1 for pieces in ctx.evidence[0].layout.values()):
+        fitting.append(list(compare_steps_within_bounds(ctx, steps)))
     yield from (fitting or by_definition)[0]
+    yield from compare_missing_momentum(ctx, steps)
     for step in range(1, STEPS + 1):
         yield from compare_ranks_after_step(ctx, RecordedStep(step))
 
@@ -60,63 +64,113 @@ def average_gradients(ctx: JudgeContext, step: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MatrixStep:
-    """What an engine recorded of one matrix before and after a step, and the gradient that the step used."""
+    """What an engine recorded of one matrix before and after a step, and the gradient that the step used.
+
+    ``momentum`` is None if the engine does not report it, and so is ``momentum_after``.
+    """
 
     step: int
     name: str
     grad: Tensor
     weight: Tensor
-    momentum: Tensor
+    momentum: Tensor | None
     weight_after: Tensor
-    momentum_after: Tensor
+    momentum_after: Tensor | None
 
 
 def list_steps(ctx: JudgeContext, grads: list[dict[str, Tensor]]) -> Iterator[MatrixStep]:
-    """Yield each step of each matrix. A momentum that the engine does not report is NaN."""
+    """Yield each step of each matrix. The momentum before the first step is zeros."""
     for step in range(STEPS):
         before, after = (ctx.rank_records("masters", at)[0] for at in (step, step + 1))
         old_state, new_state = (ctx.rank_records("state", at)[0] for at in (step, step + 1))
         for name, weight in before.items():
-            momentum = get_momentum(old_state, name, weight, step)
-            momentum_after = get_momentum(new_state, name, weight, step + 1)
-            yield MatrixStep(step, name, grads[step][name], weight, momentum, after[name], momentum_after)
+            key = f"{name}/{MOMENTUM}"
+            momentum = old_state.get(key) if step else torch.zeros_like(weight)
+            yield MatrixStep(step, name, grads[step][name], weight, momentum, after[name], new_state.get(key))
 
 
-def compare_momentum(ctx: JudgeContext, taken: MatrixStep, expected: Tensor) -> Comparison:
-    """Compare the momentum after a step bitwise with ``expected``."""
-    place = ctx.location(f"{taken.name}/{MOMENTUM}", Part.OPTIMIZER, taken.step)
-    return compare_bitwise(place, expected, taken.momentum_after)
+def compare_steps(ctx: JudgeContext, definition: MuonStep, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
+    """Compare weights and momentum after each step with ``definition``, which starts from the engine's own numbers.
+
+    Where the engine reports no momentum, that of ``definition`` after the step before stands for it.
+    """
+    right: dict[str, Tensor] = {}
+    for taken in steps:
+        momentum = right[taken.name] if taken.momentum is None else taken.momentum
+        expected = definition(taken.weight, taken.grad, momentum, MUON.args)
+        right[taken.name] = expected.momentum
+        yield from compare_momentum(ctx, taken, expected.momentum)
+        comparison = compare_bitwise(locate(ctx, taken), expected.weight, taken.weight_after)
+        yield hint_wrong_weight(ctx, comparison, taken)
 
 
-def compare_steps(ctx: JudgeContext, definition: MuonStep, grads: list[dict[str, Tensor]]) -> Iterator[Comparison]:
-    """Compare weights and momentum after each step with ``definition``, which starts from the engine's own numbers."""
-    for taken in list_steps(ctx, grads):
-        expected = definition(taken.weight, taken.grad, taken.momentum, MUON.args)
-        yield compare_momentum(ctx, taken, expected.momentum)
-        place = ctx.location(taken.name, Part.OPTIMIZER, taken.step)
-        comparison = compare_bitwise(place, expected.weight, taken.weight_after)
-        yield hint_unmoved(comparison, taken.weight, taken.weight_after)
-
-
-def compare_steps_within_bounds(ctx: JudgeContext, grads: list[dict[str, Tensor]]) -> Iterator[Comparison]:
+def compare_steps_within_bounds(ctx: JudgeContext, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
     """Compare the momentum after each step bitwise, and the weights within the rounding of Newton-Schulz."""
     beta = MUON.args["momentum"]
-    for taken in list_steps(ctx, grads):
-        momentum = taken.momentum.lerp(taken.grad, 1 - beta)
-        yield compare_momentum(ctx, taken, momentum)
-        expected, error = bound_step(taken.weight, taken.grad.lerp(momentum, beta), MUON.args)
-        place = ctx.location(taken.name, Part.OPTIMIZER, taken.step)
+    right: dict[str, Tensor] = {}
+    for taken in steps:
+        momentum = right[taken.name] if taken.momentum is None else taken.momentum
+        right[taken.name] = momentum.lerp(taken.grad, 1 - beta)
+        yield from compare_momentum(ctx, taken, right[taken.name])
+        update = taken.grad.lerp(right[taken.name], beta)
+        expected, error = bound_step(taken.weight, update, MUON.args, len(ctx.evidence))
         change = expected - taken.weight.double()
-        comparison = compare_within_bound(place, expected, taken.weight_after, error, signal=change)
-        yield hint_unmoved(comparison, taken.weight, taken.weight_after)
+        comparison = compare_within_bound(locate(ctx, taken), expected, taken.weight_after, error, signal=change)
+        yield hint_wrong_weight(ctx, comparison, taken)
 
 
-def get_momentum(state: Mapping[str, Tensor], name: str, weight: Tensor, step: int) -> Tensor:
-    """Return the momentum of ``name`` that was recorded before ``step``; zeros before the first step.
+def compare_momentum(ctx: JudgeContext, taken: MatrixStep, expected: Tensor) -> Iterator[Comparison]:
+    """Compare the momentum after a step bitwise with ``expected``, if the engine reports it."""
+    if taken.momentum_after is not None:
+        yield compare_bitwise(locate(ctx, taken, f"/{MOMENTUM}"), expected, taken.momentum_after)
 
-    If the engine reports no momentum, the result is NaN, which differs from every momentum.
-    """
-    return state.get(f"{name}/{MOMENTUM}", torch.full_like(weight, torch.nan)) if step else torch.zeros_like(weight)
+
+def compare_missing_momentum(ctx: JudgeContext, steps: Sequence[MatrixStep]) -> Iterator[Comparison]:
+    """Yield a mismatch for each momentum that the engine does not report after a step."""
+    for taken in steps:
+        if taken.momentum_after is None:
+            nothing = torch.full_like(taken.weight, torch.nan)
+            comparison = compare_bitwise(locate(ctx, taken, f"/{MOMENTUM}"), torch.zeros_like(taken.weight), nothing)
+            yield add_hint(comparison, "the engine reports no momentum of this parameter")
+
+
+def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixStep) -> Comparison:
+    """Add a hint to a mismatch of a weight whose step is that of a known error."""
+    if comparison.mismatch is None:
+        return comparison
+    if is_moved_by_gradient(taken):
+        return add_hint(comparison, "the step used the gradient itself, which nothing orthogonalized")
+    if taken.step == 0 and any(is_partly_reduced(ctx, taken, definition) for definition in MUON_STEPS.values()):
+        return add_hint(comparison, "each rank orthogonalized a matrix of which only its own part was reduced")
+    return hint_unmoved(comparison, taken.weight, taken.weight_after)
+
+
+def is_moved_by_gradient(taken: MatrixStep) -> bool:
+    """Return whether the step subtracted the gradient, as SGD does."""
+    rate = MUON.args["lr"]
+    decayed = taken.weight.double() * (1 - rate * MUON.args["weight_decay"])
+    moved = rate * taken.grad.double()
+    rounding = 4 * unit_roundoff(taken.weight.dtype) * (decayed.abs() + moved.abs())
+    return bool(((taken.weight_after.double() - (decayed - moved)).abs() <= rounding).all())
+
+
+def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
+    """Return whether each rank used, in the first step, its own share of the mean in the parts of other ranks."""
+    pieces = ctx.evidence[0].layout.get(taken.name, ())
+    local = [result.grads[taken.name] for result in ctx.compute_local_grads(taken.step)]
+    for piece in pieces:
+        part = slice(piece.start, piece.stop)
+        grad = local[piece.rank] / len(local)
+        grad.view(-1)[part] = taken.grad.flatten()[part]
+        update = definition(taken.weight, grad, torch.zeros_like(grad), MUON.args)
+        if not torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part]):
+            return False
+    return len(pieces) > 1
+
+
+def locate(ctx: JudgeContext, taken: MatrixStep, key: str = "") -> TensorLocation:
+    """Return the place of a matrix after its step, or with ``key`` of an entry of its optimizer state."""
+    return ctx.location(taken.name + key, Part.OPTIMIZER, taken.step)
 
 
 LAWS = (
@@ -124,7 +178,7 @@ LAWS = (
         name="training.muon",
         statement="a step of Muon scales a matrix of momentum by the norm of the whole, bitwise as plain PyTorch does",
         tier=Tier.EXACT,
-        models=("matrices",),
+        models=("matrices", "dense_matrices"),
         observe=observe_muon,
         judge=judge_muon,
         features=(Feature.MUON,),

@@ -1,0 +1,80 @@
+"""A loss in no_sync is not divided by the number of micro-batches, as every other one is.
+
+id: no-sync-undivided
+engine: deepspeed
+symptom: silent: with gradient_accumulation_steps 2, a micro-batch in no_sync counts twice
+reported: no report known
+affects: ==0.16.4
+fixed: 0.18.8
+broken: 0.16.4
+ranks: 1
+law: training.any_order
+signature: the step used the sum and not the mean
+ok: repro: a micro-batch in no_sync OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=1 repro/deepspeed_noreport_no_sync_undivided.py
+
+Every loss is divided by gradient_accumulation_steps, but within no_sync, which the engine takes for the accumulation of
+the caller.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the step used the sum and not the mean"
+OK = "repro: a micro-batch in no_sync OK."
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 1},
+}
+
+
+def main():
+    deepspeed.init_distributed()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    with engine.no_sync():
+        engine.backward(engine(torch.full((1, 1), 4.0, device=engine.device)).sum())
+    engine.step()
+    engine.backward(engine(torch.full((1, 1), 2.0, device=engine.device)).sum())
+    engine.step()
+    moved = -float(model.weight)
+    if moved == 5:
+        print(f"repro: REPRODUCED: {SIGNATURE}: {moved} = 4 + 2 / 2\n", end="", flush=True)
+        return 1
+    assert moved == 3, moved
+    if torch.distributed.get_rank() == 0:
+        print(OK, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    if torch.distributed.is_initialized() and status == 0:
+        torch.distributed.destroy_process_group()
+    sys.exit(status)
