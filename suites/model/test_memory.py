@@ -32,8 +32,8 @@ from zharness.run.model_memory import (
 )
 from zharness.workload import model_spec
 from zharness.world import limits
-from zharness.world.limits import keep_freed_memory
-from zharness.world.server import run
+from zharness.world.limits import KEPT_HEAP_BYTES, keep_freed_memory
+from zharness.world.server import RankEnvironment, run
 
 LARGE = "suites.model.large"
 REFUSED = "expected no law to run"
@@ -70,7 +70,7 @@ def test_a_limit_of_the_shell_refuses_a_rank_that_is_too_large() -> None:
 
     done = run_model("of_half_a_gib", limit)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "a model of 0.5 GiB needs about 5.9 GiB in one rank, but the limits of this shell" in done.stderr
+    assert "a model of 0.5 GiB needs about 6.0 GiB in one rank, but the limits of this shell" in done.stderr
     assert "--ignore-memory-limit" in done.stderr, "the sentence names the way out"
 
 
@@ -82,7 +82,7 @@ def test_a_user_may_run_a_model_that_seems_too_large() -> None:
 
     done = run_model("of_64_mib", limit, ("--ignore-memory-limit", "--only", "training.forward_alone"))
     warning = next(line for line in done.stderr.splitlines() if line.startswith("WARNING"))
-    assert "needs about 1.0 GiB in one rank, but the limits of this shell" in warning
+    assert "needs about 1.2 GiB in one rank, but the limits of this shell" in warning
     assert "; 1 cell, about" in done.stderr, "the law is announced after the warning"
 
 
@@ -135,7 +135,7 @@ def test_a_limit_of_the_cgroup_refuses_the_model() -> None:
     with make_cgroup(4 * GIB) as enter:
         done = run_model("of_half_a_gib", enter)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "GiB on 2 ranks (each up to 5.9 GiB" in done.stderr
+    assert "GiB on 2 ranks (each up to 6.0 GiB" in done.stderr
     assert "but only 3." in done.stderr
     assert "GiB are free" in done.stderr
 
@@ -264,6 +264,12 @@ def test_judges_inherit_the_modules_that_are_imported_ahead(tmp_path: Path, monk
         lanes.import_ahead((name, "a_module_that_does_not_exist"))
         assert lanes.take(1) == second, "nothing new was imported"
     sys.modules.pop(name)
+    of_a_release = RunnerLanes(
+        RunOptions(jobs=1), "reference", lambda _engine: RankEnvironment(("/a/release",), module="a_package")
+    )
+    with of_a_release:
+        of_a_release.import_ahead((name,))
+    assert name not in sys.modules, "the release may bring its own packages"
 
 
 def test_packages_of_models_start_no_thread_when_they_are_imported() -> None:
@@ -278,6 +284,8 @@ def test_packages_of_models_start_no_thread_when_they_are_imported() -> None:
 
 def test_masters_and_float64_copies_count() -> None:
     full, low = ModelSize(1 << 28, 1 << 30), ModelSize(1 << 28, 1 << 29, has_masters=True)
+    assert low.kept_bytes() == KEPT_HEAP_BYTES
+    assert ModelSize(1 << 20, 1 << 22).kept_bytes() == 2 << 22, "a small model frees no more than it has"
     assert full.rank_bytes() - low.rank_bytes() == 7 * (1 << 29) - 2 * (1 << 30)
     assert full.judge_bytes() - low.judge_bytes() == 5 * (1 << 29), "float64 copies depend on elements alone"
     assert full.estimate_memory(4) - full.estimate_memory(2) == 2 * full.rank_bytes()

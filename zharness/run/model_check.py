@@ -112,8 +112,11 @@ class RunnerLanes:
         """Import ``modules`` in this process, and start the runners anew, so that ranks and judges inherit them.
 
         Otherwise each of them would need seconds for the import. ``modules`` run no tensor operation when they are
-        imported, after which forked ranks could hang.
+        imported, after which forked ranks could hang. Nothing is imported if ranks find the engine in a release of
+        their own, since transformers imports the installed accelerate.
         """
+        if any(environment.module for environment in self._environments.values()):
+            return
         missing = [name for name in modules if name not in sys.modules]
         for name in missing:
             with suppress(Exception, SystemExit):  # the factory changed sys.path first: then only ranks can import it

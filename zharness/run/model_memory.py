@@ -14,13 +14,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from zharness.engines.registry import BUILT_IN
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
 from zharness.torch_private import build_without_memory
 from zharness.workload import ModelSpec
 from zharness.workload.user_model import call_factory, resolve_factory
-from zharness.world.limits import available_memory, limit_process_memory, process_memory_left
+from zharness.world.limits import KEPT_HEAP_BYTES, available_memory, limit_process_memory, process_memory_left
 from zharness.world.orphans import die_with_parent
 
 GIB = 2**30
@@ -34,6 +33,7 @@ PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without
 # buffer is copied as often as a frozen parameter.
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
+KEPT_COPIES = 2  # freed and not yet used again: a model and its gradients
 RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 IGNORE_OPTION = "--ignore-memory-limit"
@@ -89,14 +89,18 @@ class ModelSize:
         optimizer_bytes = max(self.trained_bytes, FLOAT32_BYTES * self.trained_parameters)
         copies = RANK_OPTIMIZER_COPIES + (RANK_MASTER_COPIES if self.has_masters else 0)
         weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
-        return weights + copies * optimizer_bytes + PROCESS_BYTES
+        return weights + copies * optimizer_bytes + self.kept_bytes() + PROCESS_BYTES
 
     def judge_bytes(self) -> int:
         """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
         weights = JUDGE_COPIES * self.trained_bytes + JUDGE_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
         unchanged = JUDGE_FROZEN_FLOAT64_COPIES * (self.frozen_parameters + self.buffers)
         wide = JUDGE_FLOAT64_COPIES * self.trained_parameters + unchanged
-        return weights + FLOAT64_BYTES * wide + PROCESS_BYTES
+        return weights + FLOAT64_BYTES * wide + self.kept_bytes() + PROCESS_BYTES
+
+    def kept_bytes(self) -> int:
+        """Return the freed memory that one process keeps for its next allocations, in bytes."""
+        return min(KEPT_HEAP_BYTES, KEPT_COPIES * self.trained_bytes)
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
@@ -144,13 +148,7 @@ def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimat
 
 
 def find_model_modules() -> tuple[str, ...]:
-    """Return the names of the imported modules of ``MODEL_PACKAGES``, in the order of import.
-
-    The result is empty if an engine's package was imported as well, since ranks choose the release of the engine.
-    """
-    engine_packages = {info.module for info in BUILT_IN.values()} - {"torch", "zharness"}
-    if engine_packages & sys.modules.keys():
-        return ()
+    """Return the names of the imported modules of ``MODEL_PACKAGES``, in the order of import."""
     return tuple(name for name in list(sys.modules) if name.partition(".")[0] in MODEL_PACKAGES)
 
 
