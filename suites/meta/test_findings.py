@@ -17,7 +17,7 @@ from zharness.workload import MODELS
 ROOT = Path(__file__).parents[2]
 ENGINE = re.compile(r"^## (?P<engine>\w+)$", re.MULTILINE)
 ENTRY = re.compile(r"^### (?P<head>`[^\n]+)$", re.MULTILINE)
-REPRO = re.compile(r"`zharness repro ((?:[\w-]+ ?)+?)(?: --on [^`]+)?`")
+REPRO = re.compile(r"`zharness repro ([\w-]+(?: [\w-]+)*?)(?: --on [^`]+)?`")
 STAGES = re.compile(r"stages? (\d)(?: (to|and) (\d))?")
 ENGINES = sorted(path.stem for path in (ROOT / "zharness" / "expected_failures").glob("*.toml"))
 # Its entry for FSDP1 is of weights of two steps that are used together; no hint names that.
