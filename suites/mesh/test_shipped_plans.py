@@ -9,7 +9,7 @@ from zharness.errors import UsageError
 from zharness.workload.shipped_plans import read_shipped_plan
 
 
-class Planned(nn.Module):
+class ModelWithPlan(nn.Module):
     """A model that ships a plan with a pattern, as those of transformers do."""
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Planned(nn.Module):
 
 
 def test_a_pattern_of_a_plan_names_every_layer_that_it_matches() -> None:
-    plan = read_shipped_plan("mine:model", Planned(), 2)
+    plan = read_shipped_plan("mine:model", ModelWithPlan(), 2)
     assert plan == {"layers.0": "colwise", "layers.1": "colwise", "head": "colwise_gather_output"}
 
 
 def test_a_model_without_a_plan_or_with_a_tied_head_is_refused() -> None:
     with pytest.raises(UsageError, match=r"the model of mine:model ships no plan for the axis tp"):
         read_shipped_plan("mine:model", nn.Linear(2, 2), 2)
-    tied = Planned()
+    tied = ModelWithPlan()
     tied.head.weight = tied.tokens.weight
     with pytest.raises(UsageError, match="splits head, whose weight is tied to an embedding"):
         read_shipped_plan("mine:model", tied, 2)

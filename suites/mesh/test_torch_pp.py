@@ -103,7 +103,7 @@ def test_a_plan_that_leaves_out_a_parameter_is_refused() -> None:
         torch_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("0", "1")))
 
 
-class Tied(nn.Module):
+class TiedChain(nn.Module):
     """Two layers that share their weight."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Tied(nn.Module):
 @pytest.mark.world_size(2)
 def test_a_weight_that_is_tied_over_two_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the weight down\.weight of stage 1 is tied to one of stage 0"):
-        torch_pp.factory(Tied(), EngineConfig(mesh=PP2, pp_plan=("up", "down")))
+        torch_pp.factory(TiedChain(), EngineConfig(mesh=PP2, pp_plan=("up", "down")))
 
 
 @pytest.mark.world_size(2)

@@ -19,9 +19,6 @@ ALLOWED = {
     ("cli/model.py", "model.configured"): "the help of the option --steps",
     ("cli/releases.py", "torch_func.grad"): "an example in the help of a command",
     ("cli/check.py", "training.grads"): "an example in the help of a command",
-    ("run/model_check.py", "model.configured"): "LONGEST_LAWS, which start first on a user's model",
-    ("run/model_check.py", "training.accumulation"): "LONGEST_LAWS, which start first on a user's model",
-    ("run/model_check.py", "state.resume"): "LONGEST_LAWS, which start first on a user's model",
 }
 GROUPS = sorted({name.partition(".")[0] for name in LAWS})
 NAME = re.compile(rf"(?<![\w.])(?:{'|'.join(GROUPS)})\.\w*")

@@ -85,6 +85,7 @@ class Law:
     whether the law tests anything for a user's module; if it is None, the law applies to every module.
     ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
+    ``is_long`` says that a cell of the law takes several times as long on a user's model as those of other laws.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
     ``mesh_support`` on which meshes. ``form`` is the form in which the law calls an engine.
     """
@@ -106,6 +107,7 @@ class Law:
     sets_autocast: bool = False
     only_own_kernels: bool = False
     compares_later_forwards: bool = False
+    is_long: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
     mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL

@@ -196,6 +196,7 @@ LAWS = (
         ),
         compares_later_forwards=True,
         steps=LawSteps(observe_configured),
+        is_long=True,
     ),
     Law(
         name="model.accumulation",

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.engines.protocol import IGNORED, TrainedStep
 from zharness.mutants.around import Around
+from zharness.mutants.gradient_norm import compute_norm
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -105,7 +105,7 @@ class ReportsTheClippedNorm(OverTrainer):
 
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         steps = super().train(samples, loss, counts_items)
-        return [replace(step, norm=norm_of(step)) for step in steps]
+        return [replace(step, norm=compute_norm(step.grads)) for step in steps]
 
 
 @mutant(FaultKind.CLIPPING, on_loop("loop.clipping", "clipped", parameter="blocks*"), origin=Origin.MESH)
@@ -123,8 +123,3 @@ class LosesTheLastStep(OverTrainer):
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         *steps, last = super().train(samples, loss, counts_items)
         return [*steps, replace(last, params=steps[-1].params)]
-
-
-def norm_of(step: TrainedStep) -> float:
-    """Return the norm of the gradients of a step."""
-    return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in step.grads.values()])))

@@ -56,7 +56,6 @@ READ_BUFFERS_REASON = (
     "plain PyTorch starts each forward from the engine's weights and from the model's first buffers, but the model's "
     "forward reads buffers that earlier forwards wrote"
 )
-LONGEST_LAWS = ("training.accumulation", "state.resume", "model.configured")  # each takes several times the others'
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
 
@@ -202,7 +201,7 @@ def check_model_on(
 
 def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
     """Return the cells in the order in which they run, the longest first, so that no runner waits long for another."""
-    return sorted(cells, key=lambda cell: cell.cell.law not in LONGEST_LAWS)
+    return sorted(cells, key=lambda cell: not get_law(cell.cell.law).is_long)
 
 
 def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:

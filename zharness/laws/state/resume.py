@@ -210,6 +210,7 @@ LAWS = (
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
+        is_long=True,
         kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
         mesh_support=MeshSupport.ANY,
     ),

@@ -162,6 +162,7 @@ LAWS = (
         ),
         # Division by three rounds, and after a boundary the weights are no longer integers.
         steps=LawSteps(observe_accumulation, rounds=True),
+        is_long=True,
         kept_because="every accumulation owner and window length, over two boundaries",
         mesh_support=MeshSupport.ANY,
     ),
