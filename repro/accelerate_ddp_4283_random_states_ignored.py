@@ -53,7 +53,8 @@ def main():
         print(f"{OK} (rank {rank}: {type(error).__name__})")
         return 0
     continued = not torch.equal(torch.rand(1), drawn)
-    print(f"repro: REPRODUCED: {SIGNATURE} on rank {rank}; its generator continued as it was: {continued}")
+    effect = f"on rank {rank}; its generator continued as it was: {continued}"
+    print(f"repro: REPRODUCED: {SIGNATURE} {effect}\n", end="", flush=True)
     return 1
 
 

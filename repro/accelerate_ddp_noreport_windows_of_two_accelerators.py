@@ -49,7 +49,8 @@ def main():
     if torch.equal(model.weight, before):
         print(OK)
         return 0
-    print(f"repro: REPRODUCED: the first Accelerator {SIGNATURE}, by {(before - model.weight).item():g}")
+    change = (before - model.weight).item()
+    print(f"repro: REPRODUCED: the first Accelerator {SIGNATURE}, by {change:g}\n", end="", flush=True)
     return 1
 
 

@@ -50,7 +50,8 @@ def main():
         except RuntimeError as error:
             cause = str(error.__cause__ or error)
             if SIGNATURE in cause:
-                print(f"repro: REPRODUCED: {SIGNATURE} as original model parameters size, on rank {dist.get_rank()}")
+                place = f"original model parameters size, on rank {dist.get_rank()}"
+                print(f"repro: REPRODUCED: {SIGNATURE} as {place}\n", end="", flush=True)
             return 1
     print(OK)
     return 0

@@ -168,5 +168,5 @@ class ClearsTheOptimizerBeforeALoad(Around):
     """Clears the optimizer's state before a load, and so also if the load then raises."""
 
     def load(self, path: Path) -> None:
-        self.right.engine.optimizer.state.clear()
+        self.optimizer.state.clear()
         self.right.load(path)

@@ -182,9 +182,5 @@ class SkipsHooksOfTheModel(Around):
     """Runs the model without the forward hooks of the model itself, as a call of its ``forward`` does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = dict(self.module._forward_hooks)
-        self.module._forward_hooks.clear()
-        try:
+        with seams_engines.without_forward_hooks(self.module):
             return self.right(*args, **kwargs)
-        finally:
-            self.module._forward_hooks.update(hooks)

@@ -205,3 +205,14 @@ def forward_hooks(module: nn.Module) -> MutableMapping[Any, Any]:
 def in_backward() -> int:
     """Return the id of the running backward, or -1 outside a backward."""
     return torch._C._current_graph_task_id()
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Remove the forward hooks of ``module`` itself inside the block."""
+    hooks = dict(module._forward_hooks)
+    module._forward_hooks.clear()
+    try:
+        yield
+    finally:
+        module._forward_hooks.update(hooks)

@@ -191,7 +191,7 @@ def find_repros(identifier: str, folder: Path = REPRO_FOLDER) -> tuple[Repro, ..
     found = found or [repro for id_, repro in known.items() if wanted.isdecimal() and id_.startswith(f"{wanted}-")]
     if not found:
         raise UsageError.unknown_name(
-            "reproduction", identifier, known, "`zharness list repros` says what each one shows"
+            "reproduction", identifier, sorted(known), "`zharness list repros` says what each one shows"
         )
     return tuple(found)
 
