@@ -86,6 +86,11 @@ class Comm:
             tally.elements * dtype.itemsize * kind.passes for (kind, dtype), tally in self._tallies.items()
         )
 
+    @property
+    def transfer_device(self) -> torch.device:
+        """Return the device on which the group's backend takes tensors: the CPU with gloo, else the current GPU."""
+        return torch.device("cpu") if self._gloo else torch.device("cuda", torch.cuda.current_device())
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce ``tensor``, which may have any shape, in place over all ranks, and return it."""
         self._count(Collective.ALL_REDUCE, tensor)
@@ -142,6 +147,13 @@ def all_gather_objects(value: T, comm: Comm) -> list[T]:
     values: list[Any] = [None] * comm.world_size
     dist.all_gather_object(values, value, group=comm.group)
     return values
+
+
+def is_true_on_any_rank(value: bool, comm: Comm) -> bool:
+    """Return whether any rank's ``value`` is true. This is a collective of one byte, which is not counted."""
+    flag = torch.tensor(value, dtype=torch.uint8, device=comm.transfer_device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=comm.group)
+    return bool(flag)
 
 
 def join(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -187,6 +187,8 @@ class Capabilities:
     - ``engine_windows`` is the reason why the engine owns an accumulation window only if backward is called through
       ``engine.backward`` or ``engine.scale``, so that laws with calls of their own are not stated for such a window.
     - ``form`` says who runs forwards and backwards. A law is stated for one form.
+    - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
+      array has fewer cells; but an option with a bug hides what the options beside it would show.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
       reason; the key of a section's entry is ``section.entry``.
     """
@@ -213,6 +215,7 @@ class Capabilities:
     whole_mesh: str = ""
     engine_windows: str = ""
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
+    joined_options: int = 2
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""

@@ -33,6 +33,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16", "fp16"}),
     uncached_casts={3: "an unsharded weight is not a leaf of autograd's graph, and torch caches casts of leaves alone"},
     variants=JSON_VARIANTS,
+    joined_options=3,  # no option has a bug that could hide what the others show
 )
 EVERY_STAGE_REFUSES = {Feature.MUON: "it shards flat buffers, and Muon cannot work on shards"}
 NO_SYNC_REFUSES = {

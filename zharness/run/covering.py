@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from heapq import heapify, heapreplace
-from itertools import combinations, product
+from itertools import chain, combinations, pairwise, product
 from typing import Any, cast
 
 from allpairspy import AllPairs
@@ -41,7 +41,8 @@ class Axes:
     """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
 
     ``claims_at`` maps each stage to what the engine claims there. ``find_refusal`` returns the reason why a cell
-    cannot run, or ''. ``subjects`` returns the models and variants of a law.
+    cannot run, or ''. ``subjects`` returns the models and variants of a law. A setting joins at most ``joined_options``
+    options.
     """
 
     engine: str
@@ -50,6 +51,7 @@ class Axes:
     dtypes: tuple[str, ...]
     find_refusal: Callable[[Law, Cell], str]
     subjects: Callable[[Law], Sequence[tuple[str, str]]]
+    joined_options: int = 2
 
     @cached_property
     def options(self) -> tuple[str, ...]:
@@ -128,44 +130,51 @@ def list_pairs(cell: Cell) -> set[Pair]:
 
 def build_settings(axes: Axes) -> list[Cell]:
     """Return cells without a law that cover every compatible pair of values."""
-    options = ("", *axes.options)
-    columns = (options, options, tuple(axes.claims_at), WINDOWS, tuple(BackwardCall), axes.world_sizes, axes.dtypes)
+    options, count = ("", *axes.options), axes.joined_options
+    others = (tuple(axes.claims_at), WINDOWS, tuple(BackwardCall), axes.world_sizes, axes.dtypes)
 
     def is_compatible(row: Sequence[Any]) -> bool:
         """Return whether the first values of a row can occur in one cell; later values are not chosen yet."""
-        names, stages = list_option_names(row), row[2:3] or tuple(axes.claims_at)
-        # The same two options in the other order, and one option in the first column, are another row's.
-        if len(row) > 1 and row[0] and options.index(row[0]) >= options.index(row[1]):
+        names, chosen = list_option_names(row[:count]), row[count:]
+        # The same options in another order, and those with empty columns behind them, are another row's.
+        places = [options.index(name) for name in row[:count]]
+        if any(first and first >= second for first, second in pairwise(places)):
             return False
-        sizes, dtypes = row[5:6] or axes.world_sizes, row[6:7] or axes.dtypes
+        stages, sizes, dtypes = chosen[:1] or others[0], chosen[3:4] or axes.world_sizes, chosen[4:5] or axes.dtypes
         return any(axes.are_compatible(stage, names, *rest) for stage, *rest in product(stages, sizes, dtypes))
 
-    cells = [make_setting_cell(axes.engine, row) for row in AllPairs(columns, filter_func=is_compatible)]
+    rows = AllPairs((*(options,) * count, *others), filter_func=is_compatible)
+    cells = [make_setting_cell(axes.engine, row[:count], row[count:]) for row in rows]
     covered = set().union(*map(list_pairs, cells))
     # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
     for stage, *names in product(axes.claims_at, options, options):
-        rows = [
-            (*names, stage, WINDOWS[0], BackwardCall.ENGINE, size, dtype)
+        columns = [*[""] * (count - len(names)), *names]
+        found = (
+            (stage, WINDOWS[0], BackwardCall.ENGINE, size, dtype)
             for size, dtype in product(axes.world_sizes, axes.dtypes)
-        ]
-        row = next(filter(is_compatible, rows), None)
-        if row is not None:
-            cell = make_setting_cell(axes.engine, row)
+            if is_compatible((*columns, stage, WINDOWS[0], BackwardCall.ENGINE, size, dtype))
+        )
+        first = next(found, None)
+        if first is not None:
+            cell = make_setting_cell(axes.engine, columns, first)
             if not list_pairs(cell) <= covered:
                 cells.append(cell)
                 covered |= list_pairs(cell)
     return cells
 
 
-def list_option_names(row: Sequence[Any]) -> list[str]:
-    """Return the options of a row of the covering array, whose first two columns are options or ''."""
-    return [name for name in row[:2] if name]
+def list_option_names(columns: Sequence[str]) -> list[str]:
+    """Return the options in the first columns of a row of the covering array, each of which is an option or ''."""
+    return [name for name in columns if name]
 
 
-def make_setting_cell(engine: str, row: Sequence[Any]) -> Cell:
-    """Return the cell that has the settings of a row of the covering array. The cell has no law and no model."""
-    stage, (steps, owner), call, world_size, dtype = row[2:]
-    setting = Setting(tuple(list_option_names(row)), steps, owner, call)
+def make_setting_cell(engine: str, option_columns: Sequence[str], values: Sequence[Any]) -> Cell:
+    """Return the cell of a row of the covering array: its options, and its values of the other axes.
+
+    The cell has no law and no model.
+    """
+    stage, (steps, owner), call, world_size, dtype = values
+    setting = Setting(tuple(list_option_names(option_columns)), steps, owner, call)
     return Cell("", engine, stage, world_size, dtype, "", "", setting.label)
 
 
@@ -288,7 +297,8 @@ def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
     setting = cell_setting(cell.engine_variant)
     calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))
-    options = dict.fromkeys((setting.options, setting.options[:1], setting.options[1:], ()))
+    lengths = range(len(setting.options), -1, -1)
+    options = chain.from_iterable(combinations(setting.options, length) for length in lengths)
     sizes = dict.fromkeys((cell.world_size, axes.world_sizes[0]))
     dtypes = dict.fromkeys((cell.dtype, *axes.dtypes))
     for names, size, dtype, (steps, owner), call in product(options, sizes, dtypes, windows, calls):

@@ -201,6 +201,7 @@ def plan_covering_cells(
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
         lambda law, cell: plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
         lambda law: list(select_models(law, request.models)),
+        min(capabilities.joined_options for capabilities in claims_at.values()),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
     covering = cover_pairs(axes, laws, runnable, request.depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zharness.comm import Comm, all_gather_objects
+from zharness.comm import Comm, all_gather_objects, is_true_on_any_rank
 from zharness.errors import CheckpointError, ZHarnessError
 
 
@@ -26,12 +26,16 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
 
 
 def _raise_if_any_failed(message: str, comm: Comm) -> None:
-    """Raise CheckpointError if any rank passes a ``message`` that is not empty. This is a collective."""
+    """Raise CheckpointError if any rank passes a ``message`` that is not empty. This is a collective.
+
+    The ranks exchange one byte, and the messages only if a rank has one.
+    """
+    if not is_true_on_any_rank(bool(message), comm):
+        return
     ranks_by_message: dict[str, list[int]] = {}
     for rank, text in enumerate(all_gather_objects(message, comm)):
         if text:
             ranks_by_message.setdefault(text, []).append(rank)
-    if ranks_by_message:
-        raise CheckpointError(
-            "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_message.items())
-        ) from None
+    raise CheckpointError(
+        "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_by_message.items())
+    ) from None
