@@ -40,6 +40,7 @@ DOCUMENTED_COMMANDS = [command for page in PAGES for command in parse_commands(p
 CELL_ID = re.compile(r"\w+\.\w+\[.*\]")
 # Commands that are executed, with their documented exit codes. All other commands are only parsed.
 EXECUTED_COMMANDS = {
+    "zharness tour": 0,
     "zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'": 0,
     "zharness check training.grads --engine zharness.mutants:loses_the_shards_edge --stage 2 --model mlp "
     "--jsonl failing.jsonl": 1,

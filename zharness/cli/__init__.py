@@ -20,6 +20,7 @@ from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.tour import tour
 from zharness.errors import UsageError, ZHarnessError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -31,6 +32,7 @@ def cli() -> None:
     """Does a sharded training engine compute what plain PyTorch computes?
 
     \b
+    zharness tour                                 one minute: a law, broken engines, a real bug
     zharness check                                the reference engine, every law, stages 0-3
     zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
     zharness check 'torch_func.*' --engine my_package.my_module:factory
@@ -117,6 +119,7 @@ for command in (
     cells.export,
     cells.shrink,
     hunt,
+    tour,
 ):
     cli.add_command(command)
 

@@ -1,0 +1,18 @@
+"""The command ``zharness tour``."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+def tour() -> int:
+    """Show in about a minute what a law is, which broken engines the laws find, and what a real engine breaks.
+
+    The exit code is 1 if an engine that is broken on purpose was not found.
+    """
+    click.echo("zharness holds a sharded training engine to plain PyTorch. Loading torch ...\n")
+    from zharness.releases.rank_environment import prepare_rank_environment
+    from zharness.report.tour import run_tour
+
+    return run_tour(prepare_rank_environment)
