@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zharness import torch_private
+
 RecordedGradients = Mapping[
     str, Sequence[Sequence[Tensor]]
 ]  # by parameter, then by backward, the entries of its gradient
@@ -19,8 +21,12 @@ def record_gradients(module: nn.Module) -> dict[str, list[list[Tensor]]]:
     recorded: dict[str, list[list[Tensor]]] = {}
 
     def save_gradient(name: str, grad: Tensor) -> None:
-        """Append the gradient that one backward computed for the parameter ``name``."""
-        recorded.setdefault(name, []).append(split_gradient(grad))
+        """Append the gradient that one backward computed for the parameter ``name``.
+
+        A batch of gradients comes from autograd.grad, and is added to no gradient.
+        """
+        if not torch_private.is_legacy_batched(grad):
+            recorded.setdefault(name, []).append(split_gradient(grad))
 
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:

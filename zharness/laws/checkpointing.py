@@ -19,17 +19,21 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.raising_backward import DeliberateError
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, ScenarioScript
+from zharness.workload.exact_blocks import call_block
 
 Block = Callable[[Tensor], Tensor]
 
 BlockRunner = Callable[[Block, Tensor], Tensor]
 
 REENTRANT, NON_REENTRANT = "reentrant", "non_reentrant"
+# Variants in which one of two uses of a layer is in a reentrant checkpoint: the first one, or the last one.
+REENTRANT_FIRST, REENTRANT_LAST = "reentrant_first", "reentrant_last"
 
 
 def make_checkpoint_runner(participant: Participant) -> BlockRunner:
     """Return a function that runs a block with the kind of checkpointing that the law variant names."""
-    return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=participant.variant == REENTRANT)
+    is_reentrant = participant.variant != NON_REENTRANT
+    return lambda block, hidden: participant.recompute(block, hidden, use_reentrant=is_reentrant)
 
 
 def block(participant: Participant) -> None:
@@ -59,13 +63,14 @@ def whole_model(participant: Participant) -> NamedTensors:
 
 
 def two_regions(participant: Participant) -> None:
-    """Use one layer in two checkpointed regions of one loss."""
+    """Use one layer in two checkpointed regions of one loss, or once in such a region and once outside it."""
     run_checkpointed = make_checkpoint_runner(participant)
+    run_first = call_block if participant.variant == REENTRANT_LAST else run_checkpointed
+    run_last = call_block if participant.variant == REENTRANT_FIRST else run_checkpointed
     participant.tensor_backward(
         participant.loss(
             participant.call(
-                participant.leaf_inputs(),
-                run_block=lambda block, h: run_checkpointed(block, run_checkpointed(block, h)),
+                participant.leaf_inputs(), run_block=lambda block, hidden: run_last(block, run_first(block, hidden))
             )
         )
     )
@@ -159,7 +164,13 @@ def dropout(participant: Participant) -> None:
     participant.tensor_backward(loss)
 
 
-def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature, kept_because: str) -> Law:
+def checkpointing_law(
+    script: ScenarioScript,
+    statement: str,
+    *features: Feature,
+    kept_because: str,
+    variants: tuple[str, ...] = (REENTRANT, NON_REENTRANT),
+) -> Law:
     """Build the law of one scenario, with a law variant for each kind of checkpointing."""
     return scenario_law(
         "checkpointing",
@@ -167,7 +178,7 @@ def checkpointing_law(script: ScenarioScript, statement: str, *features: Feature
         statement,
         kept_because=kept_because,
         features=(Feature.RECOMPUTATION, *features),
-        variants=(Variant(REENTRANT), Variant(NON_REENTRANT)),
+        variants=tuple(map(Variant, variants)),
     )
 
 
@@ -189,8 +200,9 @@ LAWS = (
     ),
     checkpointing_law(
         two_regions,
-        "a layer in two checkpointed regions of one loss gets the sum of both gradients",
+        "a layer in two checkpointed regions, or inside and outside of one, gets the sum of both gradients",
         kept_because="one layer in two graph tasks: a reduction after the first one loses the second",
+        variants=(REENTRANT, NON_REENTRANT, REENTRANT_FIRST, REENTRANT_LAST),
     ),
     checkpointing_law(
         frozen,

@@ -171,15 +171,28 @@ def judge_gradient_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"
+BATCHED = "_batched"  # the end of the names of variants in which one call computes the gradients of several losses
+FACTORS = (1.0, 2.0)  # of the losses of such a call
 
 
-def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def add_gradient_penalty(
+    loss: Tensor, module: nn.Module, variant: str, grad_scale: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss plus the sum of squares of its weight gradients. Also return these gradients by name.
 
-    The gradients are multiplied by ``grad_scale`` before they are squared.
+    The gradients are multiplied by ``grad_scale`` before they are squared. In a batched variant they have one row for
+    each of FACTORS, by which the loss is multiplied.
     """
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-    raw_grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    is_batched = variant.endswith(BATCHED)
+    raw_grads = torch.autograd.grad(
+        loss,
+        list(weights.values()),
+        loss.new_tensor(FACTORS) if is_batched else None,
+        create_graph=True,
+        allow_unused=True,
+        is_grads_batched=is_batched,
+    )
     grads = {name: grad_scale * grad for name, grad in zip(weights, raw_grads, strict=True) if grad is not None}
     return loss + torch.stack([grad.square().sum() for grad in grads.values()]).sum(), grads
 
@@ -187,11 +200,11 @@ def add_gradient_penalty(loss: Tensor, module: nn.Module, grad_scale: float = 1.
 def weight_penalty(participant: Participant) -> NamedTensors:
     """Run backward of a loss plus a penalty on its weight gradients.
 
-    Return the weight gradients in the law variant in which they are the gradients of each rank's own loss.
+    Return the weight gradients in the law variants in which they are the gradients of each rank's own loss.
     """
-    total, grads = add_gradient_penalty(participant.training_loss(), participant.module)
+    total, grads = add_gradient_penalty(participant.training_loss(), participant.module, participant.variant)
     torch.autograd.backward(total)
-    return {f"of {name}": grad for name, grad in grads.items() if participant.variant == OWN_GRADIENTS}
+    return {f"of {name}": grad for name, grad in grads.items() if participant.variant.startswith(OWN_GRADIENTS)}
 
 
 # The reduction is the mean, because with the sum an engine that forgets to divide in the second backward is right.
@@ -205,11 +218,13 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     If gradients are averaged over N ranks, the gradients in the penalty and the gradients of the total loss are divided
     by N.
     """
-    if ctx.variant == OWN_GRADIENTS:
+    if ctx.variant.startswith(OWN_GRADIENTS):
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
         return
     share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.data_size
-    expected, wide = (compute_penalty_gradients(ctx.baseline, share, dtype) for dtype in (ctx.dtype, torch.float64))
+    expected, wide = (
+        compute_penalty_gradients(ctx.baseline, ctx.variant, share, dtype) for dtype in (ctx.dtype, torch.float64)
+    )
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
         raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
     for rank, record in enumerate(ctx.rank_records("grads")):
@@ -219,17 +234,18 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from judge_after_effects(ctx, run_scenario_on_all_ranks(ctx, WEIGHT_PENALTY_SCENARIO), 0)
 
 
-def compute_penalty_gradients(baseline: Baseline, grad_scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
+def compute_penalty_gradients(
+    baseline: Baseline, variant: str, grad_scale: float, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Return plain PyTorch's gradients of the sum of all ranks' losses plus a penalty, multiplied by ``grad_scale``.
 
     The penalty is the sum of squares of the losses' gradients, which are also multiplied by ``grad_scale``.
     """
     module = baseline.build_module().to(dtype)
-    participants = [
-        make_plain_participant(baseline, REDUCED_GRADIENTS, rank, dtype, None) for rank in range(baseline.data_size)
-    ]
+    participants = [make_plain_participant(baseline, variant, rank, dtype, None) for rank in range(baseline.data_size)]
     losses = [participant.loss(module(participant.inputs())) for participant in participants]
-    torch.autograd.backward(grad_scale * add_gradient_penalty(torch.stack(losses).sum(), module, grad_scale)[0])
+    total, _ = add_gradient_penalty(torch.stack(losses).sum(), module, variant, grad_scale)
+    torch.autograd.backward(grad_scale * total)
     return dict(collect_grads(module))
 
 
@@ -275,8 +291,11 @@ LAWS = (
             "a penalty on weight gradients, a rank's own or all ranks' as claimed, has plain PyTorch's gradients",
             features=RETAINED_FEATURES,
             variants=(
-                Variant(OWN_GRADIENTS, (Feature.OWN_WEIGHT_GRADIENTS,)),
-                Variant(REDUCED_GRADIENTS, (Feature.REDUCED_WEIGHT_GRADIENTS,), exact_by_sum=True),
+                *(Variant(f"{OWN_GRADIENTS}{end}", (Feature.OWN_WEIGHT_GRADIENTS,)) for end in ("", BATCHED)),
+                *(
+                    Variant(f"{REDUCED_GRADIENTS}{end}", (Feature.REDUCED_WEIGHT_GRADIENTS,), exact_by_sum=True)
+                    for end in ("", BATCHED)
+                ),
             ),
             kept_because="the only backward through the gradients of weights",
         ),

@@ -305,3 +305,26 @@ class OverflowSeenOnRankZero(Around):
             return decide_on_rank_0
 
         seams.wrap_unscale_and_clip(self.right, wrap)
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("training.small_gradients", model="exact", dtype="fp16"),
+    origin=Origin.BLIND_9,
+)
+class UnscalesInHalf(Around):
+    """Divides gradients by fp16's loss scale in fp16, in which small gradients are lost."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(unscale_and_clip: seams.UnscaleAndClip) -> seams.UnscaleAndClip:
+            def unscale_in_half(reduced: Mapping[str, Tensor]) -> bool:
+                is_finite = unscale_and_clip(reduced)
+                for grad in reduced.values():
+                    grad.copy_(grad.half())
+                return is_finite
+
+            return unscale_in_half
+
+        seams.wrap_unscale_and_clip(self.right, wrap)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from zharness.mutants.mutant import (
     mutant,
     mutant_factory,
 )
+from zharness.mutants.tensor_access import AroundSharded
 from zharness.parity import Part
 
 
@@ -255,3 +257,22 @@ def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> Reference
     A resumed training differs from a training that was never interrupted.
     """
     return seams.build(model, config, _CopiesModelToMasters)
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("parameters.edited_and_stepped", Part.GATHER, model="similar", dtype="bf16", stage=2),
+    origin=Origin.BLIND_9,
+)
+class AnEditRoundsWhatItLeaves(AroundSharded):
+    """Rounds through bf16 the master weights that were gathered for an edit and that nobody edited."""
+
+    @contextmanager
+    def gathered(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        with self.right.gathered(names) as weights:
+            before = {name: weight.clone() for name, weight in weights.items()}
+            yield weights
+            left = [name for name, weight in before.items() if torch.equal(weight, weights[name])]
+        for name in left:
+            if self.module.get_parameter(name).requires_grad:
+                self.access.write_param(name, self.right.read_param(name).bfloat16().float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from zharness.mutants.mutant import (
     mutant_factory,
 )
 from zharness.parity import Part
+from zharness.reference.client.meta_init import find_deferred_modules
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.deferred", Part.GATHER), origin=Origin.GRAPHS)
@@ -231,3 +233,21 @@ def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchE
     engine = ddp.factory(model, config)
     engine.__class__ = Forking
     return engine
+
+
+@mutant(FaultKind.RANKS, Target("parameters.deferred", Part.GATHER), origin=Origin.BLIND_9)
+class DrawsOnEachRank(Around):
+    """Draws the initial weights of a model on the meta device on each rank, by the rank's own generator."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        own, state = deepcopy(model), torch.get_rng_state()
+        deferred = find_deferred_modules(own)
+        super().__init__(model, config)
+        if deferred:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state)
+                for module in deferred:
+                    module.materialise(torch.device("cpu"))
+            for parameter, drawn in zip(self.module.parameters(), own.parameters(), strict=True):
+                parameter.copy_(drawn)

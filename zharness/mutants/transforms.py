@@ -15,7 +15,7 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.mutants import seams, seams_engines, seams_stage3
-from zharness.mutants.around import Around, in_backward
+from zharness.mutants.around import Around, HookedParameters, in_backward
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -260,3 +260,25 @@ def ddp_detaches_keywords(model: nn.Module, config: EngineConfig) -> TorchEngine
 
     seams_engines.wrap_forward(engine, wrap)
     return engine
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced_batched"),
+    origin=Origin.BLIND_9,
+)
+class UsesOneRowOfABatch(HookedParameters):
+    """If gradients of weights are computed for a batch of output gradients, uses the first of these for all."""
+
+    stages = (3,)
+
+    def changed(self, grad: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if grad is None:  # a parameter that autograd.grad was asked for and that nothing used
+            return None
+        rows: list[Tensor] = []
+
+        def first_row(row: Tensor) -> Tensor:
+            rows.append(row)
+            return rows[0]
+
+        return torch_private.map_batch_rows(first_row, grad)

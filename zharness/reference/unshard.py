@@ -302,12 +302,12 @@ class GradCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective) -> Tensor:
-        """Run the collective, row by row if ``tensor`` is batched by ``is_grads_batched``. This is a collective."""
+        """Run the collective on ``tensor``. This is a collective."""
         collectives = unsharded_param.context.collectives
         is_reduce = collective is GradCollective.REDUCE_SCATTER
         run = collectives.reduce_grad if is_reduce else collectives.all_gather_grad
         with private.suspend_transforms():
-            return private.map_batch_rows(lambda row: run(unsharded_param.model_param, row), tensor)
+            return run(unsharded_param.model_param, tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, UnshardedParam, GradCollective], output: Tensor) -> None:
@@ -335,6 +335,14 @@ class GradCollectiveFunction(torch.autograd.Function):
 def _run_grad_collective(
     tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective = GradCollective.REDUCE_SCATTER
 ) -> Tensor:
-    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. This is a collective."""
-    result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, tensor, unsharded_param, collective)
-    return result
+    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. This is a collective.
+
+    A tensor that is batched by ``is_grads_batched`` is taken apart before the Function runs: autograd records what
+    happens to the rows, and nothing of what a Function does with the batch.
+    """
+
+    def run(row: Tensor) -> Tensor:
+        result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, row, unsharded_param, collective)
+        return result
+
+    return private.map_batch_rows(run, tensor)

@@ -1,0 +1,62 @@
+"""Mutants that keep a copy of weights or gradients for longer than it is right."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams, seams_stage3
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.tensor_access import AroundSharded
+from zharness.parity import Part
+
+
+@mutant(FaultKind.STALE, Target("state.resume", Part.FORWARD, variant="adamw"), origin=Origin.BLIND_9)
+class KeepsWeightsOfAnEvaluation(Around):
+    """Keeps full weights that a forward in evaluation mode gathered until the next step, also over loads and writes."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept: dict[str, Tensor] = {}
+
+        def wrap(fetch: seams_stage3.Fetch) -> seams_stage3.Fetch:
+            def fetch_or_copy(param: seams.ModelParam, full: Tensor) -> None:
+                if not self.module.training and param.name in self.kept:
+                    full.copy_(self.kept[param.name])
+                    return
+                fetch(param, full)
+                if not self.module.training:
+                    self.kept[param.name] = full.clone()
+
+            return fetch_or_copy
+
+        seams_stage3.wrap_fetch(self.right, wrap)
+
+    def step(self) -> None:
+        self.right.step()
+        self.kept.clear()
+
+
+@mutant(FaultKind.CONTRIBUTION, Target("access.write_grad", model="similar"), origin=Origin.BLIND_9)
+class WrittenGradHidesLaterOnes(AroundSharded):
+    """If the caller replaces a gradient inside an accumulation window, drops the gradients that come after it."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.written: dict[str, Tensor] = {}
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        self.written[name] = value.clone()
+        self.access.write_grad(name, value)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        for name, value in self.written.items():
+            self.access.write_grad(name, value)
+
+    def zero_grad(self) -> None:
+        self.written.clear()
+        self.right.zero_grad()

@@ -1,0 +1,77 @@
+"""Mutants that are wrong only if a weight is used inside and outside a block that a reentrant checkpoint recomputes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness import torch_private
+from zharness.engines import EngineConfig
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+
+
+class FollowsGraphTasks(Around):
+    """The base class of mutants that change a gradient by the backward in which the parameter got the one before.
+
+    ``output_task`` is the backward that reached the output of the engine last: the caller's, unless the whole model is
+    checkpointed; -1 since the last step, for a backward need not reach it. The backward of a reentrant checkpoint runs
+    inside it, and has a higher number.
+    """
+
+    stages = (0, 1)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.output_task = -1
+        self.last_task: dict[nn.Parameter, int] = {}
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self.changed_if_seen, parameter))  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self.note_task)  # type: ignore[no-untyped-call]
+        return output
+
+    def note_task(self, _grad: Tensor) -> None:
+        """Keep the number of the backward that runs now."""
+        self.output_task = torch_private.current_graph_task_id()
+
+    def changed_if_seen(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """Return the gradient that replaces ``grad``, which follows another one of the caller's backward."""
+        task, before = torch_private.current_graph_task_id(), self.last_task.get(parameter, -1)
+        self.last_task[parameter] = task
+        return self.changed(grad, before, task) if min(before, task) == self.output_task > -1 else grad
+
+    def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
+        """Return the gradient that replaces ``grad`` of the backward ``task``; the one before came in ``before``."""
+        raise NotImplementedError
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("checkpointing.two_regions", model="blocks", variant="reentrant_last"),
+    origin=Origin.BLIND_9,
+)
+class DropsTheUseOutsideACheckpoint(FollowsGraphTasks):
+    """Drops the gradient of a weight outside a reentrant checkpoint if it comes after the one inside."""
+
+    def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
+        return torch.zeros_like(grad) if task < before else grad
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("checkpointing.two_regions", model="blocks", variant="reentrant_first"),
+    origin=Origin.BLIND_9,
+)
+class DoublesTheUseInsideACheckpoint(FollowsGraphTasks):
+    """Counts the gradient of a weight inside a reentrant checkpoint twice if the one outside came before it."""
+
+    def changed(self, grad: Tensor, before: int, task: int) -> Tensor:
+        return 2 * grad if task > before else grad
