@@ -65,6 +65,7 @@ class Feature(Enum):
     READ_OUT = "reading the gradient, weight or optimizer state of a named parameter"
     WINDOW_READ_OUT = "reading a gradient inside an accumulation window"
     WRITE_IN = "replacing the gradient, weight or optimizer state of a named parameter"
+    WINDOW_WRITE_IN = "replacing a gradient inside an accumulation window, to which later micro-batches add theirs"
     WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 

@@ -40,7 +40,12 @@ class KeepsWeightsOfAnEvaluation(Around):
         self.kept.clear()
 
 
-@mutant(FaultKind.CONTRIBUTION, Target("access.write_grad", model="similar"), origin=Origin.BLIND_9)
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("access.write_grad", model="similar", variant="inside_caller"),
+    Target("access.write_grad", model="similar", variant="inside_engine"),
+    origin=Origin.BLIND_9,
+)
 class WrittenGradHidesLaterOnes(AroundSharded):
     """If the caller replaces a gradient inside an accumulation window, drops the gradients that come after it."""
 

@@ -12,7 +12,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out, require_shard_access, require_write_in
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
-from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
 from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -41,9 +41,11 @@ from zharness.laws.access.common import (
     write_copy,
 )
 from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
+INSIDE = "inside_"  # the start of the names of variants that write inside an accumulation window, before its last batch
 BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
 # Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
@@ -55,26 +57,25 @@ OLD_NORM_HINT = "it is the norm of the gradients from before the write"
 
 def observe_write_grad(ctx: RankContext) -> None:
     """Replace gradients before the step, read the new gradients, and record norm and weights after the step."""
-    owner = next((owner for owner in AccumulationOwner if owner.value == ctx.variant), None)
+    owner = find_owner(ctx.variant)
     accumulation = {} if owner is None else {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": owner}
     clip = CLIP if ctx.variant.startswith(CLIPPED) else None
     engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip, **accumulation)
     weights = optimizer_weights(engine)
     ctx.record("weights", weights, 0)
     ctx.record("state", {}, 0)
+    written = new_values(weights, ctx.seed)
+    ctx.record("written", written)
     for micro in range(1 if owner is None else ACCUMULATION_STEPS):
         loss = ctx.loss(engine, micro)
         engine.backward(loss / ACCUMULATION_STEPS if owner is AccumulationOwner.CALLER else loss)
+        if ctx.variant.startswith(INSIDE) and micro + 1 < ACCUMULATION_STEPS:
+            write_grads(ctx, engine, written)
         if owner is AccumulationOwner.ENGINE and micro + 1 < ACCUMULATION_STEPS:
             engine.step()
     ctx.record("grads", engine.full_grads())
-    written = new_values(weights, ctx.seed)
-    if ctx.variant == ONE:
-        written = dict([list(written.items())[len(written) // 2]])
-    if ctx.variant == TWICE:
-        write_grads(ctx, engine, new_values(weights, ctx.seed + 1))
-    write_grads(ctx, engine, written)
-    ctx.record("written", written)
+    if not ctx.variant.startswith(INSIDE):
+        write_before_step(ctx, engine, written)
     ctx.record("read", read_all(trained_names(engine), require_read_out(engine).read_grad))
     engine.step()
     if clip is not None:
@@ -84,6 +85,23 @@ def observe_write_grad(ctx: RankContext) -> None:
     ctx.record("weights", optimizer_weights(engine), 1)
     ctx.record("state", {}, 1)
     engine.close()
+
+
+def find_owner(variant: str) -> AccumulationOwner | None:
+    """Return who owns the accumulation window of a law variant of ``write_grad``, or None if it has no window."""
+    return next((owner for owner in AccumulationOwner if owner.value == variant.removeprefix(INSIDE)), None)
+
+
+def write_before_step(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
+    """Replace the gradients by ``values`` at the end of the accumulation window, in the way of the law variant."""
+    if ctx.variant == TWICE:
+        write_grads(ctx, engine, new_values(values, ctx.seed + 1))
+    write_grads(ctx, engine, select_written(ctx.variant, values))
+
+
+def select_written(variant: str, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return those of ``values`` that the law variant writes: one of them, or all."""
+    return dict([list(values.items())[len(values) // 2]]) if variant == ONE else values
 
 
 def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
@@ -98,10 +116,16 @@ def write_grads(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) 
 
 
 def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that the engine returns the new gradients, and that the norm, the clipping and the update use them."""
+    """Check that the engine returns the new gradients, and that the norm, the clipping and the update use them.
+
+    Where they were written inside the accumulation window, the last micro-batch is added to them.
+    """
+    if ctx.variant.startswith(INSIDE):
+        yield from judge_written_inside(ctx)
+        return
     records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
-    for rank, (before, written, read) in enumerate(records):
-        expected = {**before, **written}
+    for rank, (before, values, read) in enumerate(records):
+        expected = {**before, **select_written(ctx.variant, values)}
         check_names("read_grad", expected, {name: grad for name, grad in read.items() if name in expected})
         for name, grad in expected.items():
             place, found = ctx.location(name, Part.REDUCTION, 0, rank), read[name]
@@ -109,9 +133,28 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
             is_old = torch.equal(before[name].to(found.dtype), found)
             yield add_hint(comparison, UNWRITTEN_HINT) if is_old else comparison
     grads_before = ctx.rank_records("grads")[0]
-    grads = {**grads_before, **ctx.rank_records("written")[0]}
+    grads = {**grads_before, **select_written(ctx.variant, ctx.rank_records("written")[0])}
     factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP, {OLD_NORM_HINT: grads_before})
     yield from judge_step(ctx, UNIT_LR_SGD, grads, RecordedStep(0, "weights"), factor)
+    yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
+
+
+def judge_written_inside(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that the gradients of the step are the written ones plus that of the last micro-batch of the window."""
+    micros = range(ACCUMULATION_STEPS)
+    divided = [ctx.compute_local_grads(micro, weigh=divide_loss_by(ACCUMULATION_STEPS)) for micro in micros]
+    written = LocalResult(divided[0][0].loss, dict(ctx.rank_records("written")[0]))
+    rows = [[written] * ctx.data_size, divided[-1]]
+    suspects = {
+        "the gradient as if nothing had been written": divided,
+        "the gradient that was written, without the last micro-batch": rows[:1],
+        "the gradient of the last micro-batch, without what was written": rows[1:],
+    }
+    exact = ctx.certify_exactness(micros) if ctx.dtype is torch.float32 else False
+    scale = float(ACCUMULATION_STEPS)  # compare_reduced_grads divides by the number of rows
+    for label in ("read", "grads"):
+        yield from ctx.compare_reduced_grads(label, rows, exact=exact, scale=scale, suspects=suspects)
+    yield from judge_step(ctx, UNIT_LR_SGD, ctx.rank_records("read")[0], RecordedStep(0, "weights"))
     yield from compare_ranks_after_step(ctx, RecordedStep(1, "weights"))
 
 
@@ -237,6 +280,10 @@ LAWS = (
             write_variant(TWICE),
             write_variant(CLIPPED, Feature.CLIP),
             *(write_variant(owner.value, feature) for owner, feature in OWNER_FEATURES.items()),
+            *(
+                Variant(f"{INSIDE}{owner.value}", (Feature.WRITE_IN, Feature.WINDOW_WRITE_IN, feature))
+                for owner, feature in OWNER_FEATURES.items()
+            ),
             write_variant(SHARD),
             write_variant(CLIPPED_SHARD, Feature.CLIP),
         ),
