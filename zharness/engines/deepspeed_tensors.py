@@ -81,19 +81,25 @@ class DeepSpeedTensorReader:
 
     @contextmanager
     def edit_weights(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """Yield full weights to edit; at the end every rank's parameters and master weights have rank 0's values."""
-        from deepspeed.utils import safe_set_full_fp32_param
+        """Yield full weights to edit; at the end every rank's parameters and master weights have rank 0's values.
+
+        In a master weight, elements that were not edited keep their values, which are more precise.
+        """
+        from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
         chosen = [self.params[name] for name in names]
         with self.gather_params(chosen, modifier_rank=0):
+            before = [param.detach().clone() for param in chosen]
             yield {name: self.params[name].detach() for name in names}
             values = [param.detach().clone() for param in chosen]
-        for param, value in zip(chosen, values, strict=True):
+        for param, old, value in zip(chosen, before, values, strict=True):
             dist.broadcast(value, src=0)
             if self.stage < 3:
                 param.detach().copy_(value)
             with self.links.applied():
-                safe_set_full_fp32_param(param, value)
+                master = safe_get_full_fp32_param(param)
+                edited = value if master is None else torch.where(old == value, master, value.to(master.dtype))
+                safe_set_full_fp32_param(param, edited)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer state by parameter name and key, which is empty before the first step."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from zharness.engines.protocol import Engine, Feature, require_gathered
+from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import (
@@ -16,23 +17,31 @@ from zharness.law_kit.optimizer_step import (
     judge_step,
 )
 from zharness.law_kit.optimizers import ADAMW
+from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.access.common import new_values
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 BEFORE_STEP = "before_step"  # the edit is between backward and step
+PARTLY = "partly"  # every weight is gathered, and every other one is edited
+EVALUATED = "evaluated"  # forwards in evaluation mode come before and after the edit
 STEPS = 3
 EDITED_STEP = 1
+UNEDITED_HINT = "nobody edited it"
 
 
 def observe_edited_and_stepped(ctx: RankContext) -> None:
-    """Train steps, and edit every weight, frozen ones too, before the second forward or the second step."""
+    """Train steps, and edit weights, frozen ones too, before the second forward or the second step."""
     engine = ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
         is_edited = step == EDITED_STEP
+        if ctx.variant == EVALUATED:
+            evaluate(ctx, engine, step)
         if is_edited and ctx.variant != BEFORE_STEP:
             edit(ctx, engine)
         ctx.record("forward-params", engine.full_params(), step)
+        if is_edited and ctx.variant == EVALUATED:
+            evaluate(ctx, engine, STEPS)
         engine.backward(ctx.loss(engine, step))
         if is_edited and ctx.variant == BEFORE_STEP:
             edit(ctx, engine)
@@ -52,31 +61,35 @@ def find_time(step: int) -> int:
     return 2 * step
 
 
+def evaluate(ctx: RankContext, engine: Engine, time: int) -> None:
+    """Run a forward in evaluation mode without gradients, and record its loss."""
+    with eval_mode(engine), torch.no_grad():
+        ctx.loss(engine, time, "evaluated")
+
+
 @torch.no_grad()
 def edit(ctx: RankContext, engine: Engine) -> None:
-    """Replace every weight on rank 0, and by other numbers on the other ranks. Record the new weights of rank 0.
+    """Replace weights on rank 0, and by other numbers on the other ranks. Record the new weights of rank 0.
 
     Every new weight differs from the old one: an engine may keep a master weight whose rounded value was not changed.
     """
     before = engine.full_params()
     values = new_values(before, ctx.seed)
     edited = {name: torch.where(value == before[name], 2 * value, value) for name, value in values.items()}
+    edited = {name: edited[name] for name in (list(edited)[::2] if ctx.variant == PARTLY else edited)}
     ctx.record("edited", edited)
-    with require_gathered(engine).gathered(list(edited)) as weights:
+    with require_gathered(engine).gathered(list(before)) as weights:
         for name, value in edited.items():
             weights[name].copy_(value if ctx.rank == 0 else torch.full_like(value, 7.0))
 
 
 def judge_edited_and_stepped(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that weights and master weights are the edited ones, and judge every forward, gradient and step."""
-    edited = ctx.rank_records("edited")[0]
     for step in range(STEPS):
         if step == EDITED_STEP:
-            for label in ("params", "masters"):
-                for rank, record in enumerate(ctx.rank_records(label, find_time(step))):
-                    for name, weight in record.items():
-                        place = ctx.location(name, Part.GATHER, step, rank)
-                        yield compare_bitwise(place, edited[name].to(weight.dtype), weight)
+            yield from judge_edit(ctx)
+        if ctx.variant == EVALUATED:
+            yield from judge_evaluations(ctx, step)
         local = ctx.compute_local_grads(step, ctx.rank_records("forward-params", step)[0])
         yield from ctx.compare_losses(step, local)
         yield from ctx.compare_reduced_grads("grads", [local], step)
@@ -85,6 +98,30 @@ def judge_edited_and_stepped(ctx: JudgeContext) -> Iterator[Comparison]:
         after = RecordedStep(find_time(step) + 1, "masters")
         yield from compare_ranks_after_step(ctx, after)
         yield from compare_published_weights(ctx, after, "params")
+
+
+def judge_edit(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare weights and master weights after the edit with the edited ones, and the others with those before it."""
+    edited, time = ctx.rank_records("edited")[0], find_time(EDITED_STEP)
+    for label in ("params", "masters"):
+        for rank, (before, after) in enumerate(
+            zip(ctx.rank_records(label, time - 1), ctx.rank_records(label, time), strict=True)
+        ):
+            for name, weight in after.items():
+                place = ctx.location(name, Part.GATHER, EDITED_STEP, rank)
+                comparison = compare_bitwise(place, edited.get(name, before[name]).to(weight.dtype), weight)
+                yield comparison if name in edited else add_hint(comparison, UNEDITED_HINT)
+
+
+def judge_evaluations(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
+    """Compare the forward in evaluation mode before a step and its edit, and the one after the edit."""
+    weights_before = ctx.rank_records("params", find_time(step) - 1)[0] if step else None
+    times = {step: weights_before}
+    if step == EDITED_STEP:
+        times[STEPS] = ctx.rank_records("forward-params", step)[0]
+    for time, weights in times.items():
+        expected = [ctx.baseline.run_forward(at, time, weights) for at in range(ctx.data_size)]
+        yield from ctx.compare_losses(time, expected, "evaluated")
 
 
 LAWS = (
@@ -97,7 +134,7 @@ LAWS = (
         judge=judge_edited_and_stepped,
         features=(Feature.PARAMETERS, Feature.EDITS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
-        variants=(Variant(), Variant(BEFORE_STEP)),
+        variants=tuple(map(Variant, ("", BEFORE_STEP, PARTLY, EVALUATED))),
         kept_because="the only edits that a step of the optimizer follows, and the only ones of master weights",
     ),
 )

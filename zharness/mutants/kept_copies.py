@@ -12,7 +12,13 @@ from zharness.mutants.tensor_access import AroundSharded
 from zharness.parity import Part
 
 
-@mutant(FaultKind.STALE, Target("state.resume", Part.FORWARD, variant="adamw"), origin=Origin.BLIND_9)
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_param", Part.FORWARD, model="similar", variant="evaluated"),
+    Target("parameters.edited_and_stepped", Part.FORWARD, model="similar", variant="evaluated"),
+    Target("state.resume", Part.FORWARD, variant="adamw"),
+    origin=Origin.BLIND_9,
+)
 class KeepsWeightsOfAnEvaluation(Around):
     """Keeps full weights that a forward in evaluation mode gathered until the next step, also over loads and writes."""
 

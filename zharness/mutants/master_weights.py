@@ -261,7 +261,7 @@ def masters_rounded_on_load(model: nn.Module, config: EngineConfig) -> Reference
 
 @mutant(
     FaultKind.AUTOCAST,
-    Target("parameters.edited_and_stepped", Part.GATHER, model="similar", dtype="bf16", stage=2),
+    Target("parameters.edited_and_stepped", Part.GATHER, model="similar", dtype="bf16", variant="partly"),
     origin=Origin.BLIND_9,
 )
 class AnEditRoundsWhatItLeaves(AroundSharded):

@@ -21,6 +21,7 @@ from zharness.law_kit.optimizer_step import (
     judge_step,
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_record_of_ranks, compare_records
 from zharness.laws.access.common import (
@@ -47,10 +48,11 @@ from zharness.parity.compare import check_names
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
 INSIDE = "inside_"  # the start of the names of variants that write inside an accumulation window, before its last batch
 BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
+EVALUATED = "evaluated"  # as FORWARD, with a forward in evaluation mode before the write and one after it
 # Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
 SHARD_VARIANTS = (SHARD, CLIPPED_SHARD, FORWARD_SHARD)
-FORWARD_VARIANTS = (FORWARD, FORWARD_SHARD)
+FORWARD_VARIANTS = (FORWARD, FORWARD_SHARD, EVALUATED)
 UNWRITTEN_HINT = "it is the gradient from before the write"
 OLD_NORM_HINT = "it is the norm of the gradients from before the write"
 
@@ -165,11 +167,15 @@ def observe_write_param(ctx: RankContext) -> None:
     if ctx.variant == BEFORE_STEP:
         train_micro_batch(ctx, engine, 0)
         grads = engine.full_grads()
+    if ctx.variant == EVALUATED:
+        evaluate(ctx, engine, 0)
     write_params(ctx, engine, written)
     ctx.record("weights", written, 0)
     ctx.record("read", read_all(written, require_read_out(engine).read_param))
     if ctx.variant in FORWARD_VARIANTS:
         ctx.record("params", engine.full_params())
+    if ctx.variant == EVALUATED:
+        evaluate(ctx, engine, 1)
     if ctx.variant != BEFORE_STEP:
         train_micro_batch(ctx, engine, 0)
         grads = engine.full_grads()
@@ -181,6 +187,12 @@ def observe_write_param(ctx: RankContext) -> None:
     for step in range(2):
         ctx.record("state", {}, step)
     engine.close()
+
+
+def evaluate(ctx: RankContext, engine: Engine, time: int) -> None:
+    """Run a forward in evaluation mode without gradients, and record its loss, before (0) or after (1) the write."""
+    with eval_mode(engine), torch.no_grad():
+        ctx.loss(engine, time, "evaluated")
 
 
 def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor]) -> None:
@@ -197,11 +209,15 @@ def write_params(ctx: RankContext, engine: Engine, values: Mapping[str, Tensor])
 def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new weights, and that the step uses them.
 
-    In the variants FORWARD and FORWARD_SHARD, the forward has to use the new weights too.
+    In the variants FORWARD, FORWARD_SHARD and EVALUATED, the forward has to use the new weights too.
     """
     yield from compare_records(ctx, "weights", "read", 0, 0, Part.GATHER)
     if ctx.variant in FORWARD_VARIANTS:
         params = ctx.rank_records("params")[0]
+        if ctx.variant == EVALUATED:
+            for time, weights in enumerate((None, {**params, **ctx.rank_records("weights")[0]})):
+                expected = [ctx.baseline.run_forward(rank, time, weights) for rank in range(ctx.data_size)]
+                yield from ctx.compare_losses(time, expected, "evaluated")
         yield from compare_published_weights(ctx, RecordedStep(0, "weights"), "params")
         local = ctx.compute_local_grads(0, {**params, **ctx.rank_records("weights")[0]})
         yield from ctx.compare_losses(0, local)
