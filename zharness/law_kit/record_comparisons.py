@@ -70,8 +70,11 @@ def blame_stale_weights(ctx: JudgeContext, step: int, micro: int, mismatch: Mism
     return mismatch
 
 
-def matches_plain_loss(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor]) -> bool:
-    """Return whether the loss of ``mismatch`` is that of plain PyTorch with ``params``, with or without gradients."""
+def matches_plain_loss(ctx: JudgeContext, micro: int, mismatch: Mismatch, params: Mapping[str, Tensor] | None) -> bool:
+    """Return whether the loss of ``mismatch`` is that of plain PyTorch with ``params``, with or without gradients.
+
+    If ``params`` is None, these are the initial weights.
+    """
     at = ctx.data_coordinate(mismatch.seen_on)
     losses = [ctx.baseline.run_rank(at, micro, params).loss]
     with torch.no_grad():

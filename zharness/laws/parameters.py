@@ -20,7 +20,7 @@ from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.record_comparisons import compare_initial_weights, compare_record_of_ranks
 from zharness.law_kit.scenario_baseline import collect_grads
 from zharness.law_kit.scenario_law import scenario_law
 from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, UnusedGrads
@@ -215,13 +215,20 @@ def find_used_parameters(ctx: JudgeContext, module: nn.Module, step: int, branch
     return set(collect_grads(module))
 
 
+OWN_GENERATORS = "own_generators"
+
+
 def observe_deferred(ctx: RankContext) -> None:
-    """Build the engine around a model on the meta device, and record its initial weights and gradients."""
+    """Build the engine around a model on the meta device, and record its initial weights and gradients.
+
+    Rank 0 draws the same numbers as for the eager model, because torch's generator has the same seed. In one law
+    variant the generators of other ranks have other seeds.
+    """
     with torch.device("meta"):
         model = ctx.spec.build()
-    engine = ctx.build_engine_around(
-        model
-    )  # draws the same numbers as for the eager model: torch's generator has the same seed
+    if ctx.variant == OWN_GENERATORS and ctx.rank > 0:
+        torch.manual_seed(ctx.seed + ctx.rank)
+    engine = ctx.build_engine_around(model)
     ctx.record("params", engine.full_params())
     ctx.train(engine, step=0)
     ctx.record("grads", engine.full_grads())
@@ -231,6 +238,7 @@ def observe_deferred(ctx: RankContext) -> None:
 def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the initial weights, losses and gradients with those of the same model built on a real device."""
     yield from compare_initial_weights(ctx)
+    yield from compare_record_of_ranks(ctx, "params", 0, 0)
     local = ctx.compute_local_grads(step=0)
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local])
@@ -351,6 +359,7 @@ LAWS = (
         observe=observe_deferred,
         judge=judge_deferred,
         features=(Feature.DEFERRED,),
+        variants=(Variant(), Variant(OWN_GENERATORS)),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that builds on the meta device",
     ),

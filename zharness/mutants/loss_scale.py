@@ -306,6 +306,9 @@ class OverflowSeenOnRankZero(Around):
 
         seams.wrap_unscale_and_clip(self.right, wrap)
 
+    def full_grads(self) -> dict[str, Tensor]:
+        return {name: grad.half().to(grad.dtype) for name, grad in self.right.full_grads().items()}
+
 
 @mutant(
     FaultKind.LOSS_SCALE,
@@ -328,3 +331,6 @@ class UnscalesInHalf(Around):
             return unscale_in_half
 
         seams.wrap_unscale_and_clip(self.right, wrap)
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return {name: grad.half().to(grad.dtype) for name, grad in self.right.full_grads().items()}

@@ -235,7 +235,7 @@ def same_mask_in_every_forward(model: nn.Module, config: EngineConfig) -> TorchE
     return engine
 
 
-@mutant(FaultKind.RANKS, Target("parameters.deferred", Part.GATHER), origin=Origin.BLIND_9)
+@mutant(FaultKind.RANKS, Target("parameters.deferred", Part.GATHER, variant="own_generators"), origin=Origin.BLIND_9)
 class DrawsOnEachRank(Around):
     """Draws the initial weights of a model on the meta device on each rank, by the rank's own generator."""
 

@@ -23,7 +23,12 @@ from zharness.law_kit.optimizer_step import (
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_record_of_ranks, compare_records
+from zharness.law_kit.record_comparisons import (
+    STALE_FORWARD_HINT,
+    compare_record_of_ranks,
+    compare_records,
+    matches_plain_loss,
+)
 from zharness.laws.access.common import (
     ACCUMULATION_STEPS,
     ALIGNED,
@@ -215,9 +220,7 @@ def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     if ctx.variant in FORWARD_VARIANTS:
         params = ctx.rank_records("params")[0]
         if ctx.variant == EVALUATED:
-            for time, weights in enumerate((None, {**params, **ctx.rank_records("weights")[0]})):
-                expected = [ctx.baseline.run_forward(rank, time, weights) for rank in range(ctx.data_size)]
-                yield from ctx.compare_losses(time, expected, "evaluated")
+            yield from judge_evaluations(ctx, {**params, **ctx.rank_records("weights")[0]})
         yield from compare_published_weights(ctx, RecordedStep(0, "weights"), "params")
         local = ctx.compute_local_grads(0, {**params, **ctx.rank_records("weights")[0]})
         yield from ctx.compare_losses(0, local)
@@ -226,6 +229,16 @@ def judge_write_param(ctx: JudgeContext) -> Iterator[Comparison]:
     after = RecordedStep(1, "weights")
     yield from compare_ranks_after_step(ctx, after)
     yield from compare_published_weights(ctx, after, "params")
+
+
+def judge_evaluations(ctx: JudgeContext, written: Mapping[str, Tensor]) -> Iterator[Comparison]:
+    """Compare the forwards in evaluation mode before and after the write; ``written`` are the weights after it."""
+    for time, weights in enumerate((None, written)):
+        expected = [ctx.baseline.run_forward(at, time, weights) for at in range(ctx.data_size)]
+        for comparison in ctx.compare_losses(time, expected, "evaluated"):
+            found = comparison.mismatch
+            is_stale = found is not None and matches_plain_loss(ctx, time, found, None)
+            yield add_hint(comparison, f"{STALE_FORWARD_HINT} the write") if is_stale else comparison
 
 
 def observe_write_state(ctx: RankContext) -> None:
