@@ -55,9 +55,16 @@ FALLING_SCHEDULE = (
 
 
 def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
-    """Build an engine around a model with a buffer, and in the law variant "idle" with an unused parameter."""
+    """Build an engine around a model with a buffer.
+
+    In the law variant "idle" it has an unused parameter, and in "transposed" weights that are not contiguous.
+    """
     model = ctx.spec.model(ctx.seed)
     model.register_buffer("seen", torch.zeros(()))
+    if ctx.variant == "transposed":
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.detach().t().contiguous().t()
     if ctx.variant == "idle":
         model.register_parameter("idle", nn.Parameter(torch.ones(IDLE_NUMEL)))
     return ctx.build_engine_around(model, optimizer=optimizer)
@@ -207,6 +214,7 @@ LAWS = (
             Variant("centered", compares_engine_with_itself=True),
             Variant("buffers", (Feature.RANK_BUFFERS,), compares_engine_with_itself=True),
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+            Variant("transposed", (Feature.PARAMETERS,), compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,

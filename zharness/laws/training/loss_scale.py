@@ -25,7 +25,7 @@ from zharness.workload.models import SAMPLES
 LOSS_POWERS = (0, 3, -2)
 # The gradients are about 2^-20: with this rate they move weights of 1 by amounts that fp32 holds.
 LARGE_LR_SGD = OptimizerSpec(name="sgd", args={"lr": 2.0**16})
-ROUNDED_HINT = "it is the gradient rounded to fp16 without the loss scale"
+ROUNDED_HINT = "the gradient rounded to fp16 without the loss scale"
 
 
 def observe_loss_scale_power(ctx: RankContext) -> None:
