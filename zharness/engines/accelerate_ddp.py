@@ -40,6 +40,7 @@ REFUSES: dict[Feature, str] = {
     **{feature: reason for feature, reason in ddp.REFUSES.items() if feature is not Feature.ENGINE_ACCUMULATION},
     Feature.AUTOCAST: f"its mixed_precision also converts the model's outputs to float32 ({DOCUMENTATION})",
     Feature.WINDOW_READ_OUT: "inside accumulate() gradients are each rank's own until the last backward of the window",
+    Feature.WINDOW_WRITE_IN: "inside accumulate() gradients are each rank's own until the last backward of the window",
 }
 _STATIC_GRAPH = ddp.CAPABILITIES.engine_options["static_graph"]
 VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
