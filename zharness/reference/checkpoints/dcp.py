@@ -56,7 +56,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
         Raises CheckpointError for any other name, without importing its module.
         """
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2, that of Debian 12, pickles a member of an enum so
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of an enum like this
             return _get_enum_member
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
