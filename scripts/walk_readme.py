@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from suites.meta.documents import ROOT, code_blocks, parse_commands, python_files
 
 README = ROOT / "README.md"
+ENDED = (124, 137, -9)  # the exit codes with which a command ends that ran too long
 INSTALLED_CLONE = re.compile(r'-e (?:"?\.(\[[\w,]+\])?"?) -c constraints\.txt')
 
 
@@ -60,12 +61,12 @@ class Walk:
     def run(self, line: str, seconds: float) -> tuple[int | None, str, float]:
         """Run a command in bash; return its exit code (None if it was ended), its output, and the seconds it took."""
         began = time.monotonic()
-        command = ["timeout", "--signal=INT", "--kill-after=20", str(seconds), "bash", "-c", self.translate(line)]
+        command = ["timeout", "--signal=INT", "--kill-after=60", str(seconds), "bash", "-c", self.translate(line)]
         done = subprocess.run(
             command, cwd=self.work, env=self.describe_environment(), stdin=subprocess.DEVNULL, capture_output=True,
             text=True,
         )  # fmt: skip
-        code = None if done.returncode in (124, 137) else done.returncode
+        code = None if done.returncode in ENDED else done.returncode
         return code, done.stdout + done.stderr, time.monotonic() - began
 
 
