@@ -5,8 +5,8 @@
 ``clone`` installs a fresh clone of this repository and works in it. ``wheel`` builds a wheel of the clone, installs it
 and works in a folder beside it; there the commands that install the clone install the wheel. FOLDER must not exist. The
 Python files that the README shows are written before the first command. A command is skipped that contains one of the
-TEXTs, such as the name of an engine; one that runs longer than ``--minutes`` is ended. The exit code is 1 if a command
-is ended, prints a traceback, or has an exit code other than 0 and 1, which a broken law has.
+TEXTs, such as the name of an engine. One that runs longer than ``--minutes`` is ended, unless it installs packages. The
+exit code is 1 if a command is ended, prints a traceback, or has another exit code than 0 and 1, as for a broken law.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from suites.meta.documents import ROOT, code_blocks, parse_commands, python_files
 
 README = ROOT / "README.md"
+INSTALL_SECONDS = 3600.0
 ENDED = (124, 137, -9)  # the exit codes with which a command ends that ran too long
 INSTALLED_CLONE = re.compile(r'-e (?:"?\.(\[[\w,]+\])?"?) -c constraints\.txt')
 
@@ -106,7 +107,7 @@ def main() -> int:
         (walk.work / name).write_text(text, encoding="utf-8")
     assert code_blocks(README, "console"), "the README has commands"
     for line in list_lines(arguments.skip):
-        code, output, seconds = walk.run(line, 60 * arguments.minutes)
+        code, output, seconds = walk.run(line, INSTALL_SECONDS if line.startswith("pip ") else 60 * arguments.minutes)
         last = next((text for text in reversed(output.splitlines()) if text.strip()), "")
         print(f"{seconds:6.1f} s  exit {code}  {line}\n            {last[:150]}", flush=True)
         if code not in (0, 1) or "Traceback (most recent call last)" in output:
