@@ -192,6 +192,14 @@ def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Pat
     assert "the script: not reproduced" in run.stderr
 
 
+def test_the_long_script_of_a_user_s_model_casts_weights_as_the_engine_does(tmp_path: Path) -> None:
+    # With one cast for all uses, the plain side of the script would differ from a right engine.
+    cell = "precision.autocast_states[reference-zero3-w2-fp32-suites.model.zoo_parts:gru]"
+    run = programs.run("-m", "zharness", "export", "--standalone", "-o", str(tmp_path / "gru.py"), cell, spares=1)
+    assert run.returncode == 0, run.stderr
+    assert "the script: not reproduced" in run.stderr
+
+
 def test_a_script_that_shows_something_else_is_not_passed_off_as_the_cell() -> None:
     record = make_record(Cell.parse("training.grads[ddp-zero0-w2-fp32-mlp]"))
     assert is_faithful(record, ScriptResult(REPRODUCED, "x"))

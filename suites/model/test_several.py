@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -63,6 +66,26 @@ def test_a_repository_of_models_is_checked_in_one_run(tmp_path: Path) -> None:
     assert refusal in done.stdout
     assert "raised FileNotFoundError: no weights.pt" in done.stdout
     assert refusal in summary.read_text()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_prints_the_table_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "zharness", "model", "suites.model.tiny:perceptron", "--engine", "ddp"]
+    process = subprocess.Popen(
+        [*command, "--jobs", "1", "--jsonl", path], cwd=ROOT, text=True, stdout=PIPE, stderr=PIPE
+    )
+    partial = tmp_path / "run.jsonl.partial"
+    while process.poll() is None and not (partial.exists() and partial.read_text().count("\n")):
+        os.sched_yield()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert re.search(r"INTERRUPTED after \d+ cells?; 0 of 1 checks of a model came to their end", output), output
+    assert "ddp " in output
+    assert "zharness: interrupted" in errors
+    assert "Traceback" not in errors
+    assert path.read_text().count("\n") >= 1
 
 
 def make_record(verdict: Verdict, cause: str = "") -> Record:

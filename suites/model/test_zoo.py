@@ -122,7 +122,7 @@ def test_no_frame_has_no_description() -> None:
             "zoo_parts:complex_weight",
             "'weight' .* is torch.complex64, which ZeRO and FSDP do not shard; keep torch.view",
         ),
-        ("sync_norm", "SyncBatchNorm .* on GPUs only; return the model with BatchNorm"),
+        ("sync_norm", "SyncBatchNorm .* over the rows of all ranks.*; return the model with BatchNorm, before"),
     ],
 )
 def test_a_model_that_cannot_be_judged_gets_one_sentence(model: str, message: str) -> None:

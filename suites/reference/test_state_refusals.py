@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -17,11 +18,12 @@ import torch._dynamo  # imported once here: torch.optim imports it at the first 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from zharness.errors import CheckpointError
 from zharness.reference import Engine, initialize
 from zharness.reference.checkpoints import storage
+from zharness.reference.checkpoints.dcp import MetadataUnpickler
 from zharness.world import RanksFailed, run
 
 # These tests check results in hundreds of collectives; comparing the calls of each would double their time.
@@ -277,3 +279,20 @@ def test_plain_torch_would_have_run_the_command(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         filesystem.FileSystemReader(tmp_path).read_metadata()
     assert (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Pickled as the attribute ``name`` of ``kind``, as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.kind, self.name)
+
+
+def test_metadata_may_name_members_of_an_enum_as_attributes() -> None:
+    member = MetadataUnpickler(io.BytesIO(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")))).load()
+    assert member is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    with pytest.raises(CheckpointError, match=r"reads 'mro' of .*Metadata'>; the load is refused"):
+        MetadataUnpickler(io.BytesIO(pickle.dumps(Attribute(Metadata, "mro")))).load()

@@ -8,9 +8,6 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
-import sys
-import zipfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -82,21 +79,6 @@ def test_every_part_of_a_step_is_listed_and_every_outcome_has_its_own_letter() -
 def test_a_page_that_cannot_be_written_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"cannot write '/no/such/place/page.html'"):
         write_page([], 1.0, Path("/no/such/place/page.html"))
-
-
-def test_a_wheel_contains_every_file_of_the_page(tmp_path: Path) -> None:
-    parts = ("zharness", "pyproject.toml", "README.md", "LICENSE")
-    source = tmp_path / "source"
-    source.mkdir()
-    for part in parts[1:]:
-        shutil.copy(ROOT / part, source)
-    shutil.copytree(ROOT / parts[0], source / parts[0], ignore=shutil.ignore_patterns("__pycache__"))
-    build = [sys.executable, "-c", f"import setuptools.build_meta as b; print(b.build_wheel({str(tmp_path)!r}))"]
-    done = subprocess.run(build, cwd=source, capture_output=True, text=True, check=True)
-    with zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]) as wheel:
-        carried = {name.partition("/assets/")[2] for name in wheel.namelist() if "/report/page/assets/" in name}
-    assets = ROOT / "zharness" / "report" / "page" / "assets"
-    assert carried == {str(path.relative_to(assets)) for path in assets.rglob("*") if path.is_file()}
 
 
 def test_without_a_browser_the_tests_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

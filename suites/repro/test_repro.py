@@ -323,8 +323,8 @@ def test_an_id_is_given_once(tmp_path: Path) -> None:
         repros.load_catalogue(tmp_path)
 
 
-def test_a_package_without_its_checkout_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="part of a checkout"):
+def test_a_folder_without_scripts_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"found no reproduction in .*; install zharness again"):
         repros.load_catalogue(tmp_path)
 
 

@@ -39,12 +39,12 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.laws import DTYPES, LOSS_SCALES, get_law
 from zharness.parity.attribution import attribute_mismatch
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
 from zharness.parity.junctions import with_junctions
 from zharness.parity.snapshot import EvidenceWriter, RankEvidence
 from zharness.run.configuration import cell_setting, configuration_for
-from zharness.run.observe_and_judge import engine_options
+from zharness.run.observe_and_judge import choose_cast_cache, engine_options
 from zharness.run.program_runner import SEED, program_options
 from zharness.workload.program_model import program_model_spec
 from zharness.workload.programs import Program
@@ -68,6 +68,7 @@ CONSTANT_NAMES = frozenset(
             "DTYPE",
             "LOSS_SCALE",
             "AUTOCAST",
+            "CAST_CACHE",
             "REDUCE_DTYPE",
             "TRAINING",
             "SETTING",
@@ -89,7 +90,7 @@ class JudgeScriptSpec:
     ``model`` renders the text that defines SPEC, and ``baseline_model`` renders an expression for the ModelSpec of the
     plain model. ``observe`` and ``judge`` render expressions for the functions that observe and judge. ``reduce_dtype``
     has the same meaning as in JudgeContext. ``autocast`` is the dtype of ``torch.autocast`` in a user's configuration
-    (None: autocast is off).
+    (None: autocast is off). ``cast_cache`` is that of the plain model.
     """
 
     engine: str
@@ -104,6 +105,7 @@ class JudgeScriptSpec:
     training: TrainingConfig = DEFAULT_TRAINING
     setting: Setting = DEFAULT_SETTING
     autocast: torch.dtype | None = None
+    cast_cache: CastCache = CastCache.ONCE
     reduce_dtype: torch.dtype | None = None
 
 
@@ -120,7 +122,7 @@ def render_judge_script(script_spec: JudgeScriptSpec, header: ScriptHeader) -> S
     spec = script_spec.model(writing)
     constants = render_judge_constants(writing, script_spec)
     sections = [
-        f"SIGNATURE = {quote(signature)}\nOK = {quote(ok)}",
+        f"SIGNATURE = {quote(signature)}\nOK = {quote(ok)}\nSEED = {script_spec.seed}",  # a user's model needs the seed
         join_definitions(writing.collection.texts.values()),
         spec,
         constants,
@@ -141,11 +143,11 @@ def render_judge_constants(writing: ScriptWriter, script_spec: JudgeScriptSpec) 
         return render_literal(value, writing.collection, writing.imports)
 
     lines = [
-        f"SEED = {script_spec.seed}",
         f"VARIANT = {quote(script_spec.variant)}",
         f"DTYPE = {text(DTYPES[script_spec.config.dtype])}",
         f"LOSS_SCALE = {text(script_spec.config.loss_scale)}",
         f"AUTOCAST = {text(script_spec.autocast)}  # of the user's configuration",
+        f"CAST_CACHE = {text(script_spec.cast_cache)}",
         f"REDUCE_DTYPE = {text(script_spec.reduce_dtype)}  # reduce dtype, if not DTYPE",
         f"TRAINING = {text(script_spec.training)}",
         f"SETTING = {text(script_spec.setting)}",
@@ -183,6 +185,7 @@ def build_cell_script_spec(cell: Cell, salt: int, claims: Capabilities, model: R
         training=configuration.training,
         setting=cell_setting(cell.engine_variant),
         autocast=configuration.autocast_dtype,
+        cast_cache=choose_cast_cache(cell.stage, claims),
         reduce_dtype=configuration.reduce_dtype
         or configuration.autocast_dtype
         or (None if reduce_dtype is None else DTYPES[reduce_dtype]),

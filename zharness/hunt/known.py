@@ -8,7 +8,6 @@ from typing import Any
 
 from zharness.engines import Capabilities
 from zharness.engines.registry import split_release
-from zharness.errors import UsageError
 from zharness.hunt.causes import normalize
 from zharness.hunt.space import window_name
 from zharness.hunt.symptoms import find_symptom
@@ -47,10 +46,7 @@ def find_known(
         )
         if is_covered and is_recorded_cause(entry, outcome):
             return f"{entry.upstream}; {', '.join(entry.laws)} in {entry.location}"
-    try:
-        repros = load_catalogue()
-    except UsageError:  # an installed package has no reproductions
-        return ""
+    repros = load_catalogue()
     symptom = find_symptom(split_release(engine)[0], program, list_names(program), outcome)
     for repro in repros:
         is_affected = repro.expected_verdict(version) is ReproVerdict.REPRODUCED

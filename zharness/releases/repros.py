@@ -1,7 +1,8 @@
 """Parse the bug reproductions in ``repro/``, run them on a release, and judge their output.
 
-Each script also runs without this package, under ``torchrun``. The second paragraph of a script's docstring, its
-header, has lines of the form ``key: value``, which give the fields of ``Repro``.
+An installed package has the folder as ``zharness/repro``. Each script also runs without this package, under
+``torchrun``. The second paragraph of a script's docstring, its header, has lines of the form ``key: value``, which give
+the fields of ``Repro``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from zharness.errors import UsageError
 from zharness.releases import launch, overlay
 from zharness.releases.prepared_release import PreparedRelease, get_installed_version
 
-REPRO_FOLDER = Path(__file__).resolve().parents[2] / "repro"
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED_FOLDER = _PACKAGE / "repro"  # setup.py gives it this name
+REPRO_FOLDER = _INSTALLED_FOLDER if _INSTALLED_FOLDER.is_dir() else _PACKAGE.parent / "repro"
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 CUDA = "cuda"
@@ -166,10 +169,7 @@ def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
     """
     scripts = sorted(folder.glob("*.py"))
     if not scripts:
-        raise UsageError(
-            f"no reproductions in {folder}: they are part of a checkout, not of an installed package; "
-            "clone the repository and install it with: pip install -e ."
-        )
+        raise UsageError(f"found no reproduction in {folder}; expected scripts that end in .py; install zharness again")
     found = sorted((parse_repro(script) for script in scripts), key=lambda repro: (repro.engine, repro.id))
     by_id: dict[str, Repro] = {}
     for repro in found:

@@ -173,17 +173,21 @@ def run_request(
         cells = planned.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
-        finished = run_cells(options.order_cells(cells), runners)
-        records: list[Record] = []
-        try:
-            for record in write_with_progress(finished, open_sink(), len(cells)):
-                records.append(record)
-        except KeyboardInterrupt:
-            raise RunInterrupted(sort_as_planned(records, cells), len(cells)) from None
+        records = collect_records(run_cells(options.order_cells(cells), runners), open_sink(), cells)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
-    records = sort_as_planned(records, cells)
     unmatched_failures += find_stale_failures(request, options, records)
     return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
+
+
+def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: Sequence[PlannedCell]) -> list[Record]:
+    """Write each record when its cell ends, and return all in the order of ``cells``; Ctrl-C raises RunInterrupted."""
+    records: list[Record] = []
+    try:
+        for record in write_with_progress(finished, sink, len(cells)):
+            records.append(record)
+    except KeyboardInterrupt:
+        raise RunInterrupted(sort_as_planned(records, cells), len(cells)) from None
+    return sort_as_planned(records, cells)
 
 
 def find_stale_failures(request: Request, options: RunOptions, records: Sequence[Record]) -> list[str]:

@@ -16,12 +16,7 @@ from zharness.errors import UsageError
 from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
-from zharness.run.check_loop import (
-    RunOptions,
-    run_cells,
-    sort_as_planned,
-    write_with_progress,
-)
+from zharness.run.check_loop import RunOptions, collect_records, run_cells
 from zharness.run.configuration import configuration_for, configuration_on, explain_ignored_key, is_config_file
 from zharness.run.model_facts import (
     ModelFacts,
@@ -196,7 +191,7 @@ def check_model_on(
         report_status(describe_run(facts, running, check_request, len(runners)))
     finished = run_cells(order_by_length([cell for cell in cells if cell.cell not in failed_builds]), runners)
     records = chain(failed_builds.values(), finished)
-    return sort_as_planned(list(write_with_progress(records, open_sink(), len(cells))), cells)
+    return collect_records(records, open_sink(), cells)
 
 
 def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:

@@ -26,7 +26,6 @@ from zharness.run.outcomes import count_cells
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.user_model import build_fresh_model
-from zharness.world.rank import is_gpu_requested
 
 SEED = 0
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
@@ -128,7 +127,7 @@ def measure_model(
     """
     spec = model_spec(name)
     model = build_within_memory(spec, SEED, dtype, world_size, ignore_memory_limit)
-    require_runnable_norms(name, model)
+    refuse_synchronized_norms(name, model)
     require_finite_weights(name, model)
     require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
@@ -175,13 +174,14 @@ def has_same_numbers(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def require_runnable_norms(name: str, model: nn.Module) -> None:
-    """Raise UsageError for a SyncBatchNorm, if ranks run on CPUs."""
+def refuse_synchronized_norms(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a SyncBatchNorm: the baseline, which runs the micro-batch of each rank alone, has none."""
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if norms and not is_gpu_requested():
+    if norms:
         raise UsageError(
-            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}), which torch runs between "
-            "ranks on GPUs only; return the model with BatchNorm, before convert_sync_batchnorm, to check it on CPUs"
+            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}), which normalizes over the "
+            "rows of all ranks, on GPUs only, while plain PyTorch runs each rank's rows alone here; return the model "
+            "with BatchNorm, before convert_sync_batchnorm"
         )
 
 

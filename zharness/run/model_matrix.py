@@ -17,7 +17,7 @@ from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import Record
-from zharness.run.check_loop import RunOptions, open_optional_record_file
+from zharness.run.check_loop import RunInterrupted, RunOptions, open_optional_record_file
 from zharness.run.model_check import ModelCheckRequest, OpenSink, ReportStatus, RunnerLanes, check_model_on
 from zharness.run.record import RecordFile
 from zharness.run.uncompared_gradients import explain_uncompared_gradients
@@ -91,7 +91,7 @@ def run_model_matrix(
     """Check every combination, report the records and return the exit code.
 
     Raises UsageError before the first law runs, if there is a single combination. Of several, one that is refused does
-    not end the others: the exit code is then 2, unless a law fails.
+    not end the others: the exit code is then 2, unless a law fails. Ctrl-C reports the cells that have finished.
     """
     reporter.require_writable()
     requests = matrix.expand()
@@ -101,10 +101,20 @@ def run_model_matrix(
     records: list[Record] = []
     with ExitStack() as stack:
         open_sink = cache(partial(open_optional_record_file, stack, reporter.jsonl))
-        for request, found in check_models(requests, options, open_sink, get_environment, echo_error, refused):
-            records += found
-            reason = explain_uncompared_gradients(found, request.only)
-            unjudged += [f"{describe_combination(request, len(requests))}{reason}"] if reason else []
+        finished = 0
+        try:
+            for request, found in check_models(requests, options, open_sink, get_environment, echo_error, refused):
+                finished += 1
+                records += found
+                reason = explain_uncompared_gradients(found, request.only)
+                unjudged += [f"{describe_combination(request, len(requests))}{reason}"] if reason else []
+        except KeyboardInterrupt as interrupt:
+            records += interrupt.records if isinstance(interrupt, RunInterrupted) else []
+            cells = f"{len(records)} cell{'s' * (len(records) != 1)}"
+            sentence = f"INTERRUPTED after {cells}; {finished} of {len(requests)} checks of a model came to their end"
+            if records:
+                reporter.report_models(records, time.monotonic() - began, (*refused, *unjudged, sentence))
+            raise
     code = reporter.report_models(records, time.monotonic() - began, (*refused, *unjudged))
     return code or (REFUSED_EXIT_CODE if refused else int(bool(unjudged)))
 

@@ -178,9 +178,14 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
     """Build the baseline of a cell."""
     spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.dtype], LOSS_SCALES[cell.dtype]
     autocast = configuration_for(cell.engine_variant).autocast_dtype
-    casts = CastCache.EACH_USE if cell.stage in capabilities.uncached_casts else CastCache.ONCE
     data_size = cell.mesh.data_size(cell.world_size)
+    casts = choose_cast_cache(cell.stage, capabilities)
     return Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts)
+
+
+def choose_cast_cache(stage: int, capabilities: Capabilities) -> CastCache:
+    """Return when the plain model casts a weight under autocast, so that it rounds as the engine does at ``stage``."""
+    return CastCache.EACH_USE if stage in capabilities.uncached_casts else CastCache.ONCE
 
 
 def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:

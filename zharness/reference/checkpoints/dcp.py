@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,21 @@ class MetadataUnpickler(pickle.Unpickler):
 
         Raises CheckpointError for any other name, without importing its module.
         """
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 pickles members of an enum like this
+            return _get_enum_member
         allowed = (module, name) in ALLOWED_METADATA_NAMES or (module == "torch" and _is_dtype(name))
         if not allowed:
             raise CheckpointError(
                 f"the checkpoint's metadata names {module}.{name}, which no checkpoint needs; the load is refused"
             )
         return super().find_class(module, name)
+
+
+def _get_enum_member(kind: Any, name: str) -> Enum:
+    """Return the member ``name`` of the enum ``kind``. Raises CheckpointError for anything that is not an enum."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise CheckpointError(f"the checkpoint's metadata reads {name!r} of {kind!r}; the load is refused")
+    return kind[name]
 
 
 def _is_dtype(name: str) -> bool:
