@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("zharness", "repro", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"
+SOURCES = ("zharness", "repro", "pyproject.toml", "README.md", "LICENSE")
+BUILD = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
 MAIN = "from zharness.cli import main; main()"
 NOT_PACKAGED = {".pyc"}
 BUG = "zero1-step-between-backwards"  # needs torch alone

@@ -29,7 +29,7 @@ from zharness.releases import launch, overlay
 from zharness.releases.prepared_release import PreparedRelease, get_installed_version
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_INSTALLED_FOLDER = _PACKAGE / "repro"  # setup.py gives it this name
+_INSTALLED_FOLDER = _PACKAGE / "repro"  # pyproject.toml gives it this name
 REPRO_FOLDER = _INSTALLED_FOLDER if _INSTALLED_FOLDER.is_dir() else _PACKAGE.parent / "repro"
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
