@@ -60,6 +60,8 @@ class PlainRanks:
             scale_losses(make_plain_participant(ctx.baseline, ctx.variant, rank, dtype, None), scenario, ctx.data_size)
             for rank in range(ctx.data_size)
         ]
+        for participant in self._participants:
+            scenario.freeze_at_start(participant.module)
 
     def run_window(self, window: int, weights: Mapping[str, Tensor]) -> WindowResult:
         """Train one accumulation window from ``weights`` on every rank, and return the gradients and values."""

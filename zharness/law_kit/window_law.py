@@ -46,4 +46,7 @@ def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
     accumulation = (OWNER_FEATURES[scenario.owner],) if scenario.micro_batches > 1 else ()
     call = () if scenario.backward_call is BackwardCall.ENGINE else (REQUIRED_FEATURES[scenario.backward_call],)
     clip = (Feature.CLIP,) if scenario.clip is not None else ()
-    return (*accumulation, *call, *clip, *((Feature.NO_SYNC,) if scenario.in_no_sync else ()))
+    no_sync = (Feature.NO_SYNC,) if scenario.in_no_sync else ()
+    groups = (Feature.PARAM_GROUPS,) if scenario.groups else ()
+    reading = (Feature.WINDOW_READ_OUT,) if scenario.reads_inside else ()
+    return (*accumulation, *call, *clip, *no_sync, *groups, *reading)

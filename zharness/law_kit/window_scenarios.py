@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 
-from zharness.engines.protocol import AccumulationOwner, Engine, OptimizerSpec
+from zharness.engines.protocol import AccumulationOwner, Engine, GroupSpec, OptimizerSpec
 from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -36,7 +37,9 @@ class WindowScenario:
     may return values, which must be bitwise equal to plain PyTorch's. ``before_step(participant, window)`` runs after
     the last micro-batch of a window, and ``after_step(participant, window)`` runs after the optimizer step.
     ``is_uneven`` says that ranks may use different parameters. ``clip`` is the norm to which gradients are clipped, or
-    None. ``momentum`` and ``weight_decay`` are those of the optimizer. ``backward_call`` is the call by which
+    None. ``momentum``, ``weight_decay`` and ``groups`` are those of the optimizer; a group overrides nothing.
+    ``frozen_at_start`` names the submodules that are frozen when the engine is built. ``reads_inside`` says that all
+    full gradients are read after each micro-batch but the last of a window. ``backward_call`` is the call by which
     ``backward`` of the engine's participant runs. ``in_no_sync`` says that all micro-batches of a window but the last
     run inside the engine's ``no_sync``. If the engine owns the accumulation, the script never calls ``zero_grad``,
     because the engine begins the next window itself.
@@ -50,6 +53,9 @@ class WindowScenario:
     clip: float | None = None
     momentum: int = 0
     weight_decay: int = 0
+    groups: tuple[GroupSpec, ...] = ()
+    frozen_at_start: tuple[str, ...] = ()
+    reads_inside: bool = False
     before_step: Callable[[Participant, int], None] | None = None
     after_step: Callable[[Participant, int], None] | None = None
     backward_call: BackwardCall = BackwardCall.ENGINE
@@ -64,7 +70,14 @@ class WindowScenario:
     def optimizer(self) -> OptimizerSpec:
         """The optimizer: SGD with a learning rate of 1, with the momentum and the weight decay of this scenario."""
         kept = {"momentum": float(self.momentum), "weight_decay": float(self.weight_decay)}
-        return replace(UNIT_LR_SGD, args={**UNIT_LR_SGD.args, **{key: value for key, value in kept.items() if value}})
+        arguments = {**UNIT_LR_SGD.args, **{key: value for key, value in kept.items() if value}}
+        return replace(UNIT_LR_SGD, args=arguments, groups=self.groups)
+
+    def freeze_at_start(self, model: nn.Module) -> nn.Module:
+        """Freeze the submodules of ``model`` that are frozen when the engine is built, and return the model."""
+        for name in self.frozen_at_start:
+            model.get_submodule(name).requires_grad_(False)
+        return model
 
     def get_loss_factor(self, world_size: int) -> int:
         """Return the factor by which each loss is multiplied, so that the engine's mean is a sum."""
@@ -80,7 +93,8 @@ def make_window_observer(scenarios: Mapping[str, WindowScenario]) -> Callable[[R
         # A mean that the engine computes before it adds several backwards rounds, unless it divides by a power of two.
         exact = is_power_of_two(ctx.data_size) or not ctx.capabilities.scaled_sum
         ctx.record("setting", {"exact": scalar(exact)})
-        engine = ctx.build_engine(
+        engine = ctx.build_engine_around(
+            scenario.freeze_at_start(ctx.spec.model(ctx.seed)),
             optimizer=scenario.optimizer,
             accumulation_steps=scenario.micro_batches,
             accumulation_owner=scenario.owner,
@@ -114,6 +128,8 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
             ):
                 values = scenario.train(participant, window, micro)
             ctx.record(f"values{suffix}", values or {}, window * scenario.micro_batches + micro)
+            if scenario.reads_inside and micro + 1 < scenario.micro_batches:
+                engine.full_grads()
             if engine_owns and micro + 1 < scenario.micro_batches:
                 engine.step()
         if scenario.before_step is not None:

@@ -9,7 +9,7 @@ from zharness.engines.protocol import Feature
 from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
-from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, train_route
+from zharness.laws.circumstances.common import ALL_EXPERTS, NEVER_CLIPS, make_accumulated, train_route
 
 # The experts that each window uses; the last window uses none.
 ROUTES: tuple[tuple[int, ...], ...] = (ALL_EXPERTS, (0, 2), (1,), ())
@@ -56,6 +56,8 @@ FREEZING_PLANS: Mapping[str, tuple[bool, ...]] = {
     "before_any_step": (False, True, False),
 }
 
+FROM_CONSTRUCTION = (False, True, True)  # the plan of an expert that is frozen when the engine is built
+
 
 def make_freezing_scenarios() -> dict[str, WindowScenario]:
     """Return a scenario for each plan and accumulation, in which an expert is frozen in some windows."""
@@ -63,7 +65,8 @@ def make_freezing_scenarios() -> dict[str, WindowScenario]:
     for name, plan in FREEZING_PLANS.items():
         scenario = WindowScenario(make_freezing_script(plan), windows=len(plan))
         scenarios |= {name: scenario, f"{name}_2_by_engine": make_accumulated(scenario, "2_by_engine")}
-    return scenarios
+    late = WindowScenario(make_freezing_script(FROM_CONSTRUCTION), frozen_at_start=(f"experts.{TRAINED}",))
+    return scenarios | {f"from_construction_{name}": make_accumulated(late, name) for name in ("1", "2_by_engine")}
 
 
 def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
@@ -82,7 +85,6 @@ def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
 
 
 WHOLE_STEP = WindowScenario(train_window_route, windows=len(ROUTES))
-NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no step is rounded
 
 LAWS = (
     window_law(

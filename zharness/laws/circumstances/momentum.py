@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Feature, GroupSpec
 from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
@@ -25,6 +25,10 @@ from zharness.laws.circumstances.idle_weights import (
 
 # Integers, so that every update is an integer; a decay of 2 turns weights around, and leaves their size as it is.
 MOMENTUM, WEIGHT_DECAY = 1, 2
+
+
+# The experts are in the second group, which overrides nothing.
+EXPERT_GROUPS = (GroupSpec("experts.*", {}),)
 
 
 def with_momentum(scenario: WindowScenario) -> WindowScenario:
@@ -69,6 +73,7 @@ LAWS = (
         {
             **with_accumulations(WindowScenario(train_window_route, windows=len(ROUTES))),
             **with_accumulations(WindowScenario(TrainWithZeroLosses(then_idle=True), windows=4), "after_zero_loss"),
+            "groups": with_momentum(WindowScenario(train_window_route, windows=len(ROUTES), groups=EXPERT_GROUPS)),
             "zeroed_in_place": with_momentum(WindowScenario(train_after_zeroing, windows=len(ROUTES))),
         },
         "momentum and weight decay move no weight in a step that does not use it, and go on in the next that does",

@@ -10,7 +10,7 @@ from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.setting import BackwardCall
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
-from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, train_route
+from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, NEVER_CLIPS, train_route
 
 ROUTED_EXPERT = 1  # the expert that only some micro-batches use; the others are used by all
 ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
@@ -102,19 +102,28 @@ SCALED = {
     f"{name}_scaled": replace(FOR_ALL_RANKS[name], backward_call=BackwardCall.SCALE)
     for name in ("first_2_by_engine", "first_4_by_engine")
 }
+READ_INSIDE = {
+    f"{name}_read": replace(FOR_ALL_RANKS[name], reads_inside=True)
+    for name in ("first_2_by_engine", "first_4_by_engine")
+}
+FOR_SOME_RANKS = make_route_scenarios(CHOICES_FOR_SOME_RANKS, is_uneven=True)
+WITH_NORM = {
+    f"{name}_norm": replace(FOR_SOME_RANKS[name], clip=NEVER_CLIPS)
+    for name in ("changing_ranks_1", "first_of_rank_0_2_by_engine")
+}
 # The synchronised backward at the end of a window does not use the expert.
 IN_NO_SYNC = {"first_2_in_no_sync": replace(FOR_ALL_RANKS["first_2_by_caller"], in_no_sync=True)}
 
 LAWS = (
     window_law(
         "window.partly_used",
-        FOR_ALL_RANKS | SCALED | IN_NO_SYNC,
+        FOR_ALL_RANKS | SCALED | READ_INSIDE | IN_NO_SYNC,
         "a weight that only some micro-batches of a window use is stepped with the sum of their gradients",
         kept_because="the only windows whose micro-batches use different weights, after which the weights are compared",
     ),
     window_law(
         "window.partly_used_on_some_ranks",
-        make_route_scenarios(CHOICES_FOR_SOME_RANKS, is_uneven=True),
+        FOR_SOME_RANKS | WITH_NORM,
         "a weight that only some ranks use, each in another micro-batch of a window, gets the sum of their gradients",
         features=(Feature.UNEVEN_RANKS,),
         kept_because="the only windows in which ranks use different weights in the same micro-batch",
