@@ -18,6 +18,7 @@ from zharness.compat.deepspeed_engine.configuration import EngineConfig
 from zharness.compat.deepspeed_engine.optimizer import make_optimizer
 from zharness.compat.deepspeed_engine.output_hooks import OutputHooks
 from zharness.compat.deepspeed_engine.parameters import EngineOwner, unmark
+from zharness.compat.deepspeed_engine.refusals import require
 from zharness.compat.deepspeed_engine.tensor_fragment import attach_access, detach_access
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.tensor_access import TensorAccess
@@ -119,12 +120,12 @@ class DeepSpeedEngine(nn.Module):
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale. Raises AssertionError unless it is a scalar tensor."""
         numel = loss.numel() if isinstance(loss, Tensor) else 0
-        assert numel == 1, "scale() expects a scalar tensor (single value)"
+        require(numel == 1, "scale() expects a scalar tensor (single value)")
         return self.reference.scale(loss)
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Count the micro-batch, and at the boundary update the weights and drop the gradients."""
-        assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
+        require(not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager")
         is_boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         skipped = self.skipped_steps
         backwards = self._hooks.take_backward_count()
@@ -152,8 +153,9 @@ class DeepSpeedEngine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let the caller decide whether ``step`` updates the weights."""
-        assert self.managed_gradient_accumulation(), (
-            "set_gradient_accumulation_boundary is not supported with managed_gradient_accumulation=False"
+        require(
+            self.managed_gradient_accumulation(),
+            "set_gradient_accumulation_boundary is not supported with managed_gradient_accumulation=False",
         )
         self._is_gradient_accumulation_boundary = is_boundary
 
@@ -169,26 +171,28 @@ class DeepSpeedEngine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank inside the block, at stages 0 and 1."""
-        assert self.zero_optimization_stage() < 2, (
+        require(
+            self.zero_optimization_stage() < 2,
             "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
-            f"{self.zero_optimization_stage()}"
+            f"{self.zero_optimization_stage()}",
         )
-        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported"
+        require(not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported")
         with self._without_step(), self.reference.no_sync():
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Allow no ``step`` inside the block; when gradients are reduced does not change them."""
-        assert self.managed_gradient_accumulation(), (
+        require(
+            self.managed_gradient_accumulation(),
             "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; the caller already "
-            "owns the accumulation boundary via step()"
+            "owns the accumulation boundary via step()",
         )
         if self.pipeline_parallelism:
             raise NotImplementedError("coalesce_grad_reduction is not supported with pipeline parallelism")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0")
-        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        require(not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context")
         with self._without_step():
             yield
 
