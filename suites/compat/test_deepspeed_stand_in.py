@@ -165,6 +165,19 @@ class TestStandIn(DistributedTest):
         assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1][0], model[2]]
         engine.destroy()
 
+    def test_ranks_may_use_different_parts_of_a_leaf_module(self, stage):
+        class Experts(torch.nn.ModuleList):
+            def forward(self, x):
+                return self[dist.get_rank()](x)
+
+        model = Experts(torch.nn.Linear(3, 1, bias=False) for _ in range(2))
+        deepspeed.utils.set_z3_leaf_modules(model, [Experts])
+        engine = deepspeed.initialize(model=model, config=self.config(stage, gradient_accumulation_steps=1))[0]
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        for parameter in engine.parameters():  # two of one rank's ones, and none of the other's
+            assert torch.equal(safe_get_full_grad(parameter), torch.ones(1, 3))
+        engine.destroy()
+
     def test_engines_do_not_mix_their_parameters(self, stage):
         first, second = self.build(stage), self.build(stage)
         with torch.no_grad():
@@ -233,7 +246,7 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
     session = run(tmp_path, TRAINING, "-p", PLUGIN, conftest="")
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
-    assert len(session.tests) == 52, session.output
+    assert len(session.tests) == 56, session.output
 
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zharness.compat.deepspeed_engine import checkpoints
 from zharness.compat.deepspeed_engine.communication import get_local_rank
 from zharness.compat.deepspeed_engine.configuration import EngineConfig
+from zharness.compat.deepspeed_engine.leaf_modules import get_z3_leaf_modules
 from zharness.compat.deepspeed_engine.optimizer import make_optimizer
 from zharness.compat.deepspeed_engine.output_hooks import OutputHooks
 from zharness.compat.deepspeed_engine.parameters import EngineOwner, unmark
@@ -105,7 +106,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
-        return self._hooks.watch(self.reference(*args, **kwargs))
+        with self._uneven_leaves():
+            return self._hooks.watch(self.reference(*args, **kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Scale the loss and run its backward; without ``scale_wrt_gas``, gradients are summed over micro-batches.
@@ -114,8 +116,17 @@ class DeepSpeedEngine(nn.Module):
         """
         micro_batches = self.gradient_accumulation_steps()
         unscaled = loss if scale_wrt_gas or micro_batches == 1 else loss * micro_batches
-        self.scale(unscaled).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with self._uneven_leaves():
+            self.scale(unscaled).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss / micro_batches if scale_wrt_gas and micro_batches > 1 else loss
+
+    def _uneven_leaves(self) -> AbstractContextManager[None]:
+        """Let ranks use different parameters inside the block if the model has a leaf module at stage 3.
+
+        DeepSpeed fetches all parameters of a leaf module on every rank, whichever of them its forward uses.
+        """
+        is_marked = self.zero_optimization_stage() == 3 and bool(get_z3_leaf_modules(self.module))
+        return self.reference.uneven() if is_marked else nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale. Raises AssertionError unless it is a scalar tensor."""
