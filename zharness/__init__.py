@@ -89,7 +89,7 @@ outcome; ``pytest_ranks/merge_reports.py`` merges them into one verdict, which t
   gradients of all uses in one forward are summed before they are reduced, so a tied weight rounds as in plain PyTorch.
 - The output of a rank goes through pipes to its server, with markers between phases. pytest's own capture files are
   shared with forks, and a dying rank would take them down.
-- A rank server imports the torch modules that an earlier rank was first to import, so that later ranks start faster.
+- Before it forks ranks, a rank server imports the torch modules that earlier ranks were first to import.
 - The collective in which a hung rank waits is read from its stack, which costs nothing before the hang.
 - Reproductions are found, run and judged in ``releases/``, because they need its overlays.
 - The seed of a cell does not depend on engine, stage and law, so that cells that differ only in those train the same
