@@ -47,7 +47,6 @@ from zharness.compat.deepspeed_helpers import (
     set_accelerator_visible,
 )
 from zharness.compat.deepspeed_rank_setup import DistributedSettings, class_directory, prepare_rank, test_directory
-from zharness.engines.deepspeed_shm import SHM_VARIABLE
 from zharness.errors import UsageError
 from zharness.pytest_ranks import remote_fixtures
 from zharness.pytest_ranks.rank_requirements import parse_isolation
@@ -184,20 +183,9 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
         marks["isolation"] = pytest.mark.isolation("pooled", group="kept" if cls.init_distributed else "none")
     elif not cls.init_distributed:
         marks["isolation"] = pytest.mark.isolation("fresh", group="none")
-    if needs_warm_server():
+    if DEEPSPEED_INSTALLED and not deepspeed_engine.is_installed():
         marks["warm"] = pytest.mark.warm("deepspeed")
     return marks
-
-
-def needs_warm_server() -> bool:
-    """Return whether the rank server has to import DeepSpeed, or to build its shared-memory operator.
-
-    A server inherits what the test file has imported. Of the modules that DeepSpeed imports lazily, which take longer
-    than DeepSpeed itself, it imports those that the ranks of an earlier test needed; many files need none.
-    """
-    if not DEEPSPEED_INSTALLED or deepspeed_engine.is_installed():
-        return False
-    return "deepspeed" not in sys.modules or os.environ.get(SHM_VARIABLE) == "1"
 
 
 class DistributedFixture(DistributedExec):

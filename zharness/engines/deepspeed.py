@@ -29,6 +29,7 @@ from zharness.engines.deepspeed_build import (
     unwrap_and_wrap,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
+from zharness.engines.deepspeed_operators import load_built_adam
 from zharness.engines.deepspeed_options import (
     OFFLOAD_STATES,
     UNIVERSAL_CHECKPOINT,
@@ -268,9 +269,11 @@ _LAZY_MODULES = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def warm_up(device_type: str = "cpu") -> None:
-    """Import in the rank server the modules that DeepSpeed imports lazily, so that no rank imports them itself."""
-    import_deepspeed(device_type)
+    """Import and load in the rank server what DeepSpeed imports and loads lazily, so that no rank does so itself."""
+    deepspeed = import_deepspeed(device_type)
     for name in _LAZY_MODULES:
         # A release without the module does not need it.
         with suppress(ImportError):
             importlib.import_module(name)
+    if device_type == "cpu":
+        load_built_adam(deepspeed)
