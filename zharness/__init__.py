@@ -56,8 +56,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/gradients.py`` reduces, by the collectives of ``reference/collectives.py``
    (``reference/uneven_ranks/negotiated_agreement.py``, ``reference/uneven_ranks/negotiation.py``,
    ``reference/uneven_ranks/collective_order.py``).
-   ``reference/inspection/memory.py``, ``reference/inspection/coalesced_collectives.py`` and
-   ``reference/inspection/tensor_access.py`` serve observers.
+   ``reference/inspection/memory.py``, ``reference/inspection/coalesced_collectives.py``,
+   ``reference/inspection/recorded_reads.py`` and ``reference/inspection/tensor_access.py`` serve observers.
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
    (``world/outcome.py``, ``world/leftovers.py``), its deadline passes (``world/deadline.py``,
