@@ -18,7 +18,10 @@ from pathlib import Path
 from time import monotonic
 from xml.etree import ElementTree
 
+from deepspeed_files.runs import reap_orphans
 from tabulate import tabulate
+
+from zharness.world.orphans import adopt_orphans
 
 EPILOG = """
 Each file runs twice, in two pytest processes: unchanged, and with its imports swapped. What runs are temporary copies.
@@ -100,6 +103,7 @@ class FileRuns:
 def main() -> int:
     """Run the files that the command line names and print the table."""
     options = parse_arguments()
+    adopt_orphans()
     results = []
     for file in options.files:
         own = run_file(options, file, is_swapped=False)
@@ -145,7 +149,9 @@ def run_file(options: argparse.Namespace, file: str, *, is_swapped: bool) -> Sid
         with log.open("w") as output:
             start, cpu_before = monotonic(), children_cpu_seconds()
             status = run_limited(command, root, environment, output.fileno(), options.limit)
-            seconds, cpu_seconds = monotonic() - start, children_cpu_seconds() - cpu_before
+            seconds = monotonic() - start
+            reap_orphans()  # such as multiprocessing's fork server, whose ranks are part of the run
+            cpu_seconds = children_cpu_seconds() - cpu_before
         verdicts, messages = read_junit_xml(xml)
         if not verdicts:
             print(log.read_text()[-3000:], file=sys.stderr)

@@ -56,8 +56,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/gradients.py`` reduces, by the collectives of ``reference/collectives.py``
    (``reference/uneven_ranks/negotiated_agreement.py``, ``reference/uneven_ranks/negotiation.py``,
    ``reference/uneven_ranks/collective_order.py``).
-   ``reference/inspection/memory.py``, ``reference/inspection/coalesced_collectives.py`` and
-   ``reference/inspection/tensor_access.py`` serve observers.
+   ``reference/inspection/memory.py``, ``reference/inspection/coalesced_collectives.py``,
+   ``reference/inspection/recorded_reads.py`` and ``reference/inspection/tensor_access.py`` serve observers.
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
    (``world/outcome.py``, ``world/leftovers.py``), its deadline passes (``world/deadline.py``,
@@ -89,7 +89,7 @@ outcome; ``pytest_ranks/merge_reports.py`` merges them into one verdict, which t
   gradients of all uses in one forward are summed before they are reduced, so a tied weight rounds as in plain PyTorch.
 - The output of a rank goes through pipes to its server, with markers between phases. pytest's own capture files are
   shared with forks, and a dying rank would take them down.
-- A rank server imports the torch modules that an earlier rank was first to import, so that later ranks start faster.
+- Before it forks ranks, a rank server imports the torch modules that earlier ranks were first to import.
 - The collective in which a hung rank waits is read from its stack, which costs nothing before the hang.
 - Reproductions are found, run and judged in ``releases/``, because they need its overlays.
 - The seed of a cell does not depend on engine, stage and law, so that cells that differ only in those train the same

@@ -10,10 +10,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from statistics import median
 from time import monotonic
+
+from zharness.world.orphans import adopt_orphans, kill_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not nightly")
@@ -82,6 +87,12 @@ class FileRun:
         return [name for name, outcome in self.outcomes.items() if outcome[0] == verdict]
 
 
+def combine_runs(runs: Sequence[FileRun]) -> FileRun:
+    """Return the last of several runs of one file in one way, with the medians of the seconds of all."""
+    seconds, cpu = (median(values) for values in zip(*((run.seconds, run.cpu_seconds) for run in runs), strict=True))
+    return replace(runs[-1], seconds=seconds, cpu_seconds=cpu)
+
+
 def build_operators(operators: Path) -> None:
     """Build DeepSpeed's operators for a CPU in the folder ``operators``, which takes minutes the first time.
 
@@ -98,7 +109,12 @@ def build_operators(operators: Path) -> None:
 
 
 def run_file(source: Path, path: str, way: Way, sample: int, limit: float, operators: Path) -> FileRun:
-    """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds."""
+    """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds.
+
+    The CPU seconds are those of all processes of the run. multiprocessing's fork server, which starts the ranks of
+    DeepSpeed's own fixtures, is waited for by nobody, so this process adopts it.
+    """
+    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="deepspeed-files-") as folder:
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
@@ -110,6 +126,7 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
         with (Path(folder) / "log").open("w") as log:
             status = run_limited(command, tests, environment, log.fileno(), limit)
         seconds = monotonic() - start
+        reap_orphans()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if not outcomes.exists():
             print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
@@ -168,6 +185,14 @@ def run_limited(command: list[str], folder: Path, environment: dict[str, str], o
             if isinstance(error, subprocess.TimeoutExpired):
                 return KILLED
             raise
+
+
+def reap_orphans() -> None:
+    """Kill the processes that a run left, and wait for all, so that their CPU seconds count."""
+    kill_orphans(())
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def read_outcomes(file: Path) -> dict[str, tuple[str, str]]:

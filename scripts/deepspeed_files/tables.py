@@ -32,12 +32,16 @@ def render_drop_in(runs: Runs) -> str:
         swapped = runs.get((path, Way.DROP_IN))
         if way is Way.OWN and swapped is not None:
             same = sum(get_verdict(swapped, name) == get_verdict(own, name) for name in own.outcomes)
-            ratio = f"{own.seconds / swapped.seconds:.1f} x{' or more' if own.status == KILLED else ''}"
-            names = f"{same} of {len(own.outcomes)}"
-            rows.append(
-                [format_path(path), own.describe(), swapped.describe(), names, own.seconds, swapped.seconds, ratio]
+            more = " or more" if own.status == KILLED else ""
+            ratio, cpu_ratio = (
+                f"{before / max(after, 0.1):.1f} x{more}"
+                for before, after in ((own.seconds, swapped.seconds), (own.cpu_seconds, swapped.cpu_seconds))
             )
-    headers = ["file", "own fixtures", "drop-in", "same", "own s", "drop-in s", "ratio"]
+            times = [own.seconds, swapped.seconds, ratio, own.cpu_seconds, swapped.cpu_seconds, cpu_ratio]
+            names = f"{same} of {len(own.outcomes)}"
+            rows.append([format_path(path), own.describe(), swapped.describe(), names, *times])
+    times_header = ["own s", "drop-in s", "ratio", "own CPU s", "drop-in CPU s", "CPU ratio"]
+    headers = ["file", "own fixtures", "drop-in", "same", *times_header]
     return tabulate(rows, headers, tablefmt="github", floatfmt=".0f")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from suites.compat.session_runs import run
-from zharness.engines.deepspeed_shm import SHM_VARIABLE, remove_stale_lock
+from zharness.engines.deepspeed_operators import SHM_VARIABLE, remove_stale_lock
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 

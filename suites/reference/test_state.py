@@ -218,6 +218,30 @@ def test_load_module_only_loads_the_weights_alone(shared_tmp_path: Path) -> None
     assert_same(target.full_state_dict(), source.full_state_dict())
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.world_size(2)
+def test_a_load_that_is_not_strict_loads_what_both_models_have(stage: int, shared_tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+
+    def build(value: float, other: str) -> Engine:
+        model = nn.ModuleDict({"common": nn.Linear(3, 2), other: nn.Linear(2, 1)})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+        return initialize(model=model, config=config, optimizer=lambda leaves: torch.optim.SGD(leaves.values()))[0]
+
+    build(1.0, "saved").save_checkpoint(shared_tmp_path)
+    target = build(2.0, "kept")
+    for strict in (True, False):
+        if strict:
+            with pytest.raises(CheckpointError, match=r"'kept\.weight' is missing in the checkpoint"):
+                target.load_checkpoint(shared_tmp_path, load_module_only=True)
+        else:
+            target.load_checkpoint(shared_tmp_path, load_module_only=True, load_module_strict=False)
+        expected = {"common": 2.0 if strict else 1.0, "kept": 2.0}
+        for name, value in target.full_params().items():
+            assert torch.equal(value, torch.full_like(value, expected[name.partition(".")[0]])), name
+
+
 class Single(nn.Module):
     """A model of one parameter with one element, the shape of an optimizer's step count."""
 

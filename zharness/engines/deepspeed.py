@@ -6,18 +6,14 @@ where it fails. DeepSpeed is imported when a factory or ``warm_up`` runs, not wi
 
 from __future__ import annotations
 
-import tempfile
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines import preload_imports
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
 from zharness.engines.deepspeed_build import (
     BACKWARDS_PER_STEP,
@@ -33,6 +29,7 @@ from zharness.engines.deepspeed_build import (
     unwrap_and_wrap,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
+from zharness.engines.deepspeed_operators import load_built_adam
 from zharness.engines.deepspeed_options import (
     OFFLOAD_STATES,
     UNIVERSAL_CHECKPOINT,
@@ -265,26 +262,18 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             self._engine.set_gradient_accumulation_boundary(self._backward_count + 1 >= self._backwards_per_step)
 
 
-def warm_up(device_type: str = "cpu") -> tuple[str, ...]:
-    """Import in the rank server the modules that DeepSpeed imports lazily, and return their names."""
-    import_deepspeed(device_type)
-    return preload_imports.preload_imports_of(partial(_train_one_step, device_type))
+# The modules that DeepSpeed and torch import when the first engine is built and first steps. These two bring in all
+# but a few of them: the first because torch.optim imports it at the first step, the second because it calls
+# torch.compile when it is imported.
+_LAZY_MODULES = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def _train_one_step(device_type: str) -> None:
-    """Run one step at every stage on one rank.
-
-    Stage 3 is first, because it imports the most modules and works on every supported release, so that after a failure
-    at a later stage only a few modules remain to be imported by the ranks.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for stage in sorted(CAPABILITIES.stages, reverse=True):
-            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(device_type)
-            engine = factory(model, EngineConfig(stage=stage))
-            engine.backward(engine(torch.ones(1, 2, device=device_type)).sum())
-            engine.full_grads()
-            engine.step()
-            engine.full_params()
-            engine.close()
-        dist.destroy_process_group()
+def warm_up(device_type: str = "cpu") -> None:
+    """Import and load in the rank server what DeepSpeed imports and loads lazily, so that no rank does so itself."""
+    deepspeed = import_deepspeed(device_type)
+    for name in _LAZY_MODULES:
+        # A release without the module does not need it.
+        with suppress(ImportError):
+            importlib.import_module(name)
+    if device_type == "cpu":
+        load_built_adam(deepspeed)

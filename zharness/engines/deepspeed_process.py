@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zharness.engines.deepspeed_gathers import await_all_gathers
-from zharness.engines.deepspeed_shm import SHM_VARIABLE, build_shm_operator
+from zharness.engines.deepspeed_operators import SHM_OPERATOR, SHM_VARIABLE, build_operator
 from zharness.errors import EngineContractError, MissingEngine
 from zharness.world.current_rank import is_rank
 
@@ -136,7 +136,7 @@ def import_deepspeed(device_type: str) -> Any:
     # for one build folder and time out. Without that all-reduce DeepSpeed uses torch.distributed, as on other devices.
     if backend.build_shm_op is not get_shm_operator:
         if os.environ.get(SHM_VARIABLE) == "1":
-            _shm_operators[:] = [build_shm_operator(backend.build_shm_op)]
+            _shm_operators[:] = [build_operator(SHM_OPERATOR, backend.build_shm_op)]
         backend.build_shm_op = get_shm_operator
     await_all_gathers(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

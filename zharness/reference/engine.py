@@ -294,7 +294,8 @@ class Engine:
 
         This is a collective. A checkpoint can be loaded at any stage and world size; a rank that the checkpoint does
         not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters,
-        buffers and extra state. Unless ``load_module_strict``, parameters that the checkpoint lacks keep their values.
+        buffers and extra state. Unless ``load_module_strict``, parameters that the checkpoint or the model lacks are
+        ignored.
         Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing
         or damaged, contains code, or belongs to another model or optimizer.
         """

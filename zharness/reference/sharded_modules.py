@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zharness import torch_private as private
 from zharness.errors import ConfigError, UsageError
+from zharness.reference.inspection.recorded_reads import record_read
 from zharness.reference.layout import ModelParam
 from zharness.reference.saved_tensors import replace_saved_tensors
 from zharness.reference.unshard import (
@@ -55,7 +55,6 @@ class ParamUnsharder:
         self._grad_placeholders: dict[tuple[str, bool], Tensor] = {}  # by parameter name and grad mode
         self._params_by_bucket: dict[int, list[ModelParam]] = {}
         self._editable_params: dict[nn.Parameter, Tensor] = {}
-        self.parameter_of_read = WeakTensorKeyDictionary()  # for callers that get the unsharded tensor from a module
         self._known_versions = {parameter: parameter._version for parameter in self._sharded_params}
 
     def unshard_if_sharded(self, value: Any) -> Any:
@@ -86,7 +85,7 @@ class ParamUnsharder:
             if private.is_transforming():
                 return full  # not cached: a torch.func wrapper dies with its transform, maybe before the forward ends
             full.requires_grad_(value.requires_grad)  # under no_grad too: linear chooses its kernel by it
-            self.parameter_of_read[full] = value
+            record_read(full, value)
             running.tensors_by_read[key] = full
         return running.tensors_by_read[key]
 
@@ -95,7 +94,7 @@ class ParamUnsharder:
         for parameter in parameters:
             unsharded_param = UnshardedParam(self._sharded_params[parameter], parameter.dtype, self._context)
             self._editable_params[parameter] = unsharded_param.unshard().detach()
-            self.parameter_of_read[self._editable_params[parameter]] = parameter
+            record_read(self._editable_params[parameter], parameter)
         self._context.prefetcher.clear()
         return list(self._editable_params.values())
 

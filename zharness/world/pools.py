@@ -42,14 +42,15 @@ class RankPools:
         """
         task = replace(task, serial=next(self._serials))
         if task.isolation is Isolation.FRESH:
-            team = RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
+            team = self._fork_team(task)
             try:
                 outcome = TaskWatcher(team, task, client).wait_for_outcome()
             finally:
                 self._close_team(team)
         else:
             outcome = self._run_pooled(task, client)
-        self._modules_to_import = outcome.ranks[0].imported_modules if outcome.ranks else ()
+        new_modules = outcome.ranks[0].imported_modules if outcome.ranks else ()
+        self._modules_to_import = (*self._modules_to_import, *new_modules)
         return outcome
 
     def _run_pooled(self, task: RankTask, client: Connection | None) -> GroupOutcome:
@@ -66,7 +67,7 @@ class RankPools:
         if team is None and task.isolation is Isolation.EXISTING_POOL:
             return GroupOutcome((), 0.0, previous_outcome)
         if team is None:
-            team = RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
+            team = self._fork_team(task)
         else:
             team.send_task(task)
         all_returned = False
@@ -80,8 +81,13 @@ class RankPools:
             else:
                 self._close_team(team)
 
-    def import_rank_modules(self) -> None:
-        """Import the modules of torch that the last task's ranks imported, so that new ranks inherit them.
+    def _fork_team(self, task: RankTask) -> RankTeam:
+        """Fork a team that runs ``task`` first, from a process that has imported what earlier ranks imported."""
+        self._import_rank_modules()
+        return RankTeam(task, self._inherited_function, self.scratch_dir, self._echo)
+
+    def _import_rank_modules(self) -> None:
+        """Import the modules of torch that earlier ranks imported, so that new ranks inherit them.
 
         torch imports about 800 modules when the first optimizer, DTensor or transform is used, which takes a second.
         Without this method, every new rank would need that second.

@@ -240,7 +240,6 @@ def run_server(
             pipe.send(
                 request if isinstance(request, CancelRequest) else problem or handle_request(request, pools, pipe)
             )
-            pools.import_rank_modules()
     except (EOFError, OSError, ClientGone):
         pass  # the client has ended
     finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from zharness.compat.deepspeed_engine.refusals import require
 from zharness.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ def save_checkpoint(
     if engine.has_strict_tags:
         tags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(tags, tag)
-        assert len(set(map(str, tags))) == 1, f"the ranks differ in the tag: {tags}"
+        require(
+            len(set(map(str, tags))) == 1,
+            f"save_checkpoint: the ranks differ in the tag, by rank {tags}; pass the same tag on every rank",
+        )
     state = {
         "client": client_state or {},
         "counts": {name: getattr(engine, name) for name in COUNTS},

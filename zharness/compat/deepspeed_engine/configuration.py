@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from zharness.compat.deepspeed_engine.refusals import require
+
 # DeepSpeed clips gradients at this norm if its JSON does not say otherwise; the reference engine does not clip.
 DEFAULT_GRADIENT_CLIPPING = 1.0
 # Keys of zero_optimization that DeepSpeed accepts without their prefix stage3_ too.
@@ -96,8 +98,9 @@ def translate_config(config: Any) -> EngineConfig:
         key: [value] if isinstance(value, str) else list(value) for key, value in zero.pop("leaf_module", {}).items()
     }
     if not is_managed:
-        assert not zero.get("overlap_comm") or zero.get("stage") == 2, (
-            "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2"
+        require(
+            not zero.get("overlap_comm") or zero.get("stage") == 2,
+            "managed_gradient_accumulation=False supports overlap_comm only with ZeRO stage 2",
         )
     if isinstance(json_config.get("optimizer"), dict):
         json_config["optimizer"].pop("torch_adam", None)  # a choice between DeepSpeed's implementations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from zharness.compat.deepspeed_engine import checkpoints
 from zharness.compat.deepspeed_engine.communication import get_local_rank
 from zharness.compat.deepspeed_engine.configuration import EngineConfig
+from zharness.compat.deepspeed_engine.leaf_modules import get_z3_leaf_modules
 from zharness.compat.deepspeed_engine.optimizer import make_optimizer
 from zharness.compat.deepspeed_engine.output_hooks import OutputHooks
 from zharness.compat.deepspeed_engine.parameters import EngineOwner, unmark
+from zharness.compat.deepspeed_engine.refusals import require
 from zharness.compat.deepspeed_engine.tensor_fragment import attach_access, detach_access
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.tensor_access import TensorAccess
@@ -104,7 +106,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
-        return self._hooks.watch(self.reference(*args, **kwargs))
+        with self._uneven_leaves():
+            return self._hooks.watch(self.reference(*args, **kwargs))
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Scale the loss and run its backward; without ``scale_wrt_gas``, gradients are summed over micro-batches.
@@ -113,18 +116,27 @@ class DeepSpeedEngine(nn.Module):
         """
         micro_batches = self.gradient_accumulation_steps()
         unscaled = loss if scale_wrt_gas or micro_batches == 1 else loss * micro_batches
-        self.scale(unscaled).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        with self._uneven_leaves():
+            self.scale(unscaled).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return loss / micro_batches if scale_wrt_gas and micro_batches > 1 else loss
+
+    def _uneven_leaves(self) -> AbstractContextManager[None]:
+        """Let ranks use different parameters inside the block if the model has a leaf module at stage 3.
+
+        DeepSpeed fetches all parameters of a leaf module on every rank, whichever of them its forward uses.
+        """
+        is_marked = self.zero_optimization_stage() == 3 and bool(get_z3_leaf_modules(self.module))
+        return self.reference.uneven() if is_marked else nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale. Raises AssertionError unless it is a scalar tensor."""
         numel = loss.numel() if isinstance(loss, Tensor) else 0
-        assert numel == 1, "scale() expects a scalar tensor (single value)"
+        require(numel == 1, "scale() expects a scalar tensor (single value)")
         return self.reference.scale(loss)
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Count the micro-batch, and at the boundary update the weights and drop the gradients."""
-        assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
+        require(not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager")
         is_boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         skipped = self.skipped_steps
         backwards = self._hooks.take_backward_count()
@@ -152,8 +164,9 @@ class DeepSpeedEngine(nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let the caller decide whether ``step`` updates the weights."""
-        assert self.managed_gradient_accumulation(), (
-            "set_gradient_accumulation_boundary is not supported with managed_gradient_accumulation=False"
+        require(
+            self.managed_gradient_accumulation(),
+            "set_gradient_accumulation_boundary is not supported with managed_gradient_accumulation=False",
         )
         self._is_gradient_accumulation_boundary = is_boundary
 
@@ -169,26 +182,28 @@ class DeepSpeedEngine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank inside the block, at stages 0 and 1."""
-        assert self.zero_optimization_stage() < 2, (
+        require(
+            self.zero_optimization_stage() < 2,
             "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
-            f"{self.zero_optimization_stage()}"
+            f"{self.zero_optimization_stage()}",
         )
-        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported"
+        require(not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported")
         with self._without_step(), self.reference.no_sync():
             yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Allow no ``step`` inside the block; when gradients are reduced does not change them."""
-        assert self.managed_gradient_accumulation(), (
+        require(
+            self.managed_gradient_accumulation(),
             "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; the caller already "
-            "owns the accumulation boundary via step()"
+            "owns the accumulation boundary via step()",
         )
         if self.pipeline_parallelism:
             raise NotImplementedError("coalesce_grad_reduction is not supported with pipeline parallelism")
         if self.zero_optimization_stage() == 0:
             raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0")
-        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        require(not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context")
         with self._without_step():
             yield
 

@@ -17,6 +17,7 @@ from zharness.compat.deepspeed_engine.leaf_modules import (
     set_z3_leaf_modules_by_suffix,
 )
 from zharness.compat.deepspeed_engine.parameters import unshard_model
+from zharness.compat.deepspeed_engine.refusals import AssertionUsageError, require
 from zharness.compat.deepspeed_engine.unsupported import PipelineModule
 from zharness.errors import ConfigError
 from zharness.reference.initialize import initialize as initialize_reference
@@ -43,7 +44,8 @@ def initialize(
     from the rounded weights, and frozen parameters and buffers are cast too. Raises AssertionError for arguments that
     DeepSpeed asserts, and ConfigError for what the reference engine does not support.
     """
-    assert model is not None, "deepspeed.initialize requires a model"
+    if model is None:
+        raise AssertionUsageError("deepspeed.initialize requires a model")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu and mesh_param are not supported: the reference engine has data parallelism only")
     translated = translate_config(_choose_config(args, config, config_params))
@@ -91,28 +93,30 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
     chosen = config if config is not None else config_params
     path = getattr(args, "deepspeed_config", None)
     if path is not None:
-        assert chosen is None, (
+        require(
+            chosen is None,
             "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
-            "deepspeed.initialize() function call"
+            "deepspeed.initialize() function call",
         )
         chosen = path
-    assert chosen is not None, "DeepSpeed requires --deepspeed_config to specify configuration file"
+    require(chosen is not None, "DeepSpeed requires --deepspeed_config to specify configuration file")
     return chosen
 
 
 def _check_pipeline(model: nn.Module, config: EngineConfig) -> None:
     """Refuse a pipeline: AssertionError where DeepSpeed refuses one too, else ConfigError."""
     if isinstance(model, PipelineModule):
-        assert config.is_managed, "managed_gradient_accumulation=False is not supported with pipeline parallelism"
+        require(config.is_managed, "managed_gradient_accumulation=False is not supported with pipeline parallelism")
         raise ConfigError("the reference engine has no pipeline parallelism")
 
 
 def _check_tested(optimizer: Any, config: EngineConfig) -> None:
     """Raise AssertionError for an optimizer that is not torch's, unless stage 0 or the JSON allows it, as DeepSpeed."""
     is_tested = optimizer is None or type(optimizer).__module__.startswith("torch.optim")
-    assert is_tested or config.stage == 0 or config.reference_json.get("zero_allow_untested_optimizer"), (
+    require(
+        is_tested or config.stage == 0 or config.reference_json.get("zero_allow_untested_optimizer"),
         'You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true> in the '
-        "configuration file to use it."
+        "configuration file to use it.",
     )
 
 

@@ -1,7 +1,7 @@
 """Stand in for ``deepspeed.utils``' functions that mark leaf modules.
 
-A mark changes when DeepSpeed's stage 3 fetches parameters. The reference engine fetches a parameter when it is read, so
-it records marks and ignores them.
+DeepSpeed's stage 3 fetches all parameters of a leaf module at once, so that ranks may use different ones. The reference
+engine fetches a parameter when it is read; a model with a mark runs inside its ``uneven()``, which allows the same.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from types import TracebackType
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from zharness.compat.deepspeed_engine.communication import init_distributed
 from zharness.compat.deepspeed_engine.configuration import half_dtype, read_config
 from zharness.reference.engine import Engine
 from zharness.reference.inspection.coalesced_collectives import broadcast_tensors
-from zharness.reference.inspection.tensor_access import TensorAccess
+from zharness.reference.inspection.recorded_reads import find_parameter_of_read
 from zharness.reference.layout import ModelParam, ShardLayout, all_gather_full_tensor
 
 _OWNER = "ds_owner"
@@ -32,8 +31,6 @@ _ATTRIBUTES = (_OWNER, "ds_id", "ds_shape", "ds_numel", "ds_tensor", "ds_status"
 _ids = itertools.count()
 # The Parameters of engines, which an ``Init`` block leaves alone although they were made inside it.
 ENGINE_PARAMETERS = WeakTensorKeyDictionary()
-# The owners of the engines at stage 3; an owner lives as long as a Parameter that it marks.
-ENGINE_OWNERS: WeakSet[EngineOwner] = WeakSet()
 
 
 class ZeroParamStatus(Enum):
@@ -79,12 +76,13 @@ def find_owner(parameter: Any) -> Any:
 def find_parameter(value: Any) -> Any:
     """Return the Parameter of which ``value`` is a read at stage 3, and any other object unchanged.
 
-    At stage 3 ``model.weight`` is a gathered tensor, not the Parameter.
+    At stage 3 ``model.weight`` is a gathered tensor, not the Parameter. A read of an engine that has ended is returned
+    unchanged.
     """
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return value
-    found = (owner.find_parameter(value) for owner in ENGINE_OWNERS)
-    return next((parameter for parameter in found if parameter is not None), value)
+    parameter = find_parameter_of_read(value)
+    return value if find_owner(parameter) is None else parameter
 
 
 class EngineOwner:
@@ -92,12 +90,6 @@ class EngineOwner:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._access = TensorAccess(engine)
-        ENGINE_OWNERS.add(self)
-
-    def find_parameter(self, read: Tensor) -> nn.Parameter | None:
-        """Return the engine's Parameter of which ``read`` is the gathered tensor, or None."""
-        return self._access.find_parameter(read)
 
     def mark(self, params: Iterable[ModelParam]) -> None:
         """Mark the Parameters of the engine."""

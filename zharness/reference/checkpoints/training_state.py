@@ -9,7 +9,7 @@ CheckpointContents, not as a tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,17 +149,16 @@ class TrainingState:
         contents: CheckpointContents,
         extra_state: Mapping[str, Any],
         module_only: bool = False,
-        ignores_missing: bool = False,
+        ignores_unmatched: bool = False,
     ) -> None:
         """Raise CheckpointError for the first difference between the checkpoint and this model and optimizer.
 
-        If ``module_only`` is True, only parameters, buffers and extra state are compared. If ``ignores_missing`` is
-        True, the checkpoint may lack parameters of the model.
+        If ``module_only`` is True, only parameters, buffers and extra state are compared. If ``ignores_unmatched``
+        is True, the checkpoint may lack parameters of the model and have others.
         """
         shapes = {name: tuple(param.layout.shape) for name, param in self._model_params.items()}
-        if ignores_missing:
-            shapes = {name: shape for name, shape in shapes.items() if name in contents.parameters}
-        _check_same_shapes("parameter", contents.parameters, shapes)
+        names = shapes.keys() & contents.parameters if ignores_unmatched else shapes.keys() | contents.parameters
+        _check_same_shapes("parameter", _pick(contents.parameters, names), _pick(shapes, names))
         _check_same_shapes(
             "buffer", contents.buffers, {name: tuple(b.shape) for name, b in self._persistent_buffers().items()}
         )
@@ -340,6 +339,11 @@ def _reshape_like_leaf(leaf: Tensor, local_tensor: Tensor | None) -> Tensor:
         return torch.empty_like(leaf)
     values = local_tensor.to_local() if isinstance(local_tensor, DTensor) else local_tensor
     return torch.empty_like(leaf, dtype=values.dtype).copy_(values.view(leaf.shape))
+
+
+def _pick(shapes: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the entries of ``shapes`` whose names are in ``names``."""
+    return {name: shape for name, shape in shapes.items() if name in names}
 
 
 def _check_same_shapes(kind: str, saved_shapes: Mapping[str, Any], expected_shapes: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zharness.errors import UsageError
 from zharness.reference.inspection.coalesced_collectives import all_gather_full_tensors
@@ -25,11 +25,6 @@ class TensorAccess:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-
-    def find_parameter(self, read: Tensor) -> nn.Parameter | None:
-        """Return the engine's Parameter of which ``read`` is the unsharded tensor, or None for any other tensor."""
-        unsharder = self._engine._parameters._unsharder
-        return unsharder.parameter_of_read[read] if unsharder and read in unsharder.parameter_of_read else None
 
     def full_grad(self, name: str) -> Tensor | None:
         """Return the reduced gradient, or None if no rank has one."""
