@@ -12,7 +12,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
     6  run
     7  report, releases, kill_matrix, doctor, export
     8  hunt
-    9  plugin, cli, conformance, verification, compat
+    9  plugin, cli, conformance, verification, tour, compat
     10 __main__
 
 [Note: a cell from command to verdict]

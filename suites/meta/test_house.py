@@ -42,6 +42,7 @@ FLOORS = {
     "plugin": 9,
     "cli": 9,
     "conformance": 9,
+    "tour": 9,
     "verification": 9,
     "compat": 9,
     "__main__": 10,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from zharness import tour
 from zharness.mutants import MUTANTS
 from zharness.releases.rank_environment import prepare_rank_environment
-from zharness.report import tour
-from zharness.report.tour import EXHIBITS, MUTANT_PREFIX, Exhibit, run_tour
+from zharness.tour import EXHIBITS, MUTANT_PREFIX, Exhibit, run_tour
 
 
 def test_the_tour_shows_a_law_that_holds_the_broken_engines_and_a_known_bug(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,6 @@ def tour() -> int:
     """
     click.echo("zharness holds a sharded training engine to plain PyTorch. Loading torch ...\n")
     from zharness.releases.rank_environment import prepare_rank_environment
-    from zharness.report.tour import run_tour
+    from zharness.tour import run_tour
 
     return run_tour(prepare_rank_environment)
