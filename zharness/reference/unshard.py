@@ -335,14 +335,7 @@ class GradCollectiveFunction(torch.autograd.Function):
 def _run_grad_collective(
     tensor: Tensor, unsharded_param: UnshardedParam, collective: GradCollective = GradCollective.REDUCE_SCATTER
 ) -> Tensor:
-    """Run ``collective`` on a gradient, or on its shard, as a differentiable function. This is a collective.
-
-    A tensor that is batched by ``is_grads_batched`` is taken apart before the Function runs: autograd records what
-    happens to the rows, and nothing of what a Function does with the batch.
-    """
-
-    def run(row: Tensor) -> Tensor:
-        result: Tensor = torch_fallback.apply_function(GradCollectiveFunction, row, unsharded_param, collective)
-        return result
-
-    return private.map_batch_rows(run, tensor)
+    """Run ``collective`` on a gradient or its shard, row by row in a batch: autograd records no Function of a batch."""
+    return private.map_batch_rows(
+        lambda row: torch_fallback.apply_function(GradCollectiveFunction, row, unsharded_param, collective), tensor
+    )
