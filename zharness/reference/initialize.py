@@ -33,6 +33,7 @@ from zharness.reference.layout import STAGES, ModelParam, collect_model_params
 from zharness.reference.mixed_precision.loss_scale import LossScale
 from zharness.reference.parameters import Parameters, refuse_owned_modules
 from zharness.reference.prefetch import Prefetcher
+from zharness.reference.replicas import group_shards
 from zharness.reference.uneven_ranks.negotiated_agreement import NegotiatedAgreement
 from zharness.reference.uneven_ranks.rank_errors import require_same_on_all_ranks
 from zharness.reference.uneven_ranks.rank_facts import collect_rank_facts
@@ -80,8 +81,9 @@ def initialize(
         loader = MicroBatchLoader(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
     placements = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average_over_ranks else 1)
-    model_params = collect_model_params(model, comm.world_size, settings.precision.assign_dtypes(model))
-    context, buckets = _make_context(list(model_params.values()), settings, divisor, comm)
+    shards = group_shards(comm, settings.shard_size, device)
+    model_params = collect_model_params(model, shards, settings.precision.assign_dtypes(model))
+    context, buckets = _make_context(list(model_params.values()), settings, divisor, shards)
     with ExitStack() as undo:  # restores the model if the optimizer is refused
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         undo.callback(_restore_tensors, [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors])
@@ -109,7 +111,7 @@ def initialize(
     gradients = Gradients(model_params, placements, context, buckets)
     tracker = context.memory_tracker
     engine = Engine(
-        model, settings, placements, comm, model_params, parameters, gradients, built, schedule, scale, tracker
+        model, settings, placements, shards, model_params, parameters, gradients, built, schedule, scale, tracker
     )
     return engine, built, loader, schedule
 
@@ -120,7 +122,7 @@ def _make_context(
     """Return the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
-    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm))
+    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm.everyone))
     prefetch_buckets = assign_buckets(model_params, settings.prefetch_size)
     prefetcher = Prefetcher(prefetch_buckets, settings.prefetch_size, collectives, tracker.set_prefetched_bytes)
     reduce_buckets = {member.name: bucket for bucket in buckets for member in bucket.members}
