@@ -75,6 +75,8 @@ DEEPSPEED_SOURCES = (
     *("deepspeed.utils.tensor_fragment", "deepspeed.utils.mixed_precision_linkage", "deepspeed.checkpoint"),
 )
 
+FABRIC_SOURCES = ("lightning_fabric.fabric", "lightning_fabric.wrappers", "lightning_fabric.strategies")
+
 BUILT_IN: dict[str, EngineInfo] = {
     info.name: info
     for info in (
@@ -118,6 +120,24 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install transformers accelerate",
             warm_up="zharness.engines.trainer_ddp:warm_up",
             sources=("transformers.trainer",),
+        ),
+        EngineInfo(
+            name="fabric_ddp",
+            target="zharness.engines.fabric_ddp:factory",
+            summary="Lightning Fabric, which sets up DistributedDataParallel",
+            distribution="lightning-fabric",
+            install="pip install lightning-fabric",
+            warm_up="lightning_fabric",
+            sources=FABRIC_SOURCES,
+        ),
+        EngineInfo(
+            name="fabric_fsdp2",
+            target="zharness.engines.fabric_fsdp2:factory",
+            summary="Lightning Fabric's ModelParallelStrategy, which sets up fully_shard and tensor parallelism",
+            distribution="lightning-fabric",
+            install="pip install lightning-fabric",
+            warm_up="lightning_fabric",
+            sources=FABRIC_SOURCES,
         ),
         EngineInfo(
             name="zero1",

@@ -34,6 +34,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     master_weights,
     memory,
     mesh,
+    mesh_copies,
     momentum,
     muon,
     no_sync,

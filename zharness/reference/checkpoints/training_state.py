@@ -201,7 +201,9 @@ class TrainingState:
             tensors[weight_key(name)] = self.make_dtensor(name, leaf)
             for key in contents.moments.get(name, {}):
                 tensors[moment_key(name, key)] = self.make_dtensor(name, states[name][key])
-        buffers = {buffer_key(name, self._comm.everyone.rank): buffer for name, buffer in self._persistent_buffers().items()}
+        buffers = {
+            buffer_key(name, self._comm.everyone.rank): buffer for name, buffer in self._persistent_buffers().items()
+        }
         return {key: tensor for key, tensor in (tensors | buffers).items() if tensor.numel()}
 
     def make_empty_tensors(self, contents: CheckpointContents, module_only: bool = False) -> dict[str, Tensor]:
