@@ -45,6 +45,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     outputs_and_options,
     parameters,
     pipeline,
+    pipeline_state,
     prefetch,
     random_state,
     rare_settings,
