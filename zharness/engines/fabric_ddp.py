@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import ddp
-from zharness.engines.fabric_engine import FabricEngine, build_fabric, prepare_model
+from zharness.engines.fabric_engine import FABRIC_OPTIONS, FabricEngine, build_fabric, prepare_model
 from zharness.engines.protocol import EngineConfig, Feature, Reduction
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -28,7 +28,8 @@ CAPABILITIES = replace(
         Feature.AUTOCAST: "its precision='bf16-mixed' also converts the model's outputs to float32",
     },
 )
-OPTIONS = {name: meaning for name, meaning in ddp.OPTIONS.items() if name not in AUTOCAST_OPTION}
+DDP_OPTIONS = {name: meaning for name, meaning in ddp.OPTIONS.items() if name not in AUTOCAST_OPTION}
+OPTIONS = {**DDP_OPTIONS, **FABRIC_OPTIONS}
 
 
 def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
@@ -39,7 +40,8 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
     from lightning_fabric.strategies import DDPStrategy
 
     validate_config(config, CAPABILITIES, OPTIONS)
-    fabric = build_fabric(DDPStrategy(**config.options), next(model.parameters()).device)
+    strategy = DDPStrategy(**{name: value for name, value in config.options.items() if name in DDP_OPTIONS})
+    fabric = build_fabric(strategy, next(model.parameters()).device)
     prepared = prepare_model(fabric, model)
     require_ddp(prepared._forward_module, fabric.world_size)
     summed = ddp.trainable_parameters(model) if config.reduction is Reduction.SUM else []

@@ -17,6 +17,7 @@ from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import Capabilities, EngineConfig
 from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_engine import EngineAdapter, TorchEngine
+from zharness.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DOCUMENTATION = "https://lightning.ai/docs/fabric/stable/api/fabric_methods.html"
 FILE_NAME = "checkpoint"
+ERROR_IF_NONFINITE = "error_if_nonfinite"
+FABRIC_OPTIONS = {ERROR_IF_NONFINITE: "false: clip_gradients does not raise if the norm is not finite; default true"}
 
 
 def build_fabric(strategy: Strategy, device: torch.device) -> Fabric:
@@ -62,6 +65,7 @@ class FabricEngine(TorchEngine):
     ) -> None:
         super().__init__(model, capabilities, config, adapter)
         self._fabric, self._prepared_model = fabric, prepared_model
+        self._raises_on_infinite_norm = bool(config.options.get(ERROR_IF_NONFINITE, True))
         with launch_variables():
             self._prepared = fabric.setup_optimizers(self._optimizer)
 
@@ -70,7 +74,12 @@ class FabricEngine(TorchEngine):
 
     def step(self) -> None:
         if self._clip is not None:
-            norm = self._fabric.clip_gradients(self._prepared_model, self._prepared, max_norm=self._clip)
+            norm = self._fabric.clip_gradients(
+                self._prepared_model,
+                self._prepared,
+                max_norm=self._clip,
+                error_if_nonfinite=self._raises_on_infinite_norm,
+            )
             self._last_grad_norm = float(gather_full_tensor(norm))
         self._prepared.step()
         self._schedule.step()
@@ -81,9 +90,14 @@ class FabricEngine(TorchEngine):
             self._fabric.save(path / FILE_NAME, self._state())
 
     def load(self, path: Path) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+
         state = self._state()
-        with launch_variables():
-            self._fabric.load(path / FILE_NAME, state)
+        try:
+            with launch_variables():
+                self._fabric.load(path / FILE_NAME, state)
+        except CheckpointException as error:  # a BaseException, which a caller's `except Exception` would not catch
+            raise CheckpointError(f"load from {path}: {error}") from error
         self._schedule.load_state_dict(state["schedule"])
 
     def _state(self) -> dict[str, Any]:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import fsdp2
-from zharness.engines.fabric_engine import DOCUMENTATION, FabricEngine, build_fabric, prepare_model
+from zharness.engines.fabric_engine import DOCUMENTATION, FABRIC_OPTIONS, FabricEngine, build_fabric, prepare_model
 from zharness.engines.fsdp2_options import (
+    GROUPS_REMAIN,
     OPTIONS_AT_EVERY_STAGE,
     apply_options,
     require_method,
@@ -41,9 +42,10 @@ REFUSES = {
         f"({DOCUMENTATION})"
     ),
     Feature.RESOURCES: "it does not count the bytes that it allocates",
+    **GROUPS_REMAIN,
 }
 _KEYS = (*GROUPING_OPTIONS, "reset_iter_state", "reduce_scatter_unused_params")
-OPTIONS = {name: fsdp2.OPTIONS[name] for name in _KEYS}
+OPTIONS = {**{name: fsdp2.OPTIONS[name] for name in _KEYS}, **FABRIC_OPTIONS}
 CAPABILITIES = replace(
     fsdp2.CAPABILITIES,
     dtypes=frozenset({"fp32"}),

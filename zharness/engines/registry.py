@@ -32,7 +32,8 @@ class EngineInfo:
     ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
     version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
     runs once in the rank server, so that ranks are forked with the engine's modules imported. ``sources`` are the
-    modules and packages whose branches `zharness hunt --coverage` measures.
+    modules and packages whose branches `zharness hunt --coverage` measures. ``around`` is the name of an engine that
+    this one calls, whose expected failures are this one's too.
     """
 
     name: str
@@ -42,6 +43,7 @@ class EngineInfo:
     install: str
     warm_up: str = ""
     sources: tuple[str, ...] = ()
+    around: str = ""
 
     @property
     def module(self) -> str:
@@ -138,6 +140,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install lightning-fabric",
             warm_up="lightning_fabric",
             sources=FABRIC_SOURCES,
+            around="fsdp2",
         ),
         EngineInfo(
             name="zero1",

@@ -94,8 +94,8 @@ class ModelSpec:
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
     verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
-    ``rowwise``; a model without a plan has no cells on the axis tp. ``heads`` is the number of attention heads, which
-    tp has to divide, or 0. ``pp_plan`` has the modules that the model calls one after another, which pp splits.
+    ``rowwise``; a model without a plan has no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide,
+    such as that of attention heads. ``pp_plan`` has the modules that the model calls one after another; pp splits them.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ModelSpec:
     exact: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     pp_plan: tuple[str, ...] = ()
-    heads: int = 0
+    tp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
         """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
@@ -314,7 +314,7 @@ MODELS: dict[str, ModelSpec] = {
                 loss=exact_heads.token_loss,
                 exact=True,
                 tp_plan=plan,
-                heads=exact_heads.HEADS,
+                tp_parts={"heads": exact_heads.HEADS},
             )
             for name, axes, plan in (
                 ("heads", "tp", exact_heads.TENSOR_PLAN),
@@ -329,6 +329,7 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
             tp_plan=exact_mixing.TENSOR_PLAN,
+            tp_parts={"samples": SAMPLES},
         ),
         *(
             ModelSpec(
