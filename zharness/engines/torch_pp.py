@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import optimizers
-from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
+from zharness.engines.protocol import (
+    Absent,
+    CallForm,
+    Capabilities,
+    EngineConfig,
+    EngineOption,
+    Feature,
+    Observations,
+    Piece,
+)
 from zharness.engines.tensor_parallel import build_device_mesh, gather_rank_numbers, list_runs
 from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
@@ -36,6 +45,7 @@ DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.htm
 SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
+UNTIED = frozenset({"chain", "skips"})  # fully_shard makes two parameters of a weight that two stages have
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -75,8 +85,8 @@ CAPABILITIES = Capabilities(
     refuses=dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
     mesh_axes=frozenset({PIPELINE}),
     variants={
-        FULLY_SHARD: {DATA_PARALLEL: FULLY_SHARD},
-        "resharded": {DATA_PARALLEL: FULLY_SHARD, RESHARD: True},
+        FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),
+        "resharded": EngineOption({DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED),
     },
     form=CallForm.WHOLE_BATCH,
 )
