@@ -141,6 +141,16 @@ def test_copies_of_a_tied_weight_have_one_gradient_also_after_two_batches() -> N
 
 
 @pytest.mark.world_size(2)
+def test_a_schedule_without_enough_micro_batches_is_refused() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "1f1b"})
+    engine = torch_pp.factory(build(), config)
+    batch = (torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(UsageError, match="got 1 micro-batches for 2 stages of Schedule1F1B"):
+        engine.train_batch([batch], nn.functional.mse_loss)
+    engine.close()
+
+
+@pytest.mark.world_size(2)
 def test_micro_batches_of_several_sizes_are_refused() -> None:
     engine = torch_pp.factory(build(), EngineConfig(mesh=PP2, pp_plan=("0", "1")))
     batches = [(torch.ones(size, 2), torch.ones(size, 2)) for size in (1, 3)]

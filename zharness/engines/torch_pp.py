@@ -277,7 +277,12 @@ class PipelineEngine(WithoutForward):
             pipelining.PipelineStage(part, number, self._total, device, group=self._group)
             for number, part in self._parts.items()
         ]
-        schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
+        try:
+            schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
+        except ValueError as error:  # most schedules need as many micro-batches as stages, or a multiple
+            name = self._schedule_class.__name__
+            found = f"{micro_batches} micro-batches for {self._total} stages of {name}"
+            raise UsageError(f"got {found}: {error}") from error
         self._schedules.append(Schedule(micro_batches, loss, schedule))
         return schedule
 

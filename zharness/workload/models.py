@@ -329,7 +329,7 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
             tp_plan=exact_mixing.TENSOR_PLAN,
-            tp_parts={"samples": SAMPLES},
+            tp_parts={"mixed samples": exact_mixing.MIXED},
         ),
         *(
             ModelSpec(
