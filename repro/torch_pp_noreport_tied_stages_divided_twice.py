@@ -16,9 +16,9 @@ Run it with nothing but torch installed:
     torchrun --standalone --nproc_per_node=1 repro/torch_pp_noreport_tied_stages_divided_twice.py
 
 After its last micro-batch each stage divides the gradients of its parameters by the number of micro-batches
-(_PipelineStageBase.scale_grads). A weight that two stages of a rank have in common has one .grad, which both divide: the
-first and the last stage are on one rank in ScheduleZBVZeroBubble and ScheduleDualPipeV, which are made for that, and
-their weights are those of tied embeddings. With scale_grads=False a caller can divide once.
+(_PipelineStageBase.scale_grads). A weight that two stages of a rank have in common has one .grad, which both divide.
+The first and the last stage are on one rank in ScheduleZBVZeroBubble and ScheduleDualPipeV, as tied embeddings need.
+With scale_grads=False a caller can divide once.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
