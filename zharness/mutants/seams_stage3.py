@@ -12,9 +12,9 @@ from zharness import torch_private
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants.seams import comm, replace_attribute
 from zharness.reference.collectives import CollectiveKind, ShardCollectives
+from zharness.reference.copies.replicas import ReplicatedShards
 from zharness.reference.layout import ModelParam
 from zharness.reference.prefetch import PrefetchedBucket, Prefetcher
-from zharness.reference.replicas import ReplicatedShards
 from zharness.reference.saved_tensors import replace_saved_tensors
 from zharness.reference.sharded_modules import ModuleForward, ParamUnsharder
 from zharness.reference.unshard import UnshardedParam

@@ -280,9 +280,8 @@ class Engine:
             rank_state = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
         local_tensors = self._training_state.local_tensors(contents)
-        folder = Path(save_dir)
-        ranks = self.comm.everyone
-        return storage.save_checkpoint(folder, tag, local_tensors, common_state, rank_state, ranks, save_latest)
+        states, ranks = (common_state, rank_state), self.comm.everyone
+        return storage.save_checkpoint(Path(save_dir), tag, local_tensors, *states, ranks, save_latest)
 
     def load_checkpoint(
         self,
@@ -346,8 +345,9 @@ class Engine:
         """Return, by parameter name, the range (start, stop) of elements that each rank owns; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
-        shards = [rank % self.comm.world_size for rank in range(self.comm.everyone.world_size)]
-        return {name: tuple(map(param.layout.shard_bounds, shards)) for name, param in self.model_params.items()}
+        size, ranks = self.comm.world_size, range(self.comm.everyone.world_size)
+        layouts = {name: param.layout for name, param in self.model_params.items()}
+        return {name: tuple(layout.shard_bounds(rank % size) for rank in ranks) for name, layout in layouts.items()}
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""

@@ -208,8 +208,8 @@ class Gradients:
         """Return whether all reduced gradients are finite on every rank. This is a collective of one byte."""
         extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
         values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
-        any_bad = (~values.isfinite().all()).to(torch.uint8)
-        return not self._context.comm.everyone.all_reduce(any_bad, op=dist.ReduceOp.MAX)
+        bad, ranks = (~values.isfinite().all()).to(torch.uint8), self._context.comm.everyone
+        return not ranks.all_reduce(bad, op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:
         """Compute the 2-norm of all reduced gradients in float64. This is a collective if they are sharded."""

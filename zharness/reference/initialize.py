@@ -23,6 +23,7 @@ from zharness.reference.client.optimizer import (
     describe_param_groups,
 )
 from zharness.reference.collectives import ShardCollectives
+from zharness.reference.copies.replicas import group_shards
 from zharness.reference.deepspeed_json import settings as configuration
 from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.engine import Engine
@@ -33,7 +34,6 @@ from zharness.reference.layout import STAGES, ModelParam, collect_model_params
 from zharness.reference.mixed_precision.loss_scale import LossScale
 from zharness.reference.parameters import Parameters, refuse_owned_modules
 from zharness.reference.prefetch import Prefetcher
-from zharness.reference.replicas import group_shards
 from zharness.reference.uneven_ranks.negotiated_agreement import NegotiatedAgreement
 from zharness.reference.uneven_ranks.rank_errors import require_same_on_all_ranks
 from zharness.reference.uneven_ranks.rank_facts import collect_rank_facts
@@ -76,14 +76,13 @@ def initialize(
     settings = require_same_on_all_ranks(
         comm, device, read_settings, lambda parsed: collect_rank_facts(parsed, model, training_data)
     )
-    loader = None
-    if training_data is not None:
-        loader = MicroBatchLoader(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
+    options = (settings.micro_batch_size, comm, collate_fn, settings.drop_last)
+    loader = None if training_data is None else MicroBatchLoader(training_data, *options)
     placements = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average_over_ranks else 1)
     shards = group_shards(comm, settings.shard_size, device)
     model_params = collect_model_params(model, shards, settings.precision.assign_dtypes(model))
-    context, buckets = _make_context(list(model_params.values()), settings, divisor, shards)
+    context, buckets = _make_context([*model_params.values()], settings, divisor, shards)
     with ExitStack() as undo:  # restores the model if the optimizer is refused
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         undo.callback(_restore_tensors, [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors])

@@ -96,10 +96,7 @@ class ParamDtypes:
 
 @dataclass(frozen=True)
 class ModelParam:
-    """One parameter of the user's model: its first name in the model, the Parameter, its layout and its dtypes.
-
-    ``addends`` is the number of ranks whose gradients are added up.
-    """
+    """One parameter of the user's model: its first name, layout, dtypes, and how many ranks' gradients are summed."""
 
     name: str
     parameter: nn.Parameter
@@ -129,11 +126,8 @@ def collect_model_params(
     module: nn.Module, shards: Comm, dtypes: Mapping[nn.Parameter, ParamDtypes]
 ) -> dict[str, ModelParam]:
     """Return every parameter of ``module`` once, by the first name that ``named_parameters()`` gives it."""
-    addends = shards.everyone.world_size
-    return {
-        name: ModelParam(name, p, _make_layout(p, shards.world_size), dtypes[p], addends)
-        for name, p in module.named_parameters()
-    }
+    size, addends, params = shards.world_size, shards.everyone.world_size, module.named_parameters()
+    return {name: ModelParam(name, p, _make_layout(p, size), dtypes[p], addends) for name, p in params}
 
 
 def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:

@@ -207,14 +207,10 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     """
     name = split_release(engine)[0]
     around = BUILT_IN[name].around if name in BUILT_IN else ""
-    return (*load_own_failures(name), *(inherit_failures(name, around) if around else ()))
-
-
-def inherit_failures(engine: str, around: str) -> Iterator[ExpectedFailure]:
-    """Yield as those of ``engine`` the entries of ``around``, which it calls, but for those about options."""
-    for entry in load_shipped_failures(around):
-        if not entry.engine_variants and entry.applies_to_version(resolve_version(around) or ""):
-            yield replace(entry, engine=engine, releases="")
+    entries = load_shipped_failures(around) if around else ()
+    fitting = (each for each in entries if not each.engine_variants)  # the others are about options of that engine
+    current = (each for each in fitting if each.applies_to_version(resolve_version(around) or ""))
+    return (*load_own_failures(name), *(replace(each, engine=name, releases="") for each in current))
 
 
 def load_own_failures(name: str) -> Iterator[ExpectedFailure]:

@@ -93,9 +93,9 @@ class ModelSpec:
     ``build()`` returns the model, and is called with torch's generator seeded. ``batch(generator)`` draws a
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
-    verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
-    ``rowwise``; a model without a plan has no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide,
-    such as that of attention heads. ``pp_plan`` has the modules that the model calls one after another; pp splits them.
+    verifies this claim. ``tp_plan`` says how tp splits a module, ``colwise`` or ``rowwise``; a model without a plan has
+    no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
+    ``pp_plan`` has the modules that are called one after another, which pp splits.
     """
 
     name: str
@@ -328,8 +328,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
-            tp_plan=exact_mixing.TENSOR_PLAN,
-            tp_parts={"mixed samples": exact_mixing.MIXED},
+            **exact_mixing.TENSOR_SPLIT,
         ),
         *(
             ModelSpec(
