@@ -1,13 +1,16 @@
-"""Generate the tables of README.md from records and reproductions, in place.
+"""Generate the tables of README.md and docs/mesh.md from records and reproductions, in place.
 
     python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
     python scripts/generate_tables.py --meshes tp2.jsonl rep2.jsonl      laws on engines, a table for each mesh
+    python scripts/generate_tables.py --frameworks accelerate.jsonl      laws on what calls the engines for users
+    python scripts/generate_tables.py --combinations tp2.jsonl ...       counts for each engine and mesh
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
-Options may be combined. ``--records`` and ``--meshes`` take files of ``zharness check --jsonl``, ``--kills`` a file of
-``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title. If a command
-fails, README.md is not changed, and the exit code is 1.
+Options may be combined. They take files of ``zharness check --jsonl``, and ``--kills`` a file of
+``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title; ``--meshes``
+replaces the tables of those meshes that the records have. If a command fails, no page is changed, and the exit code is
+1.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+README, MESH_PAGE = (Path(__file__).parents[1] / name for name in ("README.md", "docs/mesh.md"))
 MATRIX = "every law on every engine"
 MESHES = "every law on every engine, on each mesh"
+FRAMEWORKS = "every law on accelerate, Trainer and Fabric"
+COMBINATIONS = "the laws that ran on each engine and mesh"
 CONTRACTS = "the contracts of each engine"
 BUGS = "every bug, on the releases that were run"
 KILLS = "who is killed, by what is wrong"
@@ -57,9 +61,33 @@ def replace_block(page: str, title: str, table: str) -> str:
     return replaced
 
 
-def generate(records: Sequence[Path], meshes: Sequence[Path], kills: Path | None, bugs: bool) -> dict[str, str]:
+def read_block(page: str, title: str) -> str:
+    """Return the content of the block ``title``. Raises ValueError if there is none."""
+    match = re.search(rf"<summary>{re.escape(title)}</summary>\n\n```\n(.*?)\n```\n\n</details>", page, re.DOTALL)
+    if match is None:
+        raise ValueError(f"expected a block with the title {title!r}")
+    return match[1]
+
+
+def split_meshes(overview: str) -> tuple[dict[str, str], str]:
+    """Return the table of each mesh of an overview, by the line above it, and the legend behind the last one."""
+    tables, _, legend = overview.rpartition("\n\n.  the law holds")
+    parts = re.split(r"^(mesh \S+)$", tables, flags=re.MULTILINE)[1:]
+    return {name: table.strip("\n") for name, table in zip(parts[::2], parts[1::2], strict=True)}, legend
+
+
+def merge_meshes(old: str, new: str) -> str:
+    """Return the overview ``old`` with those tables that ``new`` has, and the legend of ``new``."""
+    known, _ = split_meshes(old)
+    made, legend = split_meshes(new)
+    tables = "\n\n".join(f"{name}\n\n{table}" for name, table in (known | made).items())
+    return f"{tables}\n\n.  the law holds{legend}"
+
+
+def generate(arguments: argparse.Namespace) -> dict[str, str]:
     """Run the commands that print the requested tables; return the tables by the title of their block."""
     tables = {}
+    records, meshes, kills, bugs = arguments.records, arguments.meshes, arguments.kills, arguments.bugs
     if records:
         names = [str(path) for path in records]
         overview = run_zharness("report", *names).rstrip()
@@ -67,7 +95,14 @@ def generate(records: Sequence[Path], meshes: Sequence[Path], kills: Path | None
         tables[CONTRACTS] = markdown_table(run_zharness("report", *names, "--contracts"))
     if meshes:
         overview = run_zharness("report", *map(str, meshes)).rstrip()
-        tables[MESHES] = f"```\n{overview}\n```"
+        old = read_block(README.read_text(encoding="utf-8"), MESHES)
+        tables[MESHES] = f"```\n{merge_meshes(old, overview)}\n```"
+    if arguments.frameworks:
+        overview = run_zharness("report", *map(str, arguments.frameworks)).rstrip()
+        tables[FRAMEWORKS] = f"```\n{overview}\n```"
+    if arguments.combinations:
+        table = run_zharness("report", *map(str, arguments.combinations), "--combinations")
+        tables[COMBINATIONS] = markdown_table(table)
     if kills is not None:
         tables[KILLS] = markdown_table(run_zharness("mutants", "--jsonl", str(kills)))
     if bugs:
@@ -88,27 +123,25 @@ def main() -> int:
         metavar="FILE",
         help="files of `zharness check --mesh ... --jsonl`",
     )
+    for name, what in (("--frameworks", "accelerate, Trainer and Fabric"), ("--combinations", "engines on meshes")):
+        parser.add_argument(name, nargs="+", type=Path, default=[], metavar="FILE", help=f"files of records of {what}")
     parser.add_argument("--kills", type=Path, metavar="FILE", help="file of `zharness mutants --jsonl`")
     parser.add_argument("--bugs", action="store_true", help="run every reproduction on its releases")
     arguments = parser.parse_args()
-    missing = [
-        str(path)
-        for path in (*arguments.records, *arguments.meshes, *filter(None, [arguments.kills]))
-        if not path.is_file()
-    ]
-    if missing or not (arguments.records or arguments.meshes or arguments.kills or arguments.bugs):
-        asked = "give --records, --meshes, --kills or --bugs"
+    files = (*arguments.records, *arguments.meshes, *arguments.frameworks, *arguments.combinations)
+    missing = [str(path) for path in (*files, *filter(None, [arguments.kills])) if not path.is_file()]
+    if missing or not (files or arguments.kills or arguments.bugs):
+        asked = "give --records, --meshes, --frameworks, --combinations, --kills or --bugs"
         parser.error(f"no such file: {', '.join(missing)}" if missing else asked)
     try:
-        tables = generate(arguments.records, arguments.meshes, arguments.kills, arguments.bugs)
+        tables = generate(arguments)
     except (subprocess.CalledProcessError, ValueError) as error:
-        print(f"README.md is not changed: {error}", file=sys.stderr)
+        print(f"no page is changed: {error}", file=sys.stderr)
         return 1
-    page = README.read_text(encoding="utf-8")
     for title, table in tables.items():
-        page = replace_block(page, title, table)
-    README.write_text(page, encoding="utf-8")
-    print(f"wrote {len(tables)} tables to README.md: {'; '.join(tables)}")
+        path = MESH_PAGE if title == COMBINATIONS else README
+        path.write_text(replace_block(path.read_text(encoding="utf-8"), title, table), encoding="utf-8")
+    print(f"wrote {len(tables)} tables: {'; '.join(tables)}")
     return 0
 
 

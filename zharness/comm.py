@@ -71,6 +71,11 @@ class Comm:
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
 
     @property
+    def everyone(self) -> Comm:
+        """The collectives of all ranks of the engine, which are these."""
+        return self
+
+    @property
     def tallies(self) -> Mapping[tuple[Collective, torch.dtype], Tally]:
         """Return a read-only view of the tallies since the last ``reset``."""
         return MappingProxyType(self._tallies)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import AccumulationOwner, EngineConfig
 from zharness.engines.registry import info
 from zharness.errors import EngineContractError
@@ -48,7 +49,7 @@ def test_another_wrapper_than_ddp_over_all_ranks_is_refused() -> None:
 
     from zharness.engines import accelerate_ddp
 
-    with accelerate_ddp.launch_variables():
+    with launch_variables():
         accelerator = Accelerator(cpu=True)
     module = nn.Linear(1, 1)
     accelerate_ddp.require_ddp(accelerator, DistributedDataParallel(module))

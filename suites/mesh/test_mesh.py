@@ -79,6 +79,11 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
     ("engine", "mesh", "size", "model", "words"),
     [
         ("fsdp2", "tp2", 3, "exact", "which the world size 3 is not"),
+        ("fsdp2", "tp4", 4, "mixing", "the 6 mixed samples of the model mixing cannot be split over tp4"),
+        ("fsdp2", "tp3", 3, "heads", "heads of the model heads cannot be split over tp3"),
+        ("torch_pp", "pp4", 4, "chain", "the model chain has no plan of 8 modules or more that pp can split"),
+        ("reference", "rep3", 4, "exact", "which the world size 4 is not"),
+        ("trainer_ddp", "tp2", 2, "mlp", "trainer_ddp does not claim the axis tp"),
         ("fsdp2", "pp2", 4, "chain", "fsdp2 does not claim the axis pp"),
         ("ddp", "tp2", 4, "exact", "axes that it claims: none"),
         ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),

@@ -24,6 +24,10 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-chain-accumulated]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w2.pp2-fp32-skips-other_batch]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w2.pp2-fp32-tied_chain-interleaved]": Verdict.PASS,
+    "pipeline.training[torch_pp-zero0-w2.pp2-fp32-tied_chain-zbv]": Verdict.FAIL,
+    "pipeline.norm[torch_pp-zero0-w2.pp2-fp32-tied_chain-gpipe]": Verdict.PASS,
+    "pipeline.resume[torch_pp-zero0-w2.pp2-fp32-skips]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-interleaved]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-zbv]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,
@@ -67,6 +71,11 @@ def test_a_plan_is_split_into_even_stages() -> None:
         torch_pp.split_plan(["a"], 2)
 
 
+def sum_output(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the output, which is a loss."""
+    return output.sum()
+
+
 def build() -> nn.Sequential:
     """Return a model of two layers, which a plan names "0" and "1"."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -87,7 +96,6 @@ def test_each_rank_owns_the_parameters_of_its_stage_and_has_no_forward() -> None
     ("config", "words"),
     [
         (EngineConfig(mesh=PP2, pp_plan=("0",)), "has 1 modules"),
-        (EngineConfig(mesh=PP2, pp_plan=("0", "1"), clip=1.0), "got clip"),
         (EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"width": 2}), "unknown option"),
     ],
 )
@@ -113,9 +121,33 @@ class TiedChain(nn.Module):
 
 
 @pytest.mark.world_size(2)
-def test_a_weight_that_is_tied_over_two_stages_is_refused() -> None:
+def test_a_weight_that_is_tied_over_two_stages_is_refused_with_fully_shard() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("up", "down"), options={"data_parallel": "fully_shard"})
     with pytest.raises(ConfigError, match=r"the weight down\.weight of stage 1 is tied to one of stage 0"):
-        torch_pp.factory(TiedChain(), EngineConfig(mesh=PP2, pp_plan=("up", "down")))
+        torch_pp.factory(TiedChain(), config)
+
+
+@pytest.mark.world_size(2)
+def test_copies_of_a_tied_weight_have_one_gradient_also_after_two_batches() -> None:
+    model = TiedChain()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    engine = torch_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("up", "down")))
+    for _ in range(2):
+        engine.train_batch([(torch.ones(1, 2), torch.zeros(1, 2))], sum_output)
+    # Of each batch 2 as the first layer's, and 3 as the second one's.
+    assert engine.full_grads()["up.weight"].equal(torch.full((2, 2), 10.0))
+    engine.close()
+
+
+@pytest.mark.world_size(2)
+def test_a_schedule_without_enough_micro_batches_is_refused() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "1f1b"})
+    engine = torch_pp.factory(build(), config)
+    batch = (torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(UsageError, match="got 1 micro-batches for 2 stages of Schedule1F1B"):
+        engine.train_batch([batch], nn.functional.mse_loss)
+    engine.close()
 
 
 @pytest.mark.world_size(2)

@@ -78,7 +78,7 @@ def sum_local_grads(plain: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("size", [1, 30, 10**6])
 def test_a_bucket_is_summed_sharded_and_gathered_correctly(size: int) -> None:
     comm, net = Comm(), Odd()
-    found = list(collect_model_params(net, comm.world_size, dict.fromkeys(net.parameters(), FP32)).values())
+    found = list(collect_model_params(net, comm, dict.fromkeys(net.parameters(), FP32)).values())
     travelling = assign_buckets(found, size)
     assert sorted(o.name for bucket in travelling for o in bucket.members) == sorted(o.name for o in found)
     for bucket in travelling:

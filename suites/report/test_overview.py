@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from zharness.cell import Cell
 from zharness.cli import cli
 from zharness.mesh import Mesh
+from zharness.report.combinations import render_combinations
 from zharness.report.overview import outcome_letter, render_contracts, render_overview
 from zharness.run.record import Record, Verdict, open_record_file
 
@@ -86,3 +87,12 @@ def test_the_command_reads_files_and_its_exit_code_is_that_of_the_runs(tmp_path:
     code, text = report("good", "bad")
     assert code == 1
     assert "F:" in text
+
+
+def test_a_combination_counts_laws_and_cells_that_ran_and_the_share_at_tier_x() -> None:
+    exact = replace(PASSED, tier="X")
+    excused = replace(FAILED, cell=replace(CELL, law="training.kernels"), expected_failure="no report known")
+    table = render_combinations([exact, PASSED, UNSUPPORTED, FAILED, excused])
+    assert [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] == [
+        *("reference", "w2", "03", "2", "4", "2", "1", "1", "50%"),
+    ]

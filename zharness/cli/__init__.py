@@ -50,7 +50,18 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--contracts", is_flag=True, help="Print a Markdown table of the differences that engines document.")
+@click.option(
+    "--contracts",
+    "table",
+    flag_value="contracts",
+    help="Print a Markdown table of the differences that engines document.",
+)
+@click.option(
+    "--combinations",
+    "table",
+    flag_value="combinations",
+    help="Print a Markdown table of engines and meshes, with the number of laws that ran on each.",
+)
 @click.option(
     "--against",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -60,7 +71,7 @@ def cli() -> None:
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
 def report(
-    files: tuple[Path, ...], contracts: bool, against: Path | None, html: Path | None, junitxml: Path | None
+    files: tuple[Path, ...], table: str | None, against: Path | None, html: Path | None, junitxml: Path | None
 ) -> int:
     """Render the records of earlier runs (`zharness check --jsonl FILE`) as one table: laws x engines and stages.
 
@@ -70,7 +81,7 @@ def report(
     from zharness.report.command import run_report
     from zharness.report.outputs import Outputs
 
-    return run_report(files, against, contracts, Outputs(None, html, junitxml))
+    return run_report(files, against, table or "", Outputs(None, html, junitxml))
 
 
 @cli.command(name="list")

@@ -6,9 +6,7 @@ The calls are those of its documentation: ``prepare``, ``accumulate`` around eac
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import ddp
+from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import AccumulationOwner, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -184,30 +183,6 @@ def build_accelerator(config: EngineConfig, device: torch.device) -> Accelerator
             step_scheduler_with_optimizer=bool(config.options.get(STEP_SCHEDULER, False)),
             kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options)],
         )
-
-
-@contextmanager
-def launch_variables() -> Iterator[None]:
-    """Set the variables by which torchrun tells a rank who it is; without them accelerate trains each rank alone.
-
-    Without OMP_NUM_THREADS it would also change the number of threads of this process.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    values: Mapping[str, int] = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), size),
-        "OMP_NUM_THREADS": torch.get_num_threads(),
-    }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def require_ddp(accelerator: Accelerator, wrapped: nn.Module) -> None:

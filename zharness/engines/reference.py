@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness import reference
@@ -26,6 +27,7 @@ from zharness.engines.protocol import (
     Traffic,
 )
 from zharness.errors import UsageError
+from zharness.mesh import REPLICATE
 from zharness.reference.inspection.tensor_access import TensorAccess
 
 CAPABILITIES = Capabilities(
@@ -34,6 +36,7 @@ CAPABILITIES = Capabilities(
     uncached_casts={3: "an unsharded weight is not a leaf of autograd's graph, and torch caches casts of leaves alone"},
     variants=JSON_VARIANTS,
     joined_options=3,  # no option has a bug that could hide what the others show
+    mesh_axes=frozenset({REPLICATE}),
 )
 EVERY_STAGE_REFUSES = {Feature.MUON: "it shards flat buffers, and Muon cannot work on shards"}
 NO_SYNC_REFUSES = {
@@ -207,6 +210,9 @@ def _build_json_config(config: EngineConfig) -> dict[str, Any]:
         "gradient_allreduce_op": config.reduction.value,
         "zero_optimization": {"stage": config.stage},
     }
+    if REPLICATE in config.mesh.axes:
+        copies = config.mesh.size(REPLICATE)
+        base["zero_optimization"]["mics_shard_size"] = dist.get_world_size() // copies
     if config.dtype == "bf16":
         base["bf16"] = {"enabled": True}
     if config.dtype == "fp16":

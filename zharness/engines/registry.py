@@ -32,7 +32,8 @@ class EngineInfo:
     ``target`` is the factory, written ``module:factory``. ``distribution`` is the package whose version is the engine's
     version, and ``install`` is the command that installs that package. ``warm_up`` (``module``, or ``module:function``)
     runs once in the rank server, so that ranks are forked with the engine's modules imported. ``sources`` are the
-    modules and packages whose branches `zharness hunt --coverage` measures.
+    modules and packages whose branches `zharness hunt --coverage` measures. ``around`` is the name of an engine that
+    this one calls, whose expected failures are this one's too.
     """
 
     name: str
@@ -42,6 +43,7 @@ class EngineInfo:
     install: str
     warm_up: str = ""
     sources: tuple[str, ...] = ()
+    around: str = ""
 
     @property
     def module(self) -> str:
@@ -74,6 +76,8 @@ DEEPSPEED_SOURCES = (
     *("deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.fp16", "deepspeed.runtime.torch_autocast"),
     *("deepspeed.utils.tensor_fragment", "deepspeed.utils.mixed_precision_linkage", "deepspeed.checkpoint"),
 )
+
+FABRIC_SOURCES = ("lightning_fabric.fabric", "lightning_fabric.wrappers", "lightning_fabric.strategies")
 
 BUILT_IN: dict[str, EngineInfo] = {
     info.name: info
@@ -118,6 +122,25 @@ BUILT_IN: dict[str, EngineInfo] = {
             install="pip install transformers accelerate",
             warm_up="zharness.engines.trainer_ddp:warm_up",
             sources=("transformers.trainer",),
+        ),
+        EngineInfo(
+            name="fabric_ddp",
+            target="zharness.engines.fabric_ddp:factory",
+            summary="Lightning Fabric, which sets up DistributedDataParallel",
+            distribution="lightning-fabric",
+            install="pip install lightning-fabric",
+            warm_up="lightning_fabric",
+            sources=FABRIC_SOURCES,
+        ),
+        EngineInfo(
+            name="fabric_fsdp2",
+            target="zharness.engines.fabric_fsdp2:factory",
+            summary="Lightning Fabric's ModelParallelStrategy, which sets up fully_shard and tensor parallelism",
+            distribution="lightning-fabric",
+            install="pip install lightning-fabric",
+            warm_up="lightning_fabric",
+            sources=FABRIC_SOURCES,
+            around="fsdp2",
         ),
         EngineInfo(
             name="zero1",

@@ -41,18 +41,22 @@ def build_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def split_modules(model: nn.Module, config: EngineConfig, devices: DeviceMesh) -> None:
-    """Split the modules of the config's plan over the axis tp in place. This is a collective.
+    """Split the modules of the config's plan over the axis tp of ``devices`` in place. This is a collective.
 
     Raises ConfigError for an unknown word in the plan, and for a model without a plan.
     """
-    if TENSOR not in config.mesh.axes:
-        return
+    if TENSOR in config.mesh.axes:
+        apply_plan(model, config, devices[TENSOR])
+
+
+def apply_plan(model: nn.Module, config: EngineConfig, tensor_ranks: DeviceMesh) -> None:
+    """Split the modules of the config's plan over ``tensor_ranks`` in place, as ``split_modules`` does."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     if not config.tp_plan:
         raise ConfigError("the config has the axis tp, but no tp_plan that says how it splits the model")
     styles = {name: make_style(word) for name, word in config.tp_plan.items()}
-    parallelize_module(model, devices[TENSOR], styles)
+    parallelize_module(model, tensor_ranks, styles)
 
 
 def make_style(word: str) -> Any:

@@ -5,12 +5,13 @@ An interrupted save leaves the previous checkpoint complete. A failure on one ra
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from zharness.comm import Comm
 from zharness.errors import CheckpointError
 from zharness.reference.checkpoints import unpickling
 from zharness.reference.checkpoints.raise_on_all_ranks import raise_on_all_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 FILE_NAME, FOLDER_NAME = "engine.pt", "engine"
 PARTIAL_SUFFIX, PREVIOUS_SUFFIX = ".partial", ".previous"
@@ -106,9 +110,10 @@ def param_group_sizes(state: Mapping[str, Any]) -> list[int]:
     return [len(group["params"]) for group in state["param_groups"]]
 
 
-def save_shards(path: Path, engine_state: EngineState) -> None:
+def save_shards(path: Path, engine_state: EngineState, by_parameter: bool = False) -> None:
     """Write each rank's shards with torch.distributed.checkpoint into a folder that is renamed when complete.
 
+    With ``by_parameter``, options of the optimizer are saved for each parameter, as each rank has other parameters.
     Raises CheckpointError on every rank if the shards cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
@@ -120,7 +125,7 @@ def save_shards(path: Path, engine_state: EngineState) -> None:
             path.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
     try:
-        save(sharded_state_dict(engine_state), checkpoint_id=partial)
+        save(sharded_state_dict(engine_state, by_parameter), checkpoint_id=partial)
     except CheckpointException as error:  # a BaseException, which a caller's `except Exception` would not catch
         raise CheckpointError(f"save to {path}: {error}") from error
     with raise_on_all_ranks(comm):
@@ -138,7 +143,7 @@ def publish(partial: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def load_shards(path: Path, engine_state: EngineState) -> None:
+def load_shards(path: Path, engine_state: EngineState, by_parameter: bool = False) -> None:
     """Read a checkpoint of ``save_shards`` at any world size, and load it after all ranks have read their part.
 
     Raises CheckpointError on every rank if the checkpoint is missing or damaged. The function uses torch's own reader,
@@ -156,7 +161,7 @@ def load_shards(path: Path, engine_state: EngineState) -> None:
         if saved_folder is None:
             raise missing_checkpoint_error(path, FOLDER_NAME)
     # Load into clones: a damaged file would leave the engine's own tensors partly overwritten.
-    state = clone_tensors(sharded_state_dict(engine_state))
+    state = clone_tensors(sharded_state_dict(engine_state, by_parameter))
     try:
         load(state, checkpoint_id=saved_folder)
     except CheckpointException as error:
@@ -168,6 +173,7 @@ def load_shards(path: Path, engine_state: EngineState) -> None:
         engine_state.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
+        options=state_dict_options(by_parameter),
     )
     engine_state.schedule.load_state_dict(state["schedule"])
 
@@ -179,11 +185,19 @@ def missing_checkpoint_error(path: Path, name: str) -> CheckpointError:
     )
 
 
-def sharded_state_dict(engine_state: EngineState) -> dict[str, Any]:
+def state_dict_options(by_parameter: bool) -> StateDictOptions:
+    """Return torch's options, in which an optimizer's state dict is flat if it is saved ``by_parameter``."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=by_parameter)
+
+
+def sharded_state_dict(engine_state: EngineState, by_parameter: bool) -> dict[str, Any]:
     """Return the state that torch.distributed.checkpoint saves: shards by original parameter name."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model, optimizer = get_state_dict(engine_state.module, engine_state.optimizer)
+    options = state_dict_options(by_parameter)
+    model, optimizer = get_state_dict(engine_state.module, engine_state.optimizer, options=options)
     return {"model": model, "optimizer": optimizer, "schedule": engine_state.schedule.state_dict()}
 
 
@@ -198,3 +212,6 @@ def clone_tensors(value: Any) -> Any:
 
 SINGLE_FILE_FORMAT = CheckpointFormat(save_file, load_file)
 SHARDED_FORMAT = CheckpointFormat(save_shards, load_shards)
+STAGES_FORMAT = CheckpointFormat(
+    functools.partial(save_shards, by_parameter=True), functools.partial(load_shards, by_parameter=True)
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import optimizers
-from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
+from zharness.engines.protocol import (
+    Absent,
+    CallForm,
+    Capabilities,
+    EngineConfig,
+    EngineOption,
+    Feature,
+    Observations,
+    Piece,
+)
 from zharness.engines.tensor_parallel import build_device_mesh, gather_rank_numbers, list_runs
 from zharness.engines.torch_access import gather_full_tensor
+from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
 from zharness.engines.torch_engine import snapshot, validate_config
+from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages
 from zharness.engines.without_forward import WithoutForward
 from zharness.errors import ConfigError, UsageError
 from zharness.mesh import DATA_SHARD, PIPELINE
@@ -33,6 +45,7 @@ DOCUMENTATION = "https://docs.pytorch.org/docs/stable/distributed.pipelining.htm
 SCHEDULE, DATA_PARALLEL = "schedule", "data_parallel"
 DDP, FULLY_SHARD = "ddp", "fully_shard"
 RESHARD = "reshard_after_forward"
+UNTIED = frozenset({"chain", "skips"})  # fully_shard makes two parameters of a weight that two stages have
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -69,13 +82,11 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
 _LEFT_TO_THE_CALLER = f"the schedules leave it to the caller ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
-    refuses=dict.fromkeys(
-        (Feature.CLIP, Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER
-    ),
+    refuses=dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
     mesh_axes=frozenset({PIPELINE}),
     variants={
-        FULLY_SHARD: {DATA_PARALLEL: FULLY_SHARD},
-        "resharded": {DATA_PARALLEL: FULLY_SHARD, RESHARD: True},
+        FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),
+        "resharded": EngineOption({DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED),
     },
     form=CallForm.WHOLE_BATCH,
 )
@@ -96,8 +107,6 @@ def factory(model: nn.Module, config: EngineConfig) -> PipelineEngine:
     validate_config(config, CAPABILITIES, OPTIONS)
     if PIPELINE not in config.mesh.axes:
         raise ConfigError("got a mesh without the axis pp; expected one such as pp2")
-    if config.clip is not None:
-        raise ConfigError(f"got clip {config.clip}; each rank has the gradients of its own stages alone")
     return PipelineEngine(model, config)
 
 
@@ -144,7 +153,7 @@ def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: Device
 
 
 def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError if two stages have a weight in common, because each would train a copy of its own.
+    """Raise ConfigError if two stages have a weight in common, of which ``fully_shard`` makes one for each.
 
     ``names`` has the modules of each stage.
     """
@@ -155,7 +164,7 @@ def refuse_tied_weights(model: nn.Module, names: Sequence[Sequence[str]]) -> Non
                 if owners.setdefault(id(param), stage) != stage:
                     raise ConfigError(
                         f"the weight {module}.{name} of stage {stage} is tied to one of stage {owners[id(param)]}; "
-                        "torch's schedules do not add the gradients of two stages, so that the copies would drift apart"
+                        "fully_shard makes a parameter of its own for each stage, so that they would drift apart"
                     )
 
 
@@ -214,7 +223,8 @@ class PipelineEngine(WithoutForward):
         self._schedule_class: Any = getattr(pipelining, kind.name)
         numbers, total = kind.stages(rank, size), size * len(kind.stages(rank, size))
         names = split_plan(config.pp_plan, total)
-        refuse_tied_weights(model, names)
+        if config.options.get(DATA_PARALLEL) == FULLY_SHARD:
+            refuse_tied_weights(model, names)
         self._total = total
         self._first, self._last = 0 in numbers, total - 1 in numbers
         parts = {number: StageModule([model.get_submodule(name) for name in names[number]]) for number in numbers}
@@ -227,6 +237,9 @@ class PipelineEngine(WithoutForward):
         self._layout: Mapping[str, tuple[Piece, ...]] = collect_owners(self._params, self._names)
         if missing := [name for name in self._names if name not in self._layout]:
             raise ConfigError(f"the pp_plan leaves out the parameters {', '.join(missing)}")
+        self._tied = TiedWeights(self._params, self._group)
+        self._named_tree = build_named_tree({name: model.get_submodule(name) for n in numbers for name in names[n]})
+        self._clip, self._norm = config.clip, float("nan")
         self._optimizer = optimizers.build(self._params, config.optimizer)
         self._lr_schedule = optimizers.schedule(self._optimizer, config.optimizer)
         self._schedules: list[Schedule] = []
@@ -242,7 +255,9 @@ class PipelineEngine(WithoutForward):
         losses: list[Tensor] = []
         inputs = (torch.cat([inputs for inputs, _ in micro_batches]),) if self._first else ()
         target = torch.cat([target for _, target in micro_batches])
+        self._tied.begin_batch()
         schedule.step(*inputs, **({"target": target, "losses": losses} if self._last else {}))
+        self._tied.end_batch()
         found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, [snapshot(value) for value in losses], group=self._group)
         return tuple(value for values in found for value in values)
@@ -262,11 +277,18 @@ class PipelineEngine(WithoutForward):
             pipelining.PipelineStage(part, number, self._total, device, group=self._group)
             for number, part in self._parts.items()
         ]
-        schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
+        try:
+            schedule = self._schedule_class(stages[0] if len(stages) == 1 else stages, micro_batches, loss_fn=loss)
+        except ValueError as error:  # most schedules need as many micro-batches as stages, or a multiple
+            name = self._schedule_class.__name__
+            found = f"{micro_batches} micro-batches for {self._total} stages of {name}"
+            raise UsageError(f"got {found}: {error}") from error
         self._schedules.append(Schedule(micro_batches, loss, schedule))
         return schedule
 
     def step(self) -> None:
+        if self._clip is not None:
+            self._norm = clip_over_stages(self._params, self._clip, self._tied, self._group)
         self._optimizer.step()
         self._lr_schedule.step()
 
@@ -290,7 +312,7 @@ class PipelineEngine(WithoutForward):
         )
 
     def grad_norm(self) -> float | None:
-        return None
+        return None if self._clip is None else self._norm
 
     def layout(self) -> Mapping[str, tuple[Piece, ...]]:
         return self._layout
@@ -301,6 +323,12 @@ class PipelineEngine(WithoutForward):
             skipped_steps=Absent("this engine never skips a step"),
             learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
         )
+
+    def save(self, path: Path) -> None:
+        STAGES_FORMAT.save(path, EngineState(self._named_tree, self._optimizer, self._lr_schedule))
+
+    def load(self, path: Path) -> None:
+        STAGES_FORMAT.load(path, EngineState(self._named_tree, self._optimizer, self._lr_schedule))
 
     def close(self) -> None:
         self.zero_grad()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import optimizers
-from zharness.engines.accelerate_ddp import launch_variables, require_ddp
+from zharness.engines.accelerate_ddp import require_ddp
+from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import (
     Absent,
     CallForm,

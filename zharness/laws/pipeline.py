@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import CallForm, Engine, OptimizerSpec, require_train_batch
+from zharness.engines.protocol import CallForm, Engine, Feature, OptimizerSpec, require_train_batch
 from zharness.errors import EngineContractError
+from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.integer_steps import INTEGER_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
-from zharness.law_kit.rank_context import RankContext
-from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
@@ -31,7 +33,10 @@ from zharness.parity.certificate import certify_exactness
 MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-MODELS = ("chain", "skips")
+MODELS = ("chain", "skips", "tied_chain")
+CLIP = 1.0  # below every norm of these models
+CLIPPED_SCHEDULES = ("gpipe", "zbv")
+SAVED = 1  # the number of the batch before which the state is saved
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,14 @@ def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape =
     ctx.record("grads", engine.full_grads(), number)
 
 
-def observe_training(ctx: RankContext) -> None:
+def observe_training(ctx: RankContext, clip: float | None = None) -> None:
     """Run one batch by the schedule that the variant names, and make a step."""
-    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": ctx.variant})
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": ctx.variant}, clip=clip)
     ctx.record_training_state(engine, 0)
     run_batch(ctx, engine, 0)
     engine.step()
+    norm = engine.grad_norm()
+    ctx.record("norm", {} if norm is None else {"norm": scalar(norm)})
     engine.zero_grad()
     ctx.record_training_state(engine, 1)
     engine.close()
@@ -124,6 +131,61 @@ def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from ctx.compare_reduced_grads("grads", micros, exact=ctx.certify_exactness(range(MICRO_BATCHES)))
     yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records("grads")[0], RecordedStep(0))
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def observe_norm(ctx: RankContext) -> None:
+    """Run one batch, and make a step with clipping."""
+    observe_training(ctx, CLIP)
+
+
+def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
+    micros = compute_batch(ctx, 0)
+    yield from ctx.compare_reduced_grads("grads", micros, exact=ctx.certify_exactness(range(MICRO_BATCHES)))
+    reported = scalar("norm" in ctx.rank_records("norm")[0])
+    yield add_hint(
+        compare_bitwise(ctx.location("norm", Part.REDUCTION), scalar(1), reported), "the engine reports none"
+    )
+    grads = ctx.rank_records("grads")[0]
+    factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
+    yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0), factor)
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def observe_resume(ctx: RankContext) -> None:
+    """Save an engine after a step, load it into one that made another, and make a step with each."""
+    saved, loaded = (ctx.build_engine(optimizer=MOMENTUM_SGD) for _ in range(2))
+    for engine, number in ((saved, 0), (loaded, SAVED + 1)):
+        run_batch(ctx, engine, number, WINDOW)
+        engine.step()
+        engine.zero_grad()
+    with shared_folder() as folder:
+        saved.save(folder)
+        loaded.load(folder)
+    for engine, label in ((saved, "-saved"), (loaded, "-loaded")):
+        ctx.record_training_state(engine, SAVED, label)
+        losses = require_train_batch(engine).train_batch(
+            [(batch.inputs, batch.target) for batch in (ctx.batch(number) for number in range(WINDOW.micro_batches))],
+            ctx.spec.loss,
+        )
+        ctx.record(f"losses{label}", {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)})
+        engine.step()
+        engine.zero_grad()
+        ctx.record_training_state(engine, SAVED + 1, label)
+    for engine in (saved, loaded):
+        engine.close()
+
+
+def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare both engines bitwise after the load, in the batch and after the step."""
+    for label, part, step in (
+        ("params", Part.GATHER, SAVED),
+        ("state", Part.GATHER, SAVED),
+        ("losses", Part.FORWARD, 0),
+        ("params", Part.OPTIMIZER, SAVED + 1),
+        ("state", Part.OPTIMIZER, SAVED + 1),
+    ):
+        yield from compare_records(ctx, f"{label}-saved", f"{label}-loaded", step, step, part)
 
 
 def hint_divided_again(
@@ -178,6 +240,7 @@ def pipeline_law(
     observe: ObserveFunction,
     judge: JudgeFunction,
     variants: tuple[str, ...],
+    *features: Feature,
     kept_because: str,
 ) -> Law:
     """Build a law of the group ``pipeline``, whose models are exact."""
@@ -189,6 +252,7 @@ def pipeline_law(
         observe=observe,
         judge=judge,
         variants=tuple(map(Variant, variants)),
+        features=features,
         dtypes=("fp32",),
         mesh_support=MeshSupport.ONLY,
         form=CallForm.WHOLE_BATCH,
@@ -212,5 +276,23 @@ LAWS = (
         judge_windows,
         tuple(WINDOWS),
         kept_because="the only law of two batches in a pipeline, whose schedule object keeps state between them",
+    ),
+    pipeline_law(
+        "norm",
+        "the norm counts the gradient of each weight once over all stages, also of a tied one, and clips all by it",
+        observe_norm,
+        judge_norm,
+        CLIPPED_SCHEDULES,
+        Feature.CLIP,
+        kept_because="the only law of a norm over stages",
+    ),
+    pipeline_law(
+        "resume",
+        "a pipeline that loads the weights and optimizer state of all stages continues like the one that saved them",
+        observe_resume,
+        judge_resume,
+        ("",),
+        Feature.CHECKPOINT,
+        kept_because="the only law of a checkpoint of stages",
     ),
 )

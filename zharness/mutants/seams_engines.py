@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zharness.engines import Piece
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
+from zharness.engines.torch_pp import PipelineEngine
 
 SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
@@ -216,3 +217,21 @@ def without_forward_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._forward_hooks.update(hooks)
+
+
+# Pipelines
+
+
+def replace_end_of_batch(engine: PipelineEngine, end: Callable[[], None]) -> None:
+    """Replace what adds up the gradients of the copies of tied weights after a batch."""
+    vars(engine._tied)["end_batch"] = end
+
+
+def wrap_end_of_batch(engine: PipelineEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Wrap what adds up the gradients of the copies of tied weights after a batch."""
+    replace_end_of_batch(engine, wrap(engine._tied.end_batch))
+
+
+def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of this rank's stages, by their names in the model."""
+    return engine._params

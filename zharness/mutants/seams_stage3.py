@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from zharness import torch_private
 from zharness.engines.reference import ReferenceEngine
-from zharness.mutants.seams import replace_attribute
+from zharness.mutants.seams import comm, replace_attribute
 from zharness.reference.collectives import CollectiveKind, ShardCollectives
+from zharness.reference.copies.replicas import ReplicatedShards
 from zharness.reference.layout import ModelParam
 from zharness.reference.prefetch import PrefetchedBucket, Prefetcher
 from zharness.reference.saved_tensors import replace_saved_tensors
@@ -22,6 +23,7 @@ __all__ = ["ModuleForward", "PrefetchedBucket"]
 
 GradCollective: TypeAlias = Callable[[ModelParam, Tensor], Tensor]
 Unshard: TypeAlias = Callable[[Any], Any]
+SumOverCopies: TypeAlias = Callable[[Tensor], Tensor]
 Fetch: TypeAlias = Callable[[ModelParam, Tensor], None]
 
 
@@ -56,6 +58,13 @@ def all_gather_undivided(engine: ReferenceEngine, param: ModelParam, shard: Tens
 def shard_divisor(engine: ReferenceEngine, param: ModelParam) -> float:
     """Return the divisor of the sum of a sharded parameter's gradient after its reduce-scatter."""
     return _collectives(engine)._remaining_divisor(param)
+
+
+def wrap_sum_over_copies(engine: ReferenceEngine, wrap: Callable[[SumOverCopies], SumOverCopies]) -> None:
+    """Wrap the all-reduce that adds up a shard of a gradient over the copies of the weights."""
+    shards = comm(engine)
+    assert isinstance(shards, ReplicatedShards)
+    replace_attribute(shards._across_copies, "all_reduce", wrap(shards._across_copies.all_reduce))
 
 
 def _unsharder(engine: ReferenceEngine) -> ParamUnsharder | None:

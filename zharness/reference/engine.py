@@ -269,7 +269,7 @@ class Engine:
         leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
-        with raise_on_all_ranks(self.comm):
+        with raise_on_all_ranks(self.comm.everyone):
             if self._micro_batches or self.pending_gradients():
                 raise CheckpointError(
                     "the engine has gradients that no optimizer step has used, and a checkpoint does not save them; "
@@ -280,8 +280,8 @@ class Engine:
             rank_state = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
         local_tensors = self._training_state.local_tensors(contents)
-        folder = Path(save_dir)
-        return storage.save_checkpoint(folder, tag, local_tensors, common_state, rank_state, self.comm, save_latest)
+        states, ranks = (common_state, rank_state), self.comm.everyone
+        return storage.save_checkpoint(Path(save_dir), tag, local_tensors, *states, ranks, save_latest)
 
     def load_checkpoint(
         self,
@@ -300,8 +300,8 @@ class Engine:
         or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
-        saved = storage.open_checkpoint(Path(load_dir), tag, self.comm)
-        with raise_on_all_ranks(self.comm):
+        saved = storage.open_checkpoint(Path(load_dir), tag, self.comm.everyone)
+        with raise_on_all_ranks(self.comm.everyone):
             contents = CheckpointContents(**saved.common_state["contents"])
             self._training_state.check_compatible(
                 contents, saved.rank_state["extra_state"], load_module_only, not load_module_strict
@@ -321,7 +321,7 @@ class Engine:
         incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
-        with raise_on_all_ranks(self.comm):
+        with raise_on_all_ranks(self.comm.everyone):
             saved = universal.read_universal_checkpoint(Path(path), self._training_state, mpu)
         self._resume_from(saved.contents, saved.local_tensors)
         self._training_state.load_extra_state(saved.extra_state)
@@ -345,8 +345,9 @@ class Engine:
         """Return, by parameter name, the range (start, stop) of elements that each rank owns; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
-        ranks = range(self.comm.world_size)
-        return {name: tuple(map(param.layout.shard_bounds, ranks)) for name, param in self.model_params.items()}
+        size, ranks = self.comm.world_size, range(self.comm.everyone.world_size)
+        layouts = {name: param.layout for name, param in self.model_params.items()}
+        return {name: tuple(layout.shard_bounds(rank % size) for rank in ranks) for name, layout in layouts.items()}
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""

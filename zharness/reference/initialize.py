@@ -23,6 +23,7 @@ from zharness.reference.client.optimizer import (
     describe_param_groups,
 )
 from zharness.reference.collectives import ShardCollectives
+from zharness.reference.copies.replicas import group_shards
 from zharness.reference.deepspeed_json import settings as configuration
 from zharness.reference.deepspeed_json.settings import Settings
 from zharness.reference.engine import Engine
@@ -75,13 +76,13 @@ def initialize(
     settings = require_same_on_all_ranks(
         comm, device, read_settings, lambda parsed: collect_rank_facts(parsed, model, training_data)
     )
-    loader = None
-    if training_data is not None:
-        loader = MicroBatchLoader(training_data, settings.micro_batch_size, comm, collate_fn, settings.drop_last)
+    options = (settings.micro_batch_size, comm, collate_fn, settings.drop_last)
+    loader = None if training_data is None else MicroBatchLoader(training_data, *options)
     placements = STAGES[settings.stage]
     divisor = settings.accumulation_steps * (comm.world_size if settings.average_over_ranks else 1)
-    model_params = collect_model_params(model, comm.world_size, settings.precision.assign_dtypes(model))
-    context, buckets = _make_context(list(model_params.values()), settings, divisor, comm)
+    shards = group_shards(comm, settings.shard_size, device)
+    model_params = collect_model_params(model, shards, settings.precision.assign_dtypes(model))
+    context, buckets = _make_context([*model_params.values()], settings, divisor, shards)
     with ExitStack() as undo:  # restores the model if the optimizer is refused
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
         undo.callback(_restore_tensors, [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors])
@@ -109,7 +110,7 @@ def initialize(
     gradients = Gradients(model_params, placements, context, buckets)
     tracker = context.memory_tracker
     engine = Engine(
-        model, settings, placements, comm, model_params, parameters, gradients, built, schedule, scale, tracker
+        model, settings, placements, shards, model_params, parameters, gradients, built, schedule, scale, tracker
     )
     return engine, built, loader, schedule
 
@@ -120,7 +121,7 @@ def _make_context(
     """Return the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
-    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm))
+    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm.everyone))
     prefetch_buckets = assign_buckets(model_params, settings.prefetch_size)
     prefetcher = Prefetcher(prefetch_buckets, settings.prefetch_size, collectives, tracker.set_prefetched_bytes)
     reduce_buckets = {member.name: bucket for bucket in buckets for member in bucket.members}

@@ -96,12 +96,13 @@ class ParamDtypes:
 
 @dataclass(frozen=True)
 class ModelParam:
-    """One parameter of the user's model: its first name in the model, the Parameter, its layout and its dtypes."""
+    """One parameter of the user's model: its first name, layout, dtypes, and how many ranks' gradients are summed."""
 
     name: str
     parameter: nn.Parameter
     layout: ShardLayout
     dtypes: ParamDtypes
+    addends: int
 
     @property
     def has_master(self) -> bool:
@@ -110,11 +111,11 @@ class ModelParam:
 
     @property
     def predivide_factor(self) -> int:
-        """The number by which a gradient is divided before it is reduced: a power of two >= N for fp16, otherwise 1.
+        """The divisor of a gradient before it is reduced: a power of two >= ``addends`` for fp16, otherwise 1.
 
         The division keeps the sum of finite gradients finite, so a step overflows only where plain PyTorch's step does.
         """
-        return 2 ** (self.layout.world_size - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
+        return 2 ** (self.addends - 1).bit_length() if self.dtypes.reduce_dtype == torch.float16 else 1
 
     def cast_for_reduce(self, grad: Tensor) -> Tensor:
         """Return a gradient divided by ``predivide_factor`` and cast to the reduce dtype."""
@@ -122,10 +123,11 @@ class ModelParam:
 
 
 def collect_model_params(
-    module: nn.Module, world_size: int, dtypes: Mapping[nn.Parameter, ParamDtypes]
+    module: nn.Module, shards: Comm, dtypes: Mapping[nn.Parameter, ParamDtypes]
 ) -> dict[str, ModelParam]:
     """Return every parameter of ``module`` once, by the first name that ``named_parameters()`` gives it."""
-    return {name: ModelParam(name, p, _make_layout(p, world_size), dtypes[p]) for name, p in module.named_parameters()}
+    size, addends, params = shards.world_size, shards.everyone.world_size, module.named_parameters()
+    return {name: ModelParam(name, p, _make_layout(p, size), dtypes[p], addends) for name, p in params}
 
 
 def _make_layout(parameter: nn.Parameter, world_size: int) -> ShardLayout:

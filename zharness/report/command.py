@@ -8,17 +8,24 @@ from pathlib import Path
 import click
 
 from zharness.report import overview
+from zharness.report.combinations import render_combinations
 from zharness.report.comparison import compare_runs, render_comparison
 from zharness.report.outputs import Outputs
 from zharness.run.outcomes import records_exit_code
 from zharness.run.record_reader import load_records
 
+TABLES = {
+    "": overview.render_overview,
+    "contracts": overview.render_contracts,
+    "combinations": render_combinations,
+}
 
-def run_report(files: Sequence[Path], against: Path | None, contracts: bool, outputs: Outputs) -> int:
+
+def run_report(files: Sequence[Path], against: Path | None, table: str, outputs: Outputs) -> int:
     """Load records, print a table, write the requested files, and return the exit code.
 
-    ``against`` is the file of an earlier run: the differences from it are printed first. ``contracts`` prints the
-    documented differences instead of the overview. Lines that are not records are skipped and listed. If lines of
+    ``against`` is the file of an earlier run: the differences from it are printed first. ``table`` names the table of
+    TABLES that is printed; the default is the overview. Lines that are not records are skipped and listed. If lines of
     ``files`` were skipped, the exit code is 2 although all records are as expected, because such a line may have been a
     failure. Raises UsageError for files that cannot be read or written.
     """
@@ -28,7 +35,7 @@ def run_report(files: Sequence[Path], against: Path | None, contracts: bool, out
     comparison = None if earlier is None else compare_runs(earlier.records, current.records)
     parts = [
         "" if comparison is None else render_comparison(comparison),
-        overview.render_contracts(current.records) if contracts else overview.render_overview(current.records),
+        TABLES[table](current.records),
         current.describe_skipped(),
         "" if earlier is None else earlier.describe_skipped(),
     ]

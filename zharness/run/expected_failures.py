@@ -6,8 +6,8 @@ import importlib.resources
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
-from zharness.engines.registry import capabilities, resolve_version, split_release
+from zharness.engines.registry import BUILT_IN, capabilities, resolve_version, split_release
 from zharness.errors import UsageError
 from zharness.law_kit.setting import SEPARATOR, split_settings
 from zharness.laws.registry import find_laws
@@ -202,19 +202,24 @@ def _names_variant(names: Sequence[str], engine_variant: str) -> bool:
 def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     """Load the expected failures of one engine that the package ships.
 
-    Those of the engine's options come first (``ENGINE_options.toml``), and then those of the engine's own file.
+    Those of the engine's options come first (``ENGINE_options.toml``), then those of the engine's own file, and then
+    those of the engine that it is built around.
     """
     name = split_release(engine)[0]
+    around = BUILT_IN[name].around if name in BUILT_IN else ""
+    entries = load_shipped_failures(around) if around else ()
+    fitting = (each for each in entries if not each.engine_variants)  # the others are about options of that engine
+    current = (each for each in fitting if each.applies_to_version(resolve_version(around) or ""))
+    return (*load_own_failures(name), *(replace(each, engine=name, releases="") for each in current))
+
+
+def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
+    """Yield the entries of one engine in the files of the package."""
     folder = importlib.resources.files("zharness") / "expected_failures"
     stems = (file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
-    return tuple(
-        entry
-        for stem in sorted(stems, key=lambda stem: (stem != f"{name}_options", stem != name, stem))
-        for entry in parse_expected_failures(
-            (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/expected_failures/{stem}.toml", stem
-        )
-        if entry.engine == name
-    )
+    for stem in sorted(stems, key=lambda stem: (stem != f"{name}_options", stem != name, stem)):
+        text, source = (folder / f"{stem}.toml").read_text("utf-8"), f"zharness/expected_failures/{stem}.toml"
+        yield from (entry for entry in parse_expected_failures(text, source, stem) if entry.engine == name)
 
 
 def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]:
@@ -293,7 +298,11 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
         if key in FLAG_KEYS and not isinstance(value, bool):
             raise UsageError(f"{location}: got {key} = {value!r}; expected true or false")
-        if key in STRING_KEYS and not isinstance(value, str) and not (key == "law" and is_list_of_text(value)):
+        if (
+            key in STRING_KEYS
+            and not isinstance(value, str)
+            and not (key == "law" and value and isinstance(value, list) and all(isinstance(law, str) for law in value))
+        ):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     spellings = [key for key in ("law", "check") if key in entry]
     if len(spellings) != 1:
@@ -352,11 +361,6 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
         if name in found.engine_options
     ]
     return sorted({key for keys in options for key in keys if key in entry.remedy})
-
-
-def is_list_of_text(value: object) -> bool:
-    """Return whether ``value`` is a list of strings that is not empty."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def may_cover_every_law(entry: ExpectedFailure) -> bool:

@@ -32,7 +32,8 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:
-        return f"the {spec.heads} heads of the model {model} cannot be split over tp{size}" if spec.heads % size else ""
+        uneven = (f"{count} {parts}" for parts, count in spec.tp_parts.items() if count % size)
+        return next((f"the {parts} of the model {model} cannot be split over tp{size}" for parts in uneven), "")
     return f"the model {model} has no plan that says how the axis tp splits its modules (ModelSpec.tp_plan)"
 
 

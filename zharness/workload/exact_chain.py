@@ -42,14 +42,17 @@ class LastBlock(Block):
 class ChainModel(nn.Module):
     """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
 
-    With ``skips``, each block but the last returns two tensors, which the next one takes.
+    With ``skips``, each block but the last returns two tensors, which the next one takes. With ``tied``, the first and
+    the last block have one weight.
     """
 
-    def __init__(self, skips: bool = False) -> None:
+    def __init__(self, skips: bool = False, tied: bool = False) -> None:
         super().__init__()
         inner: type[Block] = SkippingBlock if skips else Block
         last: type[Block] = LastBlock if skips else Block
         self.blocks = nn.ModuleList([*(inner() for _ in range(BLOCKS - 1)), last()])
+        if tied:
+            self.blocks[-1].linear.weight = self.blocks[0].linear.weight
         make_ternary(self)
 
     def forward(self, x: Tensor) -> Tensor:

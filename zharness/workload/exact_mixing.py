@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +12,10 @@ from zharness.workload.exact_blocks import HIDDEN, make_ternary
 from zharness.workload.exact_mlp import WIDTH
 
 MIXED = 6
-TENSOR_PLAN = {"up": "colwise", "down": "rowwise"}
+TENSOR_SPLIT: Mapping[str, Any] = {
+    "tp_plan": {"up": "colwise", "down": "rowwise"},
+    "tp_parts": {"mixed samples": MIXED},
+}
 
 
 class MixingModel(nn.Module):

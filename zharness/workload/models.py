@@ -93,9 +93,9 @@ class ModelSpec:
     ``build()`` returns the model, and is called with torch's generator seeded. ``batch(generator)`` draws a
     micro-batch. ``loss(output, target)`` returns a scalar, the mean over samples. ``exact`` says that weights and
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
-    verifies this claim. ``tp_plan`` says by the name of a module how tensor parallelism splits it, ``colwise`` or
-    ``rowwise``; a model without a plan has no cells on the axis tp. ``heads`` is the number of attention heads, which
-    tp has to divide, or 0. ``pp_plan`` has the modules that the model calls one after another, which pp splits.
+    verifies this claim. ``tp_plan`` says how tp splits a module, ``colwise`` or ``rowwise``; a model without a plan has
+    no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
+    ``pp_plan`` has the modules that are called one after another, which pp splits.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ModelSpec:
     exact: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     pp_plan: tuple[str, ...] = ()
-    heads: int = 0
+    tp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
         """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
@@ -314,7 +314,7 @@ MODELS: dict[str, ModelSpec] = {
                 loss=exact_heads.token_loss,
                 exact=True,
                 tp_plan=plan,
-                heads=exact_heads.HEADS,
+                tp_parts={"heads": exact_heads.HEADS},
             )
             for name, axes, plan in (
                 ("heads", "tp", exact_heads.TENSOR_PLAN),
@@ -328,21 +328,22 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
-            tp_plan=exact_mixing.TENSOR_PLAN,
+            **exact_mixing.TENSOR_SPLIT,
         ),
         *(
             ModelSpec(
                 name=name,
                 summary=f"an exact model of four blocks that pp splits into stages, {each}",
-                build=partial(exact_chain.ChainModel, skips),
+                build=partial(exact_chain.ChainModel, **options),
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
                 pp_plan=exact_chain.PIPELINE_PLAN,
             )
-            for name, each, skips in (
-                ("chain", "each of which takes the output of the one before", False),
-                ("skips", "each of which takes two outputs of the one before", True),
+            for name, each, options in (
+                ("chain", "each of which takes the output of the one before", {}),
+                ("skips", "each of which takes two outputs of the one before", {"skips": True}),
+                ("tied_chain", "of which the first and the last have one weight", {"tied": True}),
             )
         ),
         ModelSpec(

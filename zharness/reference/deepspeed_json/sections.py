@@ -40,6 +40,7 @@ ZERO_OPTIMIZATION = Section(
         "stage": Key(choice_parser(*STAGES), 0),
         "reduce_bucket_size": Key(parse_elements, DEFAULT_BUCKET_SIZE),
         "stage3_prefetch_bucket_size": Key(parse_elements, DEFAULT_BUCKET_SIZE),
+        "mics_shard_size": Key(integer_parser(1)),  # removed in DeepSpeed 0.19.8
         "offload_optimizer": Key(OFFLOAD, {}),
         "offload_param": Key(OFFLOAD, {}),
     },

@@ -59,7 +59,7 @@ class Settings:
 
     ``max_grad_norm`` is the limit of gradient clipping, or None if gradients are not clipped. ``average_over_ranks``
     selects the mean of the gradients over ranks instead of their sum. Over micro-batches the engine always takes the
-    mean.
+    mean. ``shard_size`` is the number of ranks that share one copy of the weights; None means all.
     """
 
     stage: int
@@ -75,6 +75,7 @@ class Settings:
     grad_accum_dtype: torch.dtype | None = None
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch_size: int = DEFAULT_BUCKET_SIZE
+    shard_size: int | None = None
 
 
 def load_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -107,6 +108,10 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
     for key in ("offload_optimizer", "offload_param"):
         if zero[key]["device"] == "cpu" and device_type != "cpu":
             raise ConfigError(f"zero_optimization.{key}.device is 'cpu' and the model is on {device_type}; use 'none'")
+    if world_size % (zero["mics_shard_size"] or 1):
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size is {zero['mics_shard_size']}, which does not divide {world_size} ranks"
+        )
     micro, steps = _parse_batch_sizes(values, world_size)
     precision = _parse_precision(values)
     _check_grad_accum_dtype(values["data_types"]["grad_accum_dtype"], precision, zero["stage"])
@@ -130,6 +135,7 @@ def parse_config(config: Mapping[str, Any], world_size: int, device_type: str = 
         allow_untested_optimizer=values["zero_allow_untested_optimizer"],
         bucket_size=zero["reduce_bucket_size"],
         prefetch_size=zero["stage3_prefetch_bucket_size"],
+        shard_size=zero["mics_shard_size"],
     )
 
 

@@ -1,0 +1,81 @@
+"""Do what a schedule of torch leaves to the caller: tied weights, the norm and the names of parameters over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.torch_access import gather_full_tensor
+
+
+class TiedWeights:
+    """The weights that stages on several ranks of a pipeline have in common; each rank trains a copy of its own.
+
+    The gradient of such a weight is the sum of those of all copies, which is all-reduced after each batch.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Find them. This is a collective of ``group``, the ranks of one pipeline."""
+        shapes: list[Mapping[str, torch.Size]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(shapes, {name: param.shape for name, param in params.items()}, group=group)
+        owners: dict[str, list[int]] = {}
+        for rank, owned in enumerate(shapes):
+            for name in owned:
+                owners.setdefault(name, []).append(rank)
+        self._params, self._group = params, group
+        self._owners = {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
+        self._shapes = {name: shapes[ranks[0]][name] for name, ranks in self._owners.items()}
+        self._kept: dict[str, Tensor | None] = {}
+
+    def begin_batch(self) -> None:
+        """Set the gradients of earlier batches aside, which are summed already."""
+        own = [name for name in self._owners if name in self._params]
+        self._kept = {name: self._params[name].grad for name in own}
+        for name in own:
+            self._params[name].grad = None
+
+    def end_batch(self) -> None:
+        """Add up the gradients of all copies, and those of earlier batches. This is a collective."""
+        for name, shape in self._shapes.items():
+            param = self._params.get(name)
+            grad = torch.zeros(shape) if param is None or param.grad is None else param.grad
+            dist.all_reduce(grad, group=self._group)
+            if param is not None:
+                kept = self._kept[name]
+                param.grad = grad if kept is None else kept + grad
+
+    def is_counted(self, name: str) -> bool:
+        """Return whether this rank counts the weight in sums over stages, as the first of those that have it."""
+        return self._owners.get(name, [dist.get_rank(self._group)])[0] == dist.get_rank(self._group)
+
+
+def clip_over_stages(
+    params: Mapping[str, nn.Parameter], limit: float, tied: TiedWeights, group: dist.ProcessGroup
+) -> float:
+    """Clip the gradients to the global norm ``limit`` over all stages, and return the norm that they had.
+
+    Each stage computes the norm of its own gradients by ``get_total_norm``, as torchtitan does. This is a collective.
+    """
+    grads = [param.grad for name, param in params.items() if param.grad is not None and tied.is_counted(name)]
+    squares = gather_full_tensor(torch.nn.utils.get_total_norm(grads)).square()
+    dist.all_reduce(squares, group=group)
+    norm = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(params.values(), limit, norm)
+    return float(norm)
+
+
+def build_named_tree(modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a module in which each of ``modules`` has its name in the model, so that parameters have theirs."""
+    root = nn.Module()
+    for name, module in modules.items():
+        *path, last = name.split(".")
+        parent = root
+        for part in path:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, module)
+    return root

@@ -1,0 +1,118 @@
+"""Define mutants that break copies of sharded weights (HSDP), around the reference engine at stage 3."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig, Piece
+from zharness.mesh import REPLICATE
+from zharness.mutants import seams, seams_stage3
+from zharness.mutants.around import Around
+from zharness.mutants.mesh import REP2, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+
+
+class OverCopies(Around):
+    """The base class of mutants of copies; ``copies`` is their number, and ``copy`` that of this rank."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.copies = config.mesh.size(REPLICATE)
+        self.copy = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[REPLICATE]
+        if self.copies > 1:
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Break the engine; subclasses override this method."""
+
+    def change_sum_over_copies(self, change: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> None:
+        """Replace the all-reduce over copies of a shard by ``change(shard, all_reduce)``."""
+        seams_stage3.wrap_sum_over_copies(self.right, lambda right: lambda shard: change(shard, right))
+
+
+@mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
+class LeavesOutTheSumOverCopies(OverCopies):
+    """A gradient is reduced within each copy, and not over the copies."""
+
+    def spoil(self) -> None:
+        self.change_sum_over_copies(lambda shard, right: shard)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
+class SumsOverCopiesTwice(OverCopies):
+    """A gradient is added up over the copies twice."""
+
+    def spoil(self) -> None:
+        self.change_sum_over_copies(lambda shard, right: right(right(shard)))
+
+
+@mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
+class SumsShardsOfOneCopy(OverCopies):
+    """The sum over copies runs over the wrong axis: over the different shards of one copy."""
+
+    def spoil(self) -> None:
+        def add_neighbours(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            return seams.comm(self.right).all_reduce(shard)
+
+        self.change_sum_over_copies(add_neighbours)
+
+
+@mutant(FaultKind.SCALE, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
+class DividesByTheShardsOfACopy(OverCopies):
+    """The sum over all ranks is divided by the number of ranks of one copy."""
+
+    def spoil(self) -> None:
+        seams.set_divisor(self.right, seams.divisor(self.right) // self.copies)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot", mesh=REP2), origin=Origin.MESH)
+class TakesTheFirstCopyAlone(OverCopies):
+    """The gradient of the first copy, times the number of copies, stands for those of all."""
+
+    def spoil(self) -> None:
+        def keep_first(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            return right(shard * float(self.copies if self.copy == 0 else 0))
+
+        self.change_sum_over_copies(keep_first)
+
+
+@mutant(FaultKind.RANKS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
+class TheSecondCopyKeepsItsOwnSum(OverCopies):
+    """The sum over copies reaches the first copy alone."""
+
+    def spoil(self) -> None:
+        def keep_own(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            total = right(shard.clone())
+            return shard if self.copy else total
+
+        self.change_sum_over_copies(keep_own)
+
+
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.norm", parameter="norm", mesh=REP2), origin=Origin.MESH)
+class NormCountsEachCopy(OverCopies):
+    """The norm adds the squares of all ranks, so that it counts each element once for each copy."""
+
+    def spoil(self) -> None:
+        seams.wrap_grad_norm(self.right, lambda right: lambda: right() * math.sqrt(self.copies))
+
+
+@mutant(FaultKind.SHARDS, on_mesh("mesh.replicas", mesh=REP2), origin=Origin.MESH)
+class LayoutTakesNeighboursForCopies(OverCopies):
+    """``layout()`` says that neighbours own the same elements, as if the copies were the inner axis."""
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        right: Mapping[str, tuple[Piece, ...]] = self.right.layout()
+        shards = dist.get_world_size() // self.copies
+        return {
+            name: tuple(
+                Piece(piece.rank % shards * self.copies + piece.rank // shards, piece.start, piece.stop)
+                for piece in pieces
+            )
+            for name, pieces in right.items()
+        }

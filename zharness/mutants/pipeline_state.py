@@ -1,0 +1,168 @@
+"""Define mutants that break what spans the stages of a pipeline: tied weights, the norm, clipping and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.parity import Part
+
+TIED = "blocks.0.linear.weight"
+
+
+def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = "norm") -> Target:
+    """Return a target of the law of the norm over stages."""
+    return on_pipeline(part, model, parameter, law="pipeline.norm")
+
+
+def on_resume(part: Part = Part.GATHER, parameter: str = "*") -> Target:
+    """Return a target of the law of checkpoints of stages."""
+    return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant="")
+
+
+def square(param: nn.Parameter) -> Tensor:
+    """Return the sum of squares of the gradient of a parameter, in float64."""
+    assert param.grad is not None
+    return param.grad.double().square().sum()
+
+
+class ReportsAnotherNorm(OverPipeline):
+    """The base class of mutants that clip rightly and report ``wrong_norm``, which is computed before the step."""
+
+    reported = float("nan")
+
+    def step(self) -> None:
+        self.reported = self.wrong_norm()
+        self.right.step()
+
+    def grad_norm(self) -> float:
+        return self.reported
+
+    def wrong_norm(self) -> float:
+        """Return the norm to report."""
+        raise NotImplementedError
+
+    def squares(self) -> Tensor:
+        """Return the sum of squares of the gradients of this rank's stages."""
+        return torch.stack([square(param) for param in seams_engines.stage_params(self.right).values()]).sum()
+
+
+@mutant(FaultKind.CLIPPING, on_norm(), origin=Origin.MESH)
+class NormOfOneStage(ReportsAnotherNorm):
+    """Each rank reports the norm of the gradients of its own stages."""
+
+    def wrong_norm(self) -> float:
+        return float(self.squares().sqrt())
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_norm(),
+    origin=Origin.MESH,
+    imitates="https://github.com/deepspeedai/DeepSpeed/issues/8475",
+)
+class AveragesNormsOfStages(ReportsAnotherNorm):
+    """The norm is the mean of the norms of the stages."""
+
+    def wrong_norm(self) -> float:
+        norm = self.squares().sqrt()
+        dist.all_reduce(norm)
+        return float(norm / dist.get_world_size())
+
+
+@mutant(FaultKind.CLIPPING, on_norm(model="tied_chain"), origin=Origin.MESH)
+class NormCountsATiedWeightTwice(ReportsAnotherNorm):
+    """The norm adds up the squares of all stages, so that it counts a weight of two stages twice."""
+
+    def wrong_norm(self) -> float:
+        total = self.squares()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+
+@mutant(FaultKind.CLIPPING, on_norm(Part.OPTIMIZER, parameter="*"), origin=Origin.MESH)
+class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
+    """Each stage is clipped by the norm of its own gradients; the norm of all is reported."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.limit = config.clip
+        super().__init__(model, replace(config, clip=None))
+
+    def wrong_norm(self) -> float:
+        if self.limit is not None:
+            torch.nn.utils.clip_grad_norm_(seams_engines.stage_params(self.right).values(), self.limit)
+        return self.total
+
+    def train_batch(self, *args: object) -> tuple[Tensor, ...]:
+        losses: tuple[Tensor, ...] = self.right.train_batch(*args)
+        total = self.squares()
+        dist.all_reduce(total)
+        self.total = float(total.sqrt())
+        return losses
+
+
+@mutant(FaultKind.CONTRIBUTION, on_pipeline(model="tied_chain", parameter=TIED), origin=Origin.MESH)
+class LeavesGradientsOfATiedWeightApart(OverPipeline):
+    """Each of two stages steps a tied weight by the gradient of its own copy."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams_engines.replace_end_of_batch(self.right, lambda: None)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_pipeline(model="tied_chain", parameter=TIED, variant="1f1b"),
+    origin=Origin.MESH,
+    imitates="https://github.com/pytorch/pytorch/issues/180952",
+)
+class CountsTheGradientOfATiedWeightTwice(OverPipeline):
+    """The gradient of a weight that two stages have is added up over them twice."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams_engines.wrap_end_of_batch(self.right, self.twice)
+
+    def twice(self, right: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that doubles the gradient of the tied weight after ``right``."""
+
+        def end() -> None:
+            right()
+            param = seams_engines.stage_params(self.right).get(TIED)
+            if param is not None and param.grad is not None:
+                param.grad *= 2
+
+        return end
+
+
+@mutant(FaultKind.STATE, on_resume(), origin=Origin.MESH)
+class LoadsTheFirstStageAlone(OverPipeline):
+    """A load leaves the weights of the second rank's stage as they were."""
+
+    def load(self, path: Path) -> None:
+        params = seams_engines.stage_params(self.right)
+        before = {name: param.detach().clone() for name, param in params.items()}
+        self.right.load(path)
+        with torch.no_grad():
+            for name, param in params.items() if dist.get_rank() else ():
+                param.copy_(before[name])
+
+
+@mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer"), origin=Origin.MESH)
+class ForgetsTheStateOfTheLastStage(OverPipeline):
+    """A load leaves the last stage without optimizer state that it had been given: zeros."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for state in self.optimizer.state.values() if dist.get_rank() else ():
+            for value in state.values():
+                value.zero_()

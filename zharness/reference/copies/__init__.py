@@ -1,0 +1,1 @@
+"""Copies of sharded weights: shard within groups of ranks, and replicate across them."""
