@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from zharness.engines import fsdp2
+from zharness.engines import fsdp2, fsdp2_options
 from zharness.engines.fabric_engine import DOCUMENTATION, FABRIC_OPTIONS, FabricEngine, build_fabric, prepare_model
 from zharness.engines.fsdp2_options import (
     GROUPS_REMAIN,
@@ -45,7 +45,7 @@ REFUSES = {
     **GROUPS_REMAIN,
 }
 _KEYS = (*GROUPING_OPTIONS, "reset_iter_state", "reduce_scatter_unused_params")
-OPTIONS = {**{name: fsdp2.OPTIONS[name] for name in _KEYS}, **FABRIC_OPTIONS}
+OPTIONS = {**{name: fsdp2_options.OPTIONS[name] for name in _KEYS}, **FABRIC_OPTIONS}
 CAPABILITIES = replace(
     fsdp2.CAPABILITIES,
     dtypes=frozenset({"fp32"}),

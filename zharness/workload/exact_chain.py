@@ -52,7 +52,8 @@ class ChainModel(nn.Module):
         last: type[Block] = LastBlock if skips else Block
         self.blocks = nn.ModuleList([*(inner() for _ in range(BLOCKS - 1)), last()])
         if tied:
-            self.blocks[-1].linear.weight = self.blocks[0].linear.weight
+            first_linear, last_linear = (block.get_submodule("linear") for block in (self.blocks[0], self.blocks[-1]))
+            last_linear.weight = first_linear.weight
         make_ternary(self)
 
     def forward(self, x: Tensor) -> Tensor:
