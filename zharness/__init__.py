@@ -11,8 +11,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
     5  laws, mutants
     6  run
     7  report, releases, kill_matrix, doctor, export
-    8  hunt
-    9  plugin, cli, conformance, verification, tour, compat
+    8  hunt, tour
+    9  plugin, cli, conformance, verification, compat
     10 __main__
 
 [Note: a cell from command to verdict]
@@ -49,7 +49,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/deepspeed_json/schema.py``, ``reference/deepspeed_json/sections.py``,
    ``reference/mixed_precision/precision.py``, ``reference/mixed_precision/loss_scale.py``), checks that ranks agree
    (``reference/uneven_ranks/rank_errors.py``, ``reference/uneven_ranks/rank_facts.py``) and shards the model
-   (``reference/client/meta_init.py``, ``reference/parameters.py``, ``reference/layout.py``, ``reference/buckets.py``,
+   (``reference/client/meta_init.py``, ``reference/copies/replicas.py``, ``reference/parameters.py``,
+   ``reference/layout.py``, ``reference/buckets.py``,
    ``reference/client/optimizer.py``, ``reference/checkpoints/training_state.py``). ``reference/engine.py`` trains:
    ``reference/sharded_modules.py`` unshards before a module's forward (``reference/unshard.py``,
    ``reference/prefetch.py``, ``reference/saved_tensors.py``, ``reference/torch_func/torch_fallback.py``), and

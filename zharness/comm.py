@@ -71,7 +71,7 @@ class Comm:
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
 
     @property
-    def everyone(self) -> Comm:
+    def all_ranks(self) -> Comm:
         """The collectives of all ranks of the engine, which are these."""
         return self
 

@@ -30,6 +30,9 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
+    "343 cells of 93 laws in 94 s",
+    "12 combinations run 20 laws or more",
+    "was permuted by five mutants",
     "record it 5 mutants",  # the number of a floor
     "27,917 cells all 280 mutants",
     "two models could draw a factor of zero",

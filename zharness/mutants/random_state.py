@@ -29,7 +29,6 @@ from zharness.mutants.mutant import (
     mutant_factory,
 )
 from zharness.parity import Part
-from zharness.reference.client.meta_init import find_deferred_modules
 
 
 @mutant(FaultKind.PARAMETERS, Target("parameters.deferred", Part.GATHER), origin=Origin.GRAPHS)
@@ -242,7 +241,7 @@ class DrawsOnEachRank(Around):
     @torch.no_grad()
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         own, state = deepcopy(model), torch.get_rng_state()
-        deferred = find_deferred_modules(own)
+        deferred = seams_engines.deferred_modules(own)
         super().__init__(model, config)
         if deferred:
             with torch.random.fork_rng(devices=[]):

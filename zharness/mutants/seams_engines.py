@@ -17,6 +17,7 @@ from zharness.engines import Piece
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.engines.torch_pp import PipelineEngine
+from zharness.reference.client.meta_init import DeferredModule, find_deferred_modules
 
 SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
@@ -235,3 +236,8 @@ def wrap_end_of_batch(engine: PipelineEngine, wrap: Callable[[Callable[[], None]
 def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:
     """Return the parameters of this rank's stages, by their names in the model."""
     return engine._params
+
+
+def deferred_modules(model: nn.Module) -> list[DeferredModule]:
+    """Return the modules of ``model`` with tensors on the meta device, which the reference engine materializes."""
+    return find_deferred_modules(model)

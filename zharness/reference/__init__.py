@@ -33,8 +33,7 @@ is private to torch.
 [Note: the tensors of a parameter] For a parameter of n elements, a rank's shard is the range that
 ``ShardLayout.shard_bounds`` returns; a full tensor has all n elements.
 
-- The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the shard, padded to the common
-  length.
+- The Parameter, the model's own object (``parameters``): full; at stage 3 its data is the padded shard.
 - The leaf, the tensor that the optimizer updates in place: full at stage 0, else the shard. The leaf is a view of the
   Parameter's memory or, if the optimizer has another dtype, a master weight, which ``publish`` casts back.
 - The optimizer state has the shape of the leaf and belongs to the optimizer.
@@ -50,8 +49,7 @@ is private to torch.
 [Note: phases] An engine (``engine.EnginePhase``) is training, inside ``no_sync``, or closed; a method that the phase
 does not allow raises UsageError. A step has three parts:
 
-1. Forward. Stages 0 to 2 add nothing. Stage 3 unshards the parameters that modules read, and reshards them after each
-   module's forward.
+1. Forward. Stages 0 to 2 add nothing. Stage 3 unshards what a module reads, and reshards it after the forward.
 2. Backward, any number of times. Stages 0 and 1: gradients stay in ``parameter.grad``. Stage 2: a full bucket is
    reduced at once, every other bucket at the end of the backward. Stage 3: unpack hooks unshard parameters again, and
    placeholders reduce gradients.
@@ -59,8 +57,7 @@ does not allow raises UsageError. A step has three parts:
    If all gradients are finite, the optimizer updates the leaves, ``publish`` copies them to the parameters, and the
    schedule steps. In any case ``step`` drops all gradients and updates the loss scale.
 
-Between a boundary and the next backward there are no gradients and no unsharded tensors. Only then can a checkpoint be
-saved.
+Between a boundary and the next backward there are no gradients and no unsharded tensors. Only then is a checkpoint saved.
 
 [Note: the epilogue] DeepSpeed runs an epilogue once at the end of a backward. Stages 0, 1 and 3 have none here: each
 gradient is reduced at most once, and divided by that reduction; micro-batches are counted in ``step``. So nested

@@ -269,7 +269,7 @@ class Engine:
         leaves the previous checkpoint complete.
         """
         self._require_phase(EnginePhase.TRAINING)
-        with raise_on_all_ranks(self.comm.everyone):
+        with raise_on_all_ranks(self.comm.all_ranks):
             if self._micro_batches or self.pending_gradients():
                 raise CheckpointError(
                     "the engine has gradients that no optimizer step has used, and a checkpoint does not save them; "
@@ -280,7 +280,7 @@ class Engine:
             rank_state = {"extra_state": self._training_state.extra_state(), "client_state": dict(client_state or {})}
         tag = tag or f"global_step{self.steps}"
         local_tensors = self._training_state.local_tensors(contents)
-        states, ranks = (common_state, rank_state), self.comm.everyone
+        states, ranks = (common_state, rank_state), self.comm.all_ranks
         return storage.save_checkpoint(Path(save_dir), tag, local_tensors, *states, ranks, save_latest)
 
     def load_checkpoint(
@@ -294,14 +294,13 @@ class Engine:
 
         This is a collective. A checkpoint can be loaded at any stage and world size; a rank that the checkpoint does
         not have gets rank 0's buffers, extra state and ``client_state``. ``load_module_only`` loads only parameters,
-        buffers and extra state. Unless ``load_module_strict``, parameters that the checkpoint or the model lacks are
-        ignored.
-        Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is missing
-        or damaged, contains code, or belongs to another model or optimizer.
+        buffers and extra state. Unless ``load_module_strict``, parameters of the checkpoint or the model alone are left
+        out. Drops all gradients. Raises CheckpointError on every rank, with nothing loaded, for a checkpoint that is
+        missing or damaged, contains code, or belongs to another model or optimizer.
         """
         self._require_phase(EnginePhase.TRAINING)
-        saved = storage.open_checkpoint(Path(load_dir), tag, self.comm.everyone)
-        with raise_on_all_ranks(self.comm.everyone):
+        saved = storage.open_checkpoint(Path(load_dir), tag, self.comm.all_ranks)
+        with raise_on_all_ranks(self.comm.all_ranks):
             contents = CheckpointContents(**saved.common_state["contents"])
             self._training_state.check_compatible(
                 contents, saved.rank_state["extra_state"], load_module_only, not load_module_strict
@@ -321,7 +320,7 @@ class Engine:
         incomplete or damaged, contains code, or belongs to another model.
         """
         self._require_phase(EnginePhase.TRAINING)
-        with raise_on_all_ranks(self.comm.everyone):
+        with raise_on_all_ranks(self.comm.all_ranks):
             saved = universal.read_universal_checkpoint(Path(path), self._training_state, mpu)
         self._resume_from(saved.contents, saved.local_tensors)
         self._training_state.load_extra_state(saved.extra_state)
@@ -345,9 +344,8 @@ class Engine:
         """Return, by parameter name, the range (start, stop) of elements that each rank owns; empty at stage 0."""
         if self._placements.optimizer_state is ShardPlacement.REPLICATED:
             return {}
-        size, ranks = self.comm.world_size, range(self.comm.everyone.world_size)
-        layouts = {name: param.layout for name, param in self.model_params.items()}
-        return {name: tuple(layout.shard_bounds(rank % size) for rank in ranks) for name, layout in layouts.items()}
+        size, ranks = self.comm.world_size, range(self.comm.all_ranks.world_size)
+        return {n: tuple(p.layout.shard_bounds(r % size) for r in ranks) for n, p in self.model_params.items()}
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state (with master weights) on this rank."""

@@ -145,7 +145,7 @@ class Gradients:
         flags = torch.tensor([*(c.parameter.grad is not None for c in candidates), has_more], dtype=torch.uint8)
         if self._placements.parameters is ShardPlacement.REPLICATED and candidates:
             flags = flags.to(candidates[0].parameter.device)
-            self._context.comm.everyone.all_reduce(flags, op=dist.ReduceOp.MAX)
+            self._context.comm.all_ranks.all_reduce(flags, op=dist.ReduceOp.MAX)
         *used, any_has_more = flags.tolist()
         return {param.name for param, flag in zip(candidates, used, strict=True) if flag}, bool(any_has_more)
 
@@ -208,7 +208,7 @@ class Gradients:
         """Return whether all reduced gradients are finite on every rank. This is a collective of one byte."""
         extremes = [end for grad in self._reduced_grads.values() if grad.numel() for end in torch.aminmax(grad)]
         values = torch.stack([*extremes, torch.zeros((), dtype=torch.float64, device=self._device)])
-        bad, ranks = (~values.isfinite().all()).to(torch.uint8), self._context.comm.everyone
+        bad, ranks = (~values.isfinite().all()).to(torch.uint8), self._context.comm.all_ranks
         return not ranks.all_reduce(bad, op=dist.ReduceOp.MAX)
 
     def norm(self) -> float:

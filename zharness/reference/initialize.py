@@ -121,7 +121,7 @@ def _make_context(
     """Return the ShardingContext of an engine, and the buckets in which its gradients are reduced."""
     buckets = assign_buckets(model_params, settings.bucket_size)
     tracker = UnshardedMemoryTracker()
-    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm.everyone))
+    collectives = ShardCollectives(comm, divisor, NegotiatedAgreement(model_params, comm.all_ranks))
     prefetch_buckets = assign_buckets(model_params, settings.prefetch_size)
     prefetcher = Prefetcher(prefetch_buckets, settings.prefetch_size, collectives, tracker.set_prefetched_bytes)
     reduce_buckets = {member.name: bucket for bucket in buckets for member in bucket.members}

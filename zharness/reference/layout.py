@@ -126,7 +126,7 @@ def collect_model_params(
     module: nn.Module, shards: Comm, dtypes: Mapping[nn.Parameter, ParamDtypes]
 ) -> dict[str, ModelParam]:
     """Return every parameter of ``module`` once, by the first name that ``named_parameters()`` gives it."""
-    size, addends, params = shards.world_size, shards.everyone.world_size, module.named_parameters()
+    size, addends, params = shards.world_size, shards.all_ranks.world_size, module.named_parameters()
     return {name: ModelParam(name, p, _make_layout(p, size), dtypes[p], addends) for name, p in params}
 
 

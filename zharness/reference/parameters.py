@@ -77,7 +77,7 @@ class Parameters:
         device = infer_device(module, self._comm)
         for deferred in find_deferred_modules(module):
             tensors = deferred.materialise(device)
-            broadcast_tensors(tensors, self._comm.everyone)
+            broadcast_tensors(tensors, self._comm.all_ranks)
             for tensor in tensors:
                 if tensor in remaining:
                     yield remaining.pop(tensor)
@@ -184,7 +184,7 @@ class Parameters:
             editable.clear()  # an edit after the block would be lost
             if self._unsharder is not None:
                 self._unsharder.end_edit()
-            self._comm.everyone.all_reduce(any_failed, op=dist.ReduceOp.MAX)
+            self._comm.all_ranks.all_reduce(any_failed, op=dist.ReduceOp.MAX)
             if any_failed.any():
                 for value, old, param in zip(values, before, selected, strict=False):
                     value.copy_(old)
@@ -200,7 +200,7 @@ class Parameters:
 
         In a master weight, elements that were not edited keep their values, which are more precise.
         """
-        broadcast_tensors([value], self._comm.everyone, source)
+        broadcast_tensors([value], self._comm.all_ranks, source)
         if self._placements.parameters is ShardPlacement.REPLICATED:
             param.parameter.detach().copy_(value)
         start, stop = param.layout.shard_bounds(self._comm.rank)

@@ -128,7 +128,7 @@ class TrainingState:
                         f"be sharded; expected the parameter's shape ({tuple(shape)} on this rank) or a single number"
                     )
         return CheckpointContents(
-            self._comm.everyone.world_size,
+            self._comm.all_ranks.world_size,
             steps,
             skipped_steps,
             {
@@ -202,7 +202,7 @@ class TrainingState:
             for key in contents.moments.get(name, {}):
                 tensors[moment_key(name, key)] = self.make_dtensor(name, states[name][key])
         buffers = {
-            buffer_key(name, self._comm.everyone.rank): buffer for name, buffer in self._persistent_buffers().items()
+            buffer_key(name, self._comm.all_ranks.rank): buffer for name, buffer in self._persistent_buffers().items()
         }
         return {key: tensor for key, tensor in (tensors | buffers).items() if tensor.numel()}
 
@@ -220,7 +220,7 @@ class TrainingState:
             for key, dtype in moments.items():
                 moment = torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
                 tensors[moment_key(name, key)] = self.make_dtensor(name, moment)
-        rank = self._comm.everyone.rank if self._comm.everyone.rank < contents.world_size else 0
+        rank = self._comm.all_ranks.rank if self._comm.all_ranks.rank < contents.world_size else 0
         for name, buffer in self._persistent_buffers().items():
             tensors[buffer_key(name, rank)] = torch.empty_like(buffer)
         return {key: tensor for key, tensor in tensors.items() if tensor.numel()}
@@ -279,7 +279,7 @@ class TrainingState:
             leaf.copy_(_reshape_like_leaf(leaf, local_tensors.get(weight_key(name))))
         self._parameters.publish(leaves)
         for name, buffer in self._persistent_buffers().items():
-            keys = (buffer_key(name, self._comm.everyone.rank), buffer_key(name, 0))
+            keys = (buffer_key(name, self._comm.all_ranks.rank), buffer_key(name, 0))
             buffer.copy_(next((local_tensors[key] for key in keys if key in local_tensors), buffer))
         if module_only:
             return

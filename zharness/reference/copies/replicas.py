@@ -19,31 +19,31 @@ from zharness.comm import Comm
 class ReplicatedShards(Comm):
     """The collectives of the ranks that share one copy of the weights; a sum of gradients also runs over the copies.
 
-    ``rank`` and ``world_size`` count the shards of one copy, and ``everyone`` has the collectives of all ranks.
+    ``rank`` and ``world_size`` count the shards of one copy, and ``all_ranks`` has the collectives of all ranks.
     """
 
-    def __init__(self, everyone: Comm, shard_size: int, device: torch.device) -> None:
+    def __init__(self, all_ranks: Comm, shard_size: int, device: torch.device) -> None:
         """Make the groups of all ranks. This is a collective."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        copies = everyone.world_size // shard_size
+        copies = all_ranks.world_size // shard_size
         groups = init_device_mesh(device.type, (copies, shard_size), mesh_dim_names=("copy", "shard"))
         super().__init__(groups.get_group("shard"))
-        self._everyone = everyone
+        self._all_ranks = all_ranks
         self._across_copies = Comm(groups.get_group("copy"))
 
     @property
-    def everyone(self) -> Comm:
-        return self._everyone
+    def all_ranks(self) -> Comm:
+        return self._all_ranks
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
         """Fill ``shard`` with this rank's slice of the sum over all ranks of ``full``."""
         return self._across_copies.all_reduce(super().reduce_scatter(shard, full))
 
 
-def group_shards(everyone: Comm, shard_size: int | None, device: torch.device) -> Comm:
+def group_shards(all_ranks: Comm, shard_size: int | None, device: torch.device) -> Comm:
     """Return the collectives of the ranks that share one copy of the weights: all, or ``shard_size`` neighbours."""
-    if shard_size in (None, everyone.world_size):
-        return everyone
+    if shard_size in (None, all_ranks.world_size):
+        return all_ranks
     assert shard_size is not None
-    return ReplicatedShards(everyone, shard_size, device)
+    return ReplicatedShards(all_ranks, shard_size, device)
