@@ -28,6 +28,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     gradient_norm,
     hooks,
     kept_copies,
+    late_products,
     learning_rate,
     loop,
     loss_scale,

@@ -57,7 +57,7 @@ does not allow raises UsageError. A step has three parts:
    If all gradients are finite, the optimizer updates the leaves, ``publish`` copies them to the parameters, and the
    schedule steps. In any case ``step`` drops all gradients and updates the loss scale.
 
-Between a boundary and the next backward there are no gradients and no unsharded tensors. Only then is a checkpoint saved.
+Between a boundary and the next backward there are no gradients and no unsharded tensors; only then can one save.
 
 [Note: the epilogue] DeepSpeed runs an epilogue once at the end of a backward. Stages 0, 1 and 3 have none here: each
 gradient is reduced at most once, and divided by that reduction; micro-batches are counted in ``step``. So nested

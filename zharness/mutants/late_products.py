@@ -1,0 +1,113 @@
+"""Define mutants whose fault shows only in the product of two circumstances, such as a read and an idle weight."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.engines.protocol import AccumulationOwner
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="first_2_by_engine_read"),
+    origin=Origin.BLIND_10,
+)
+class LosesWhatWasReadAndIsIdle(Around):
+    """A gradient that is read inside an engine's window is lost if no later micro-batch uses the weight."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        owns = config.accumulation_owner is AccumulationOwner.ENGINE
+        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
+        self.last_read: dict[str, Tensor] = {}
+
+    def full_grads(self) -> dict[str, Tensor]:
+        grads: dict[str, Tensor] = self.right.full_grads()
+        if self.micro + 1 < self.window:
+            self.last_read = {name: grad.clone() for name, grad in grads.items()}
+        return grads
+
+    def step(self) -> None:
+        self.micro = (self.micro + 1) % self.window
+        if self.micro == 0:
+            grads = self.right.full_grads()
+            for name, grad in self.last_read.items():
+                if torch.equal(grad, grads[name]):
+                    self.right.write_grad(name, torch.zeros_like(grad))
+            self.last_read = {}
+        self.right.step()
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("window.partly_used_on_some_ranks", Part.REDUCTION, "experts", "changing_ranks_1_norm", parameter="norm"),
+    origin=Origin.BLIND_10,
+)
+class NormOfWeightsThatThisRankUsed(Around):
+    """The norm leaves out the gradients of weights that this rank did not use, although other ranks used them."""
+
+    used_norm: float | None = None
+
+    def step(self) -> None:
+        names = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
+        grads = self.right.full_grads()
+        self.used_norm = math.sqrt(sum(float(grads[name].double().square().sum()) for name in names if name in grads))
+        self.right.step()
+
+    def grad_norm(self) -> float | None:
+        return None if self.right.grad_norm() is None else self.used_norm
+
+
+@mutant(
+    FaultKind.PARAMETERS,
+    Target("idle.momentum", Part.OPTIMIZER, model="experts", variant="groups"),
+    origin=Origin.BLIND_10,
+)
+class MovesIdleWeightsOfLaterGroups(Around):
+    """A step gives the idle weights of all parameter groups but the first a gradient of zero: momentum moves them."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.patterns = [group.pattern for group in config.optimizer.groups]
+        self.stepped: set[str] = set()
+
+    def step(self) -> None:
+        grads = self.right.full_grads()
+        for name, value in self.right.full_params().items():
+            is_later = any(fnmatchcase(name, pattern) for pattern in self.patterns)
+            if is_later and name not in grads and name in self.stepped:
+                self.right.write_grad(name, torch.zeros_like(value))
+        self.stepped |= grads.keys()
+        self.right.step()
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("idle.frozen", Part.OPTIMIZER, model="experts", variant="from_construction_1"),
+    origin=Origin.BLIND_10,
+)
+class ForwardsWithWeightsFromBeforeUnfreezing(Around):
+    """Every forward uses the first values of weights that were frozen at construction, also once they are trained."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        super().__init__(model, config)
+        self.first_values = [(parameter, parameter.detach().clone()) for parameter in frozen]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        trained = [(parameter, parameter.data) for parameter, _ in self.first_values]
+        for parameter, value in self.first_values:
+            parameter.data = value
+        output = self.right(*args, **kwargs)
+        for parameter, value in trained:
+            parameter.data = value
+        return output
