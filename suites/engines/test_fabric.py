@@ -25,7 +25,7 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.mark.parametrize(
-    "cell",
+    "case",
     [
         "training.sgd_step[fabric_ddp-zero0-w2-fp32-mlp]",
         "training.accumulation[fabric_ddp-zero0-w2-fp32-mlp-caller]",
@@ -33,8 +33,8 @@ def runner() -> Iterator[Runner]:
         "training.clip_and_norm[fabric_fsdp2-zero2-w2-fp32-mlp]",
     ],
 )
-def test_fabric_trains_as_plain_pytorch(runner: Runner, cell: str) -> None:
-    record = runner.run(PlannedCell(Cell.parse(cell)))
+def test_fabric_trains_as_plain_pytorch(runner: Runner, case: str) -> None:
+    record = runner.run(PlannedCell(Cell.parse(case)))
     assert record.verdict is Verdict.PASS, record.cause
 
 
