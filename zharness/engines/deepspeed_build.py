@@ -124,7 +124,7 @@ def initialize(
 
     Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
     """
-    trained = {name: param for name, param in model.named_parameters()}
+    trained = dict(model.named_parameters())
     if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
         deepspeed.utils.set_z3_leaf_modules(model, classes)
     if config.options.get(ZERO_INIT):
