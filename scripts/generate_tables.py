@@ -1,4 +1,4 @@
-"""Generate the tables of README.md and docs/mesh.md from records and reproductions, in place.
+"""Generate the tables of docs/results.md and docs/mesh.md from records and reproductions, in place.
 
     python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
     python scripts/generate_tables.py --meshes tp2.jsonl rep2.jsonl      laws on engines, a table for each mesh
@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-README, MESH_PAGE = (Path(__file__).parents[1] / name for name in ("README.md", "docs/mesh.md"))
+RESULTS, MESH_PAGE = (Path(__file__).parents[1] / name for name in ("docs/results.md", "docs/mesh.md"))
 MATRIX = "every law on every engine"
 MESHES = "every law on every engine, on each mesh"
 FRAMEWORKS = "every law on accelerate, Trainer and Fabric"
@@ -95,7 +95,7 @@ def generate(arguments: argparse.Namespace) -> dict[str, str]:
         tables[CONTRACTS] = markdown_table(run_zharness("report", *names, "--contracts"))
     if meshes:
         overview = run_zharness("report", *map(str, meshes)).rstrip()
-        old = read_block(README.read_text(encoding="utf-8"), MESHES)
+        old = read_block(RESULTS.read_text(encoding="utf-8"), MESHES)
         tables[MESHES] = f"```\n{merge_meshes(old, overview)}\n```"
     if arguments.frameworks:
         overview = run_zharness("report", *map(str, arguments.frameworks)).rstrip()
@@ -139,7 +139,7 @@ def main() -> int:
         print(f"no page is changed: {error}", file=sys.stderr)
         return 1
     for title, table in tables.items():
-        path = MESH_PAGE if title == COMBINATIONS else README
+        path = MESH_PAGE if title == COMBINATIONS else RESULTS
         path.write_text(replace_block(path.read_text(encoding="utf-8"), title, table), encoding="utf-8")
     print(f"wrote {len(tables)} tables: {'; '.join(tables)}")
     return 0

@@ -39,6 +39,8 @@ else:
 DOCUMENTED_COMMANDS = [command for page in PAGES for command in parse_commands(page)]
 CELL_ID = re.compile(r"\w+\.\w+\[.*\]")
 # Commands that are executed, with their documented exit codes. All other commands are only parsed.
+YOUR_MODEL = ROOT / "docs" / "your-model.md"
+LONGEST_README = 250  # lines; tables and long outputs have pages of their own
 EXECUTED_COMMANDS = {
     "zharness tour": 0,
     "zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'": 0,
@@ -170,6 +172,10 @@ def test_local_links_have_targets(page: Path) -> None:
         assert not anchor or anchor in heading_anchors(there), target
 
 
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= LONGEST_README
+
+
 def test_the_readme_links_to_every_page() -> None:
     assert {page.relative_to(ROOT).as_posix() for page in PAGES[1:]} <= set(local_links(PAGES[0]))
 
@@ -181,14 +187,14 @@ def test_python_in_the_documentation_compiles(page: Path) -> None:
 
 
 def test_the_readme_commands_exit_as_documented(tmp_path: Path) -> None:
-    for name, text in python_files(PAGES[0]).items():
+    for name, text in (python_files(YOUR_MODEL) | python_files(PAGES[0])).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     left = dict(EXECUTED_COMMANDS)
-    for command in parse_commands(PAGES[0]):
+    for command in (*parse_commands(PAGES[0]), *parse_commands(YOUR_MODEL)):
         if command.line in left:
             done = run_as_reader(command, tmp_path)
             assert done.returncode == left.pop(command.line), done.stdout + done.stderr
-    assert not left, f"no longer in README.md: {list(left)}"
+    assert not left, f"no longer in README.md or docs/your-model.md: {list(left)}"
     assert "<title>zharness" in (tmp_path / "failing.html").read_text(encoding="utf-8")
 
 
