@@ -6,7 +6,8 @@
 and works in a folder beside it; there the commands that install the clone install the wheel. FOLDER must not exist. The
 Python files that the README shows are written before the first command. A command is skipped that contains one of the
 TEXTs, such as the name of an engine. One that runs longer than ``--minutes`` is ended, unless it installs packages. The
-exit code is 1 if a command is ended, prints a traceback, or has another exit code than 0 and 1, as for a broken law.
+exit code is 1 if a command is ended, prints a traceback, or has another exit code than 0; commands about the broken
+engine of the page may exit with 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from suites.meta.documents import ROOT, code_blocks, parse_commands, python_file
 
 README = ROOT / "README.md"
 INSTALL_SECONDS = 3600.0
+BROKEN_ENGINES = ("zharness.mutants:", "failing.jsonl")  # a command about one of these may find a broken law
 ENDED = (124, 137, -9)  # the exit codes with which a command ends that ran too long
 INSTALLED_CLONE = re.compile(r'-e (?:"?\.(\[[\w,]+\])?"?) -c constraints\.txt')
 
@@ -110,7 +112,8 @@ def main() -> int:
         code, output, seconds = walk.run(line, INSTALL_SECONDS if line.startswith("pip ") else 60 * arguments.minutes)
         last = next((text for text in reversed(output.splitlines()) if text.strip()), "")
         print(f"{seconds:6.1f} s  exit {code}  {line}\n            {last[:150]}", flush=True)
-        if code not in (0, 1) or "Traceback (most recent call last)" in output:
+        allowed = (0, 1) if any(text in line for text in BROKEN_ENGINES) else (0,)
+        if code not in allowed or "Traceback (most recent call last)" in output:
             wrong += 1
             print(output[-4000:], flush=True)
     print(f"{wrong} commands went wrong")

@@ -33,11 +33,6 @@ def of_120_mib() -> Any:
     return nn.Sequential(nn.Linear(5, 5600), nn.Linear(5600, 5600)), draw, score
 
 
-def of_400_mib() -> Any:
-    """Return a model of 105 M parameters."""
-    return nn.Sequential(nn.Linear(5, 10240), nn.Linear(10240, 10240)), draw, score
-
-
 def of_4_mib() -> Any:
     """Return a model of 4 MiB."""
     return nn.Sequential(nn.Linear(5, 1 << 10), nn.Linear(1 << 10, 1 << 10)), draw, score

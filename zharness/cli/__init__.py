@@ -32,7 +32,7 @@ def cli() -> None:
     """Does a sharded training engine compute what plain PyTorch computes?
 
     \b
-    zharness tour                                 one minute: a law, broken engines, a real bug
+    zharness tour                                 a law, broken engines and a real bug, within a minute
     zharness check                                the reference engine, every law, stages 0-3
     zharness check --engine deepspeed --stage 2,3 the real DeepSpeed
     zharness check 'torch_func.*' --engine my_package.my_module:factory

@@ -7,7 +7,7 @@ import click
 
 @click.command()
 def tour() -> int:
-    """Show in about a minute what a law is, which broken engines the laws find, and what a real engine breaks.
+    """Show within a minute what a law is, which broken engines the laws find, and what a real engine breaks.
 
     The exit code is 1 if an engine that is broken on purpose was not found.
     """

@@ -272,8 +272,7 @@ def warm_up(device_type: str = "cpu") -> None:
     """Import and load in the rank server what DeepSpeed imports and loads lazily, so that no rank does so itself."""
     deepspeed = import_deepspeed(device_type)
     for name in _LAZY_MODULES:
-        # A release without the module does not need it.
-        with suppress(ImportError):
+        with suppress(ModuleNotFoundError):  # a release without the module does not need it
             importlib.import_module(name)
     if device_type == "cpu":
         load_built_adam(deepspeed)

@@ -124,14 +124,14 @@ def initialize(
 
     Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
     """
-    trained = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())  # the frozen ones too, which the caller may unfreeze
     if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
         deepspeed.utils.set_z3_leaf_modules(model, classes)
     if config.options.get(ZERO_INIT):
         # The block, in which users build models, also replaces the constructors of all modules for as long as it lasts.
         with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):
             pass
-    groups = optimizers.param_groups(trained, config.optimizer)
+    groups = optimizers.param_groups(parameters, config.optimizer)
     scheduling: dict[str, Any] = {}
     if config.options.get(JSON_SCHEDULER):
         ds_config = merge_options(ds_config, json_scheduler(config.optimizer, groups))
@@ -140,9 +140,9 @@ def initialize(
     if takes_optimizer_from_json(config):
         # Releases before 0.19.6 take parameters for Muon, and no groups of them.
         is_plain = config.optimizer.name == MUON and not config.optimizer.groups
-        given = list(trained.values()) if is_plain else groups
+        given = list(parameters.values()) if is_plain else groups
         return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, **scheduling)[0], ()
-    optimizer = build_optimizer(trained, config)
+    optimizer = build_optimizer(parameters, config)
     rates = []
     if config.options.get(TENSOR_RATES):
         for group in optimizer.param_groups:

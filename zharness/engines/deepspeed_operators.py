@@ -27,7 +27,9 @@ def load_built_adam(deepspeed: Any) -> None:
         return
     if f"{Path(deepspeed.__file__).parent}{os.sep}" in instructions.read_text():
         builder = deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
-        build_operator(ADAM_OPERATOR, builder.load)
+        # A rank that needs the operator raises the same error, and is named in the report.
+        with suppress(ImportError, OSError, RuntimeError):
+            build_operator(ADAM_OPERATOR, builder.load)
 
 
 def find_build_folder(operator: str) -> Path:
@@ -38,7 +40,7 @@ def find_build_folder(operator: str) -> Path:
 
 
 def build_operator(operator: str, build: Callable[[], Any]) -> Any:
-    """Build or load ``operator`` with DeepSpeed's function ``build``, and return it; None if it cannot be built here.
+    """Build or load ``operator`` with DeepSpeed's function ``build``, and return it. Raises what ``build`` raises.
 
     Other processes that use this function wait. A lock that a killed build has left behind is removed, because torch
     waits for it forever.

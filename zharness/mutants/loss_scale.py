@@ -306,9 +306,6 @@ class OverflowSeenOnRankZero(Around):
 
         seams.wrap_unscale_and_clip(self.right, wrap)
 
-    def full_grads(self) -> dict[str, Tensor]:
-        return {name: grad.half().to(grad.dtype) for name, grad in self.right.full_grads().items()}
-
 
 @mutant(
     FaultKind.LOSS_SCALE,
@@ -316,7 +313,7 @@ class OverflowSeenOnRankZero(Around):
     origin=Origin.BLIND_9,
 )
 class UnscalesInHalf(Around):
-    """Divides gradients by fp16's loss scale in fp16, in which small gradients are lost."""
+    """Rounds unscaled gradients to fp16, in which small gradients are lost."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)

@@ -67,8 +67,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(kind: Any, name: str) -> Enum:
-    """Return the member ``name`` of the enum ``kind``. Raises CheckpointError for anything that is not an enum."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+    """Return the member ``name`` of the enum ``kind``. Raises CheckpointError if there is none."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise CheckpointError(f"the checkpoint's metadata reads {name!r} of {kind!r}; the load is refused")
     return kind[name]
 
