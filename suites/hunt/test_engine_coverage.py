@@ -129,6 +129,12 @@ def test_the_sources_of_each_engine_exist(engine: str) -> None:
         assert find_source_files((module,)), module
 
 
+def test_finding_sources_imports_nothing() -> None:
+    before = set(sys.modules)
+    find_source_files(tuple(name for engine in BUILT_IN for name in info(engine).sources))
+    assert not {name for name in sys.modules.keys() - before if not name.startswith("importlib")}
+
+
 def test_an_engine_without_sources_has_its_package() -> None:
     assert list_source_modules(info("zharness.mutants:never_reduces")) == ("zharness",)
     assert not find_source_files(("no_such_package.engine",))

@@ -90,19 +90,17 @@ def observe_with_coverage(
 def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
     """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
 
-    A module that the installed release lacks has none.
+    A module that the installed release lacks has none. Nothing is imported: some packages replace functions of torch
+    when they are imported, and plain PyTorch could not run beside the engine any more.
     """
     found: dict[str, None] = {}
     for name in modules:
-        try:
-            spec = importlib.util.find_spec(name)
-        except ImportError:
-            continue
-        if spec is None:
-            continue
-        folders = spec.submodule_search_locations
-        paths = [path for each in folders for path in sorted(Path(each).rglob("*.py"))] if folders else [spec.origin]
-        found |= dict.fromkeys(str(path) for path in paths if path)
+        package, *inner = name.split(".")
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            path = Path(folder, *inner)
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+            found |= dict.fromkeys(str(file) for file in files if file.is_file())
     return tuple(found)
 
 

@@ -111,3 +111,39 @@ class ForwardsWithWeightsFromBeforeUnfreezing(Around):
         for parameter, value in trained:
             parameter.data = value
         return output
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="every_other_4_by_engine"),
+    origin=Origin.BLIND_10,
+)
+class LosesWhatIsBeforeAGap(Around):
+    """The gradient of a weight is lost if a micro-batch of an engine's window skips it, and a later one does not."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        owns = config.accumulation_owner is AccumulationOwner.ENGINE
+        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
+        self.previous: dict[str, Tensor] = {}
+        self.before_gap: dict[str, Tensor] = {}
+        self.lost: dict[str, Tensor] = {}
+
+    def step(self) -> None:
+        if self.window > 1:
+            self.micro = (self.micro + 1) % self.window
+            self.find_gaps({name: grad.clone() for name, grad in self.right.full_grads().items()})
+        self.right.step()
+
+    def find_gaps(self, grads: dict[str, Tensor]) -> None:
+        """Find the gradients that did not change, and those that change after that; the step loses what they had."""
+        for name, grad in grads.items():
+            if name in self.previous and torch.equal(grad, self.previous[name]):
+                self.before_gap[name] = grad
+            elif name in self.before_gap:
+                self.lost[name] = self.before_gap.pop(name)
+        self.previous = grads
+        if self.micro == 0:
+            for name, value in self.lost.items():
+                self.right.write_grad(name, grads[name] - value)
+            self.previous, self.before_gap, self.lost = {}, {}, {}

@@ -29,6 +29,11 @@ def is_last(_participant: Participant, _window: int, micro: int, count: int) -> 
     return micro == count - 1
 
 
+def is_every_other(_participant: Participant, _window: int, micro: int, _count: int) -> bool:
+    """Return whether a micro-batch is the first, third, ... of its accumulation window."""
+    return micro % 2 == 0
+
+
 def is_first_of_rank_0(participant: Participant, _window: int, micro: int, _count: int) -> bool:
     """Return whether a micro-batch is the first of its accumulation window, and this rank is rank 0."""
     return micro == 0 and participant.rank == 0
@@ -51,6 +56,7 @@ def is_window_of_rank(participant: Participant, window: int, micro: int, _count:
 CHOICES_FOR_ALL_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
     "first": (is_first, ("2_by_engine", "2_by_caller", "4_by_engine")),
     "last": (is_last, ("2_by_engine", "4_by_caller")),
+    "every_other": (is_every_other, ("4_by_engine",)),
 }
 
 CHOICES_FOR_SOME_RANKS: Mapping[str, tuple[RouteChoice, tuple[str, ...]]] = {
