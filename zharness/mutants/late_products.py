@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -147,3 +149,40 @@ class LosesWhatIsBeforeAGap(Around):
             for name, value in self.lost.items():
                 self.right.write_grad(name, grads[name] - value)
             self.previous, self.before_gap, self.lost = {}, {}, {}
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("idle.whole_step", Part.OPTIMIZER, model="experts", variant="discarded_in_no_sync"),
+    origin=Origin.BLIND_10,
+)
+class ZeroGradInsideNoSyncDropsNothing(Around):
+    """``zero_grad`` inside ``no_sync`` keeps the gradients, as if the reducing backward still needed them."""
+
+    deferring = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.right.no_sync():
+            self.deferring += 1
+            try:
+                yield
+            finally:
+                self.deferring -= 1
+
+    def zero_grad(self) -> None:
+        if not self.deferring:
+            self.right.zero_grad()
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("values.schedule", Part.OPTIMIZER, model="experts", variant="no_backward", parameter="learning rate"),
+    origin=Origin.BLIND_10,
+)
+class StepWithoutGradientsKeepsTheRate(Around):
+    """A step in which no weight has a gradient does nothing, so that the schedule does not advance."""
+
+    def step(self) -> None:
+        if self.right.full_grads():
+            self.right.step()

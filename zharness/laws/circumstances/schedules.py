@@ -17,15 +17,16 @@ from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
 from zharness.laws.circumstances.values import NOT_FINITE
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
-ZERO = "zero"
-FACTORS = {**NOT_FINITE, ZERO: 0.0}  # by which rank 0 multiplies its loss in one step; all ranks do so if it is zero
+ZERO, NO_BACKWARD = "zero", "no_backward"
+# The factor by which rank 0 multiplies its loss in one step; all ranks do so if it is zero.
+FACTORS = {**NOT_FINITE, ZERO: 0.0, NO_BACKWARD: 1.0}
 HALVING = OptimizerSpec(name="sgd", args={"lr": 1.0}, schedule=(1.0, 0.5, 0.25, 0.125))
 STEPS = 3
 SPECIAL_STEP = 1
 
 
 def observe_schedule(ctx: RankContext) -> None:
-    """Make steps, one of them with gradients that are infinite, NaN or zero, and record each learning rate.
+    """Make steps, one of them with gradients that are infinite, NaN, zero or missing; record each learning rate.
 
     For an engine that reports no learning rates, record the gradients and the weights around each step instead.
     """
@@ -35,7 +36,8 @@ def observe_schedule(ctx: RankContext) -> None:
         batch = ctx.batch(step)
         is_changed = step == SPECIAL_STEP and (ctx.data_coordinate == 0 or ctx.variant == ZERO)
         factor = FACTORS[ctx.variant] if is_changed else 1.0
-        engine.backward(factor * sum_loss(engine(batch.inputs), batch.target))
+        if ctx.variant != NO_BACKWARD or step != SPECIAL_STEP:
+            engine.backward(factor * sum_loss(engine(batch.inputs), batch.target))
         if not reports_rates:
             ctx.record("before", engine.full_params(), step)
             ctx.record("grads", engine.full_grads(), step)
