@@ -31,6 +31,8 @@ CELLS = {
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-interleaved]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-zbv]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,
+    "pipeline.training[torch_pp-zero0-w4.pp2-fp32-tied_chain-zbv]": Verdict.CRASH,
+    "pipeline.training[torch_pp-zero0-w4.pp2-fp32-tied_chain-zero_bubble]": Verdict.FAIL,
     "pipeline.training[torch_pp{fully_shard}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.training[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
     "pipeline.windows[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-stepped]": Verdict.PASS,
@@ -137,6 +139,24 @@ def test_copies_of_a_tied_weight_have_one_gradient_also_after_two_batches() -> N
         engine.train_batch([(torch.ones(1, 2), torch.zeros(1, 2))], sum_output)
     # Of each batch 2 as the first layer's, and 3 as the second one's.
     assert engine.full_grads()["up.weight"].equal(torch.full((2, 2), 10.0))
+    engine.close()
+
+
+class UnusedTie(TiedChain):
+    """Two layers that share a weight, which neither uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.spare = self.down.spare = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.world_size(2)
+def test_a_tied_weight_that_no_stage_uses_has_no_gradient() -> None:
+    engine = torch_pp.factory(UnusedTie().double(), EngineConfig(mesh=PP2, pp_plan=("up", "down")))
+    engine.train_batch([(torch.ones(1, 2).double(), torch.zeros(1, 2).double())], sum_output)
+    grads = engine.full_grads()
+    assert "up.spare" not in grads
+    assert grads["up.weight"].dtype is torch.float64
     engine.close()
 
 

@@ -45,7 +45,6 @@ WITHOUT_A_CAUSE = {
         "training.any_order",  # of 228 elements: the cause is unknown; and graphs, of which a CPU buffer keeps some
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
-    "torch_pp": {"pipeline.training", "pipeline.norm"},  # a part of a tied weight is divided twice: no one factor fits
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
     "fsdp2_options": {"window.evaluated"},  # only the root's weights are old, and the judge knows no groups
 }

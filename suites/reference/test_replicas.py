@@ -14,13 +14,13 @@ from zharness.errors import ConfigError
 from zharness.reference.engine import Engine
 
 
-def build(copies: int, ranks: int, seed: int = 0) -> Engine:
-    """Return an engine of stage 3 with ``copies`` copies of the weights over ``ranks`` ranks."""
+def build(copies: int, ranks: int, seed: int = 0, stage: int = 3) -> Engine:
+    """Return an engine with ``copies`` copies of the weights over ``ranks`` ranks."""
     torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3, "mics_shard_size": ranks // copies},
+        "zero_optimization": {"stage": stage, "mics_shard_size": ranks // copies},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.5}},
     }
     engine, *_ = zharness.initialize(model=nn.Linear(3, 1, bias=False), config=config)
@@ -35,6 +35,18 @@ def test_neighbours_share_a_copy_and_gradients_are_means_over_all_ranks(rank: in
     assert engine.full_grads()["weight"].tolist() == [[1.5, 1.5, 1.5]]
     engine.step()
     assert engine.grad_norm() == math.sqrt(6.75)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.world_size(4)
+def test_copies_of_other_stages_have_one_gradient_and_step(rank: int, world_size: int, stage: int) -> None:
+    engine = build(2, world_size, stage=stage)
+    before = engine.full_params()["weight"].clone()
+    engine.backward(engine(torch.full((1, 3), float(rank))).sum())
+    assert engine.full_grads()["weight"].tolist() == [[1.5, 1.5, 1.5]]
+    engine.step()
+    assert not engine.full_params()["weight"].equal(before)
     engine.close()
 
 

@@ -19,15 +19,15 @@ class TiedWeights:
 
     def __init__(self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
         """Find them. This is a collective of ``group``, the ranks of one pipeline."""
-        shapes: list[Mapping[str, torch.Size]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(shapes, {name: param.shape for name, param in params.items()}, group=group)
+        kinds: list[Mapping[str, tuple[torch.Size, torch.dtype]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(kinds, {name: (p.shape, p.dtype) for name, p in params.items()}, group=group)
         owners: dict[str, list[int]] = {}
-        for rank, owned in enumerate(shapes):
+        for rank, owned in enumerate(kinds):
             for name in owned:
                 owners.setdefault(name, []).append(rank)
         self._params, self._group = params, group
         self._owners = {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
-        self._shapes = {name: shapes[ranks[0]][name] for name, ranks in self._owners.items()}
+        self._kinds = {name: kinds[ranks[0]][name] for name, ranks in self._owners.items()}
         self._kept: dict[str, Tensor | None] = {}
 
     def begin_batch(self) -> None:
@@ -39,13 +39,27 @@ class TiedWeights:
 
     def end_batch(self) -> None:
         """Add up the gradients of all copies, and those of earlier batches. This is a collective."""
-        for name, shape in self._shapes.items():
+        used = self._find_used()
+        for name in self._owners:
             param = self._params.get(name)
-            grad = torch.zeros(shape) if param is None or param.grad is None else param.grad
-            dist.all_reduce(grad, group=self._group)
+            grad = self._zeros(name) if param is None or param.grad is None else param.grad
+            if name in used:
+                dist.all_reduce(grad, group=self._group)
             if param is not None:
                 kept = self._kept[name]
-                param.grad = grad if kept is None else kept + grad
+                param.grad = kept if name not in used else grad if kept is None else kept + grad
+
+    def _find_used(self) -> set[str]:
+        """Return the tied weights of which any rank has a gradient. This is a collective."""
+        own = [name for name in self._owners if name in self._params and self._params[name].grad is not None]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(found, own, group=self._group)
+        return {name for names in found for name in names}
+
+    def _zeros(self, name: str) -> Tensor:
+        """Return what a rank without a gradient of the weight adds to the sum."""
+        shape, dtype = self._kinds[name]
+        return torch.zeros(shape, dtype=dtype, device=next(iter(self._params.values())).device)
 
     def is_counted(self, name: str) -> bool:
         """Return whether this rank counts the weight in sums over stages, as the first of those that have it."""

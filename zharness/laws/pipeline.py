@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
+from zharness.law_kit.tied_uses import compute_use_means
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.baseline import LocalResult
@@ -123,12 +125,19 @@ def compare_micro_losses(ctx: JudgeContext, micros: list[list[LocalResult]], num
             yield compare_bitwise(place, row[ctx.data_coordinate(rank)].loss, loss)
 
 
+def compare_batch_grads(ctx: JudgeContext, micros: list[list[LocalResult]]) -> Iterator[Comparison]:
+    """Compare the gradients of the first batch with their mean over its micro-batches."""
+    exact = ctx.certify_exactness(range(MICRO_BATCHES))
+    for comparison in ctx.compare_reduced_grads("grads", micros, exact=exact):
+        yield hint_divided_by_two_stages(ctx, comparison)
+
+
 def judge_training(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare losses and gradients bitwise, and weights and state after the step by SGD's formula."""
     yield from compare_initial_weights(ctx)
     micros = compute_batch(ctx, 0)
     yield from compare_micro_losses(ctx, micros)
-    yield from ctx.compare_reduced_grads("grads", micros, exact=ctx.certify_exactness(range(MICRO_BATCHES)))
+    yield from compare_batch_grads(ctx, micros)
     yield from judge_step(ctx, MOMENTUM_SGD, ctx.rank_records("grads")[0], RecordedStep(0))
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
 
@@ -141,7 +150,7 @@ def observe_norm(ctx: RankContext) -> None:
 def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the norm of every rank with the float64 norm of the full gradient, and the step with the clipped one."""
     micros = compute_batch(ctx, 0)
-    yield from ctx.compare_reduced_grads("grads", micros, exact=ctx.certify_exactness(range(MICRO_BATCHES)))
+    yield from compare_batch_grads(ctx, micros)
     reported = scalar("norm" in ctx.rank_records("norm")[0])
     yield add_hint(
         compare_bitwise(ctx.location("norm", Part.REDUCTION), scalar(1), reported), "the engine reports none"
@@ -202,6 +211,25 @@ def hint_divided_again(
         return comparison
     divided = "the gradient of the batch before was divided by the number of micro-batches once more"
     return add_hint(comparison, divided)
+
+
+def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison) -> Comparison:
+    """Add a hint to a mismatch of a tied weight whose gradient two stages divided by the number of micro-batches.
+
+    The stage that ends first divides all that is there: its own terms, and those of some micro-batches of the other.
+    """
+    if comparison.mismatch is None:
+        return comparison
+    name = comparison.mismatch.parameter
+    uses = compute_use_means(ctx.baseline, name, range(MICRO_BATCHES))
+    found = ctx.rank_records("grads")[0][name]
+    for own, other in permutations(uses, 2):
+        for done in range(MICRO_BATCHES + 1):
+            divided = (own.sum(dim=0) + other[:done].sum(dim=0)) / MICRO_BATCHES**2
+            if torch.equal(found, divided + other[done:].sum(dim=0) / MICRO_BATCHES):
+                hint = "the terms of one use of the tied weight were divided by the number of micro-batches once more"
+                return add_hint(comparison, hint)
+    return comparison
 
 
 def observe_windows(ctx: RankContext) -> None:

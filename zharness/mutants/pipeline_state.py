@@ -123,7 +123,6 @@ class LeavesGradientsOfATiedWeightApart(OverPipeline):
     FaultKind.CONTRIBUTION,
     on_pipeline(model="tied_chain", parameter=TIED, variant="1f1b"),
     origin=Origin.MESH,
-    imitates="https://github.com/pytorch/pytorch/issues/180952",
 )
 class CountsTheGradientOfATiedWeightTwice(OverPipeline):
     """The gradient of a weight that two stages have is added up over them twice."""

@@ -1,0 +1,34 @@
+"""Compute the gradient of each use of a tied weight, whose sum is the weight's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zharness.parity.baseline import Baseline, run_local
+
+
+def untie(model: nn.Module, name: str) -> list[str]:
+    """Give each use of the parameter ``name`` a copy of its own, and return the names of all, ``name`` first."""
+    tied = model.get_parameter(name)
+    uses = [other for other, param in model.named_parameters(remove_duplicate=False) if param is tied]
+    for other in uses:
+        path, _, last = other.rpartition(".")
+        setattr(model.get_submodule(path), last, nn.Parameter(tied.detach().clone()))
+    return uses
+
+
+def compute_use_means(baseline: Baseline, name: str, steps: Sequence[int]) -> list[Tensor]:
+    """Return the gradients of each use of a weight on the micro-batches ``steps``, stacked; means over data ranks."""
+    means = []
+    for step in steps:
+        rows = []
+        for rank in range(baseline.data_size):
+            model = baseline.build_module()
+            uses = untie(model, name)
+            grads = run_local(model, baseline.batch(rank, step), baseline.objective).grads
+            rows.append(torch.stack([grads[use] for use in uses]))
+        means.append(torch.stack(rows).mean(dim=0))
+    return list(torch.stack(means, dim=1))
