@@ -17,9 +17,8 @@ from zharness.laws import get_law
 from zharness.mutants import MUTANTS
 from zharness.report.failures import shorten_cause
 from zharness.report.heat_map import render_heat_map
-from zharness.run import Record, Request, plan
+from zharness.run import Record, Request, Verdict, plan
 from zharness.run.check_loop import RunOptions
-from zharness.run.verdicts import Verdict
 from zharness.world import Isolation
 
 WIDTH = 96
