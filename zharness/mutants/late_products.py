@@ -153,7 +153,7 @@ class LosesWhatIsBeforeAGap(Around):
 
 @mutant(
     FaultKind.CONTRIBUTION,
-    Target("idle.whole_step", Part.OPTIMIZER, model="experts", variant="discarded_in_no_sync"),
+    Target("values.discarded", Part.OPTIMIZER, model="experts", variant="in_no_sync"),
     origin=Origin.BLIND_10,
 )
 class ZeroGradInsideNoSyncDropsNothing(Around):

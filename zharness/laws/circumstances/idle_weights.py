@@ -35,14 +35,6 @@ def train_after_discarding(participant: Participant, window: int, micro: int) ->
     train_route(participant, window, ALL_EXPERTS[1:])
 
 
-def train_after_discarding_inside(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch; before the first of a window, discard the gradients of another inside ``no_sync``."""
-    if micro == 0:
-        train_route(participant, DISCARDED_BATCHES[0], ALL_EXPERTS)
-        participant.zero_grad()
-    train_route(participant, 2 * window + micro, ALL_EXPERTS)
-
-
 def zero_by_module(participant: Participant, window: int) -> None:
     """Zero the gradients of the module in place, as the caller of the engine may do before ``engine.zero_grad()``."""
     participant.module.zero_grad(set_to_none=False)
@@ -92,9 +84,6 @@ def make_freezing_script(plan: tuple[bool, ...]) -> WindowScript:
     return train
 
 
-DISCARDED_IN_NO_SYNC = replace(
-    make_accumulated(WindowScenario(train_after_discarding_inside, windows=2), "2_by_caller"), in_no_sync=True
-)
 WHOLE_STEP = WindowScenario(train_window_route, windows=len(ROUTES))
 
 LAWS = (
@@ -103,7 +92,6 @@ LAWS = (
         {
             "": WHOLE_STEP,
             "discarded": WindowScenario(train_after_discarding, windows=2),
-            "discarded_in_no_sync": DISCARDED_IN_NO_SYNC,
             "norm": replace(WHOLE_STEP, clip=NEVER_CLIPS),
             **{name: make_accumulated(WHOLE_STEP, name) for name in ("2_by_engine", "2_by_caller")},
         },

@@ -11,7 +11,7 @@ from zharness.engines.protocol import Feature
 from zharness.law_kit.scenarios import NamedTensors, Participant
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
-from zharness.laws.circumstances.common import make_accumulated, sum_loss, train_whole_model
+from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, sum_loss, train_route, train_whole_model
 
 WINDOWS = 2  # a clipped step rounds, so only the last step of a scenario may clip
 ZERO_WINDOW = 0  # the window whose losses are zero
@@ -83,6 +83,20 @@ def make_discarding_scenarios() -> dict[str, WindowScenario]:
 
 CLIPPED = WindowScenario(train_whole_model, 1, clip=CLIP)
 
+
+def train_after_discarding_inside(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch; before the first of each window, discard the gradients of another inside ``no_sync``."""
+    if micro == 0:
+        train_route(participant, DISCARDED_BATCH, ALL_EXPERTS)
+        participant.zero_grad()
+    train_whole_model(participant, window, micro)
+
+
+DISCARDED_BATCH = 16  # no window trains this micro-batch
+DISCARDED_IN_NO_SYNC = replace(
+    make_accumulated(WindowScenario(train_after_discarding_inside, windows=2), "2_by_caller"), in_no_sync=True
+)
+
 LAWS = (
     window_law(
         "values.zero_loss",
@@ -92,8 +106,8 @@ LAWS = (
     ),
     window_law(
         "values.discarded",
-        make_discarding_scenarios(),
-        "gradients that are infinite or NaN and discarded by zero_grad change no later step, norm or clipping",
+        make_discarding_scenarios() | {"in_no_sync": DISCARDED_IN_NO_SYNC},
+        "gradients that zero_grad discards, infinite ones and those of no_sync too, change no later step or norm",
         kept_because="the only gradients that are not finite in fp32: zero times such a gradient is not zero",
     ),
     window_law(
