@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 @contextmanager
 def launch_variables() -> Iterator[None]:
-    """Set them inside the block; without them accelerate trains each rank alone.
+    """Set the variables inside the block; without them accelerate trains each rank alone.
 
-    Without OMP_NUM_THREADS it would also change the number of threads of this process.
+    Without OMP_NUM_THREADS accelerate would also change the number of threads of this process.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     values: Mapping[str, int] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import backward
 
 from zharness.engines.protocol import Engine, Feature, Reduction
-from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.clipping import NEVER_CLIPS, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -127,7 +127,6 @@ def sparse(participant: Participant) -> None:
 
 
 IDLE_VARIANT = "idle"
-NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no gradient changes
 
 # Whether each step uses the branch; None stands for a step without a backward.
 BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness import engines
-from zharness.engines import Capabilities, EngineConfig
+from zharness.engines import AccumulationOwner, Capabilities, EngineConfig
 from zharness.mutants import seams_engines
 
 
@@ -87,6 +87,23 @@ class HookedParameters(Around):
     def changed(self, grad: Tensor) -> Tensor:
         """Return the gradient that replaces ``grad``."""
         return 2 * grad
+
+
+class CountsMicroBatches(Around):
+    """The base class of mutants that are wrong inside an engine's window, of ``window`` micro-batches.
+
+    ``micro`` is the number of micro-batches of the window that were stepped. Where the caller owns the accumulation,
+    each micro-batch is a window.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        owns = config.accumulation_owner is AccumulationOwner.ENGINE
+        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
+
+    def count_step(self) -> None:
+        """Count a call of ``step``; ``micro`` is 0 again at the end of a window."""
+        self.micro = (self.micro + 1) % self.window
 
 
 class SpoiledLoad(Around):

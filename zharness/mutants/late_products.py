@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.engines.protocol import AccumulationOwner
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, CountsMicroBatches
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -23,13 +22,11 @@ from zharness.parity import Part
     Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="first_2_by_engine_read"),
     origin=Origin.BLIND_10,
 )
-class LosesWhatWasReadAndIsIdle(Around):
+class LosesWhatWasReadAndIsIdle(CountsMicroBatches):
     """A gradient that is read inside an engine's window is lost if no later micro-batch uses the weight."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        owns = config.accumulation_owner is AccumulationOwner.ENGINE
-        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
         self.last_read: dict[str, Tensor] = {}
 
     def full_grads(self) -> dict[str, Tensor]:
@@ -39,7 +36,7 @@ class LosesWhatWasReadAndIsIdle(Around):
         return grads
 
     def step(self) -> None:
-        self.micro = (self.micro + 1) % self.window
+        self.count_step()
         if self.micro == 0:
             grads = self.right.full_grads()
             for name, grad in self.last_read.items():
@@ -120,20 +117,18 @@ class ForwardsWithWeightsFromBeforeUnfreezing(Around):
     Target("window.partly_used", Part.OPTIMIZER, model="experts", variant="every_other_4_by_engine"),
     origin=Origin.BLIND_10,
 )
-class LosesWhatIsBeforeAGap(Around):
+class LosesWhatIsBeforeAGap(CountsMicroBatches):
     """The gradient of a weight is lost if a micro-batch of an engine's window skips it, and a later one does not."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        owns = config.accumulation_owner is AccumulationOwner.ENGINE
-        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
         self.previous: dict[str, Tensor] = {}
         self.before_gap: dict[str, Tensor] = {}
         self.lost: dict[str, Tensor] = {}
 
     def step(self) -> None:
         if self.window > 1:
-            self.micro = (self.micro + 1) % self.window
+            self.count_step()
             self.find_gaps({name: grad.clone() for name, grad in self.right.full_grads().items()})
         self.right.step()
 

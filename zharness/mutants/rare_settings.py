@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.engines import AccumulationOwner, EngineConfig
-from zharness.mutants.around import Around, SpoiledLoad
+from zharness.engines import EngineConfig
+from zharness.mutants.around import Around, CountsMicroBatches, SpoiledLoad
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -166,13 +166,11 @@ class ZeroGradDropsTheLastBackward(Around):
     Target("access.read_grad_in_window", Part.OPTIMIZER, model="similar", variant="engine"),
     origin=Origin.BLIND_8,
 )
-class AddsWhatWasReadInAWindow(Around):
+class AddsWhatWasReadInAWindow(CountsMicroBatches):
     """A gradient that is read before the last micro-batch of an engine's window is added once more by the step."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        owns = config.accumulation_owner is AccumulationOwner.ENGINE
-        self.window, self.micro = (config.accumulation_steps if owns else 1), 0
         self.extra: dict[str, Tensor] = {}
 
     def read_grad(self, name: str) -> Tensor | None:
@@ -182,7 +180,7 @@ class AddsWhatWasReadInAWindow(Around):
         return value
 
     def step(self) -> None:
-        self.micro = (self.micro + 1) % self.window
+        self.count_step()
         if self.micro == 0:
             for name, extra in self.extra.items():
                 self.right.write_grad(name, self.right.read_grad(name) + extra)

@@ -298,11 +298,7 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
             raise UsageError(f"{location}: got {key} = {value!r}; expected a list of {LIST_KEYS[key].__name__}")
         if key in FLAG_KEYS and not isinstance(value, bool):
             raise UsageError(f"{location}: got {key} = {value!r}; expected true or false")
-        if (
-            key in STRING_KEYS
-            and not isinstance(value, str)
-            and not (key == "law" and value and isinstance(value, list) and all(isinstance(law, str) for law in value))
-        ):
+        if key in STRING_KEYS and not isinstance(value, str) and not (key == "law" and is_list_of_text(value)):
             raise UsageError(f"{location}: got {key} = {value!r}; expected a string")
     spellings = [key for key in ("law", "check") if key in entry]
     if len(spellings) != 1:
@@ -361,6 +357,11 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
         if name in found.engine_options
     ]
     return sorted({key for keys in options for key in keys if key in entry.remedy})
+
+
+def is_list_of_text(value: object) -> bool:
+    """Return whether ``value`` is a list of strings that is not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def may_cover_every_law(entry: ExpectedFailure) -> bool:

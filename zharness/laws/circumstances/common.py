@@ -14,8 +14,6 @@ from zharness.workload.exact_blocks import EXPERTS
 
 ALL_EXPERTS = tuple(range(EXPERTS))
 
-NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no step is rounded
-
 # The accumulation of a window by its name in a law variant: the number of micro-batches, and who divides their sum.
 ACCUMULATIONS = {
     "1": (1, AccumulationOwner.CALLER),

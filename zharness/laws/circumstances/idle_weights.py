@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.clipping import NEVER_CLIPS
 from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario, WindowScript
-from zharness.laws.circumstances.common import ALL_EXPERTS, NEVER_CLIPS, make_accumulated, train_route
+from zharness.laws.circumstances.common import ALL_EXPERTS, make_accumulated, train_route
 
 # The experts that each window uses; the last window uses none.
 ROUTES: tuple[tuple[int, ...], ...] = (ALL_EXPERTS, (0, 2), (1,), ())

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.law_kit.clipping import NEVER_CLIPS
 from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.setting import BackwardCall
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
-from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, NEVER_CLIPS, train_route
+from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, train_route
 
 ROUTED_EXPERT = 1  # the expert that only some micro-batches use; the others are used by all
 ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
