@@ -16,7 +16,7 @@ from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
-from zharness.run.covering import list_pairs, pair_kind
+from zharness.run.covering import list_pairs, name_law_variant, pair_kind
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 
@@ -95,8 +95,9 @@ def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None
         ("training.grads", "state.resume", "backward.recurrent"), claims_of_registry(engine, 3).variants
     ):
         alone = plan(Request((law,), (engine,), (3,), engine_variant=option), claims_of_registry)
-        if not all(cell.unsupported_reason for cell in alone):
-            assert frozenset((law, ("option", option))) in covering.covered, (law, option)
+        for variant in {cell.cell.variant for cell in alone if not cell.unsupported_reason}:
+            pair = frozenset((name_law_variant(law, variant), ("option", option)))
+            assert pair in covering.covered, (law, variant, option)
     assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
     models = {value for pair in covering.covered for value in pair if isinstance(value, tuple) and value[0] == "model"}
     assert all(frozenset((model, ("window", "1"))) in covering.covered for model in models)
@@ -116,7 +117,7 @@ def test_pairs_that_the_array_gave_up_are_covered_and_the_others_have_a_reason()
         assert frozenset((("option", option), value)) in covering.covered, (option, value)
     reasons = "\n".join(covering.uncoverable)
     assert re.search(r"not coverable: \d+ option x option: the options exclude each other", reasons)
-    assert re.search(r"not coverable: \d+ law x option: fsdp2 does not claim gradient clipping", reasons)
+    assert re.search(r"not coverable: \d+ law variant x option: fsdp2 does not claim gradient clipping", reasons)
     assert re.search(r"not coverable: 2 call x window: no law that the engine supports is stated for both", reasons)
     assert "in no cell of the array" not in reasons
     assert f"option x window: {NO_LAW}" not in reasons
@@ -128,7 +129,8 @@ def test_every_kind_of_pair_is_counted() -> None:
     (sentence,) = (
         covering.describe() for covering in plan_with_coverage(request, claims_of_registry).coverings.values()
     )
-    for kind in ("law x option", "law x window", "law x world size", "option x option", "option x window"):
+    with_law = ("law variant x option", "law variant x window", "law variant x world size")
+    for kind in (*with_law, "option x option", "option x window"):
         assert kind in sentence, sentence
 
 

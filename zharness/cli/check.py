@@ -75,9 +75,9 @@ from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_opti
 @click.option(
     "--depth",
     type=click.IntRange(1, 3),
-    help="1: run each law under one setting. 2: also run cells that cover pairs of laws, options, accumulation "
-    "windows, calls of backward, world sizes and dtypes. 3: run every law under every setting of the covering array. "
-    "The default is 2 if all laws run, else 1.",
+    help="1: run each law under one setting. 2: also run cells that cover pairs of law variants, options, accumulation "
+    "windows, calls of backward, world sizes and dtypes. 3: run every law variant under every setting of the covering "
+    "array. The default is 2 if all laws run, else 1.",
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
 @click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")

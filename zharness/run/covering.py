@@ -1,18 +1,18 @@
-"""Choose cells that cover pairs of a law and a value of an axis, and pairs of values of two axes.
+"""Choose cells that cover pairs of a law variant and a value of an axis, and pairs of values of two axes.
 
 The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
 dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
-options that allpairspy leaves out gets a setting of its own. Each law then takes the settings that cover the most pairs
-that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults replace these
-values. The model of a cell is one of its law's models, taken in turns; a pair of a model and another value counts if
-some cell of a law and a setting has it.
+options that allpairspy leaves out gets a setting of its own. Each law variant then takes the settings that cover the
+most pairs that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults
+replace these values. The model of a cell is one of its law's models, taken in turns; a pair of a model and another
+value counts if some cell of a law variant and a setting has it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from heapq import heapify, heapreplace
 from itertools import chain, combinations, pairwise, product
@@ -23,13 +23,16 @@ from allpairspy import AllPairs
 from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities
 from zharness.engines.options import find_exclusion
-from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
-from zharness.laws import Law, find_laws
+from zharness.law_kit.setting import SEPARATOR, BackwardCall, Setting, SettingSupport
+from zharness.laws import Law
 from zharness.run.configuration import cell_setting
 
 Value = tuple[str, object]  # the name of an axis, and a value on it
-Pair = frozenset[object]  # two values, or a law's name and a value
+Pair = frozenset[object]  # two values, or the name of a law variant and a value
 
+RelaxedSetting = tuple[str, int, str]  # the label of a setting, a world size and a dtype
+
+LAW_VARIANT = "law variant"  # the kind of a pair's item that is a name and not a value
 WINDOWS = (
     (1, AccumulationOwner.CALLER),
     *((steps, owner) for steps in (2, 4) for owner in (AccumulationOwner.ENGINE, AccumulationOwner.CALLER)),
@@ -37,12 +40,30 @@ WINDOWS = (
 
 
 @dataclass(frozen=True)
+class LawVariant:
+    """One variant of a law, and the names of the models on which its cells run."""
+
+    law: Law
+    variant: str
+    models: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the law and of the variant, as in ``state.resume-adamw``."""
+        return name_law_variant(self.law.name, self.variant)
+
+
+def name_law_variant(law: str, variant: str) -> str:
+    """Return the name of a law variant, as in ``state.resume-adamw``, or of the law if ``variant`` is empty."""
+    return f"{law}-{variant}" if variant else law
+
+
+@dataclass(frozen=True)
 class Axes:
     """The values of each axis over which cells of one engine are chosen. The first value of an axis is the default.
 
     ``claims_at`` maps each stage to what the engine claims there. ``find_refusal`` returns the reason why a cell
-    cannot run, or ''. ``subjects`` returns the models and variants of a law. A setting joins at most ``joined_options``
-    options.
+    cannot run, or ''. A setting joins at most ``joined_options`` options.
     """
 
     engine: str
@@ -50,7 +71,6 @@ class Axes:
     world_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     find_refusal: Callable[[Law, Cell], str]
-    subjects: Callable[[Law], Sequence[tuple[str, str]]]
     joined_options: int = 2
 
     @cached_property
@@ -89,16 +109,15 @@ class Axes:
         required = setting.required_features()
         return any(all(claims.refusal(f) is None for f in required) for claims in self.claims_at.values())
 
-    def place_values(self, law: Law, stage: int, values: Sequence[Value]) -> Cell:
-        """Return a cell of ``law`` at ``stage`` with ``values``, the law's first model, and defaults."""
+    def place_values(self, law_variant: LawVariant, stage: int, values: Sequence[Value]) -> Cell:
+        """Return a cell of ``law_variant`` at ``stage`` with ``values``, the law's first model, and defaults."""
         chosen = dict(values)
         defaults = ("1", BackwardCall.ENGINE.value)
         names = [name for axis, name in values if axis in ("option", "window", "call") and name not in defaults]
         size, dtype = chosen.get("world size", self.world_sizes[0]), chosen.get("dtype", self.dtypes[0])
-        model, variant = self.subjects(law)[0]
-        return Cell(
-            law.name, self.engine, stage, cast(int, size), str(dtype), model, variant, "+".join(map(str, names))
-        )
+        law, label = law_variant.law.name, SEPARATOR.join(map(str, names))
+        model, variant = law_variant.models[0], law_variant.variant
+        return Cell(law, self.engine, stage, cast(int, size), str(dtype), model, variant, label)
 
     def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
         """Return whether a cell of this stage, world size and dtype can set the options ``names`` together."""
@@ -123,9 +142,9 @@ def list_values(cell: Cell) -> tuple[Value, ...]:
 
 
 def list_pairs(cell: Cell) -> set[Pair]:
-    """Return the pairs that ``cell`` covers: its law with each value, and each two of its values."""
-    values = list_values(cell)
-    return {frozenset((cell.law, value)) for value in values} | {frozenset(pair) for pair in combinations(values, 2)}
+    """Return the pairs that ``cell`` covers: its law variant with each value, and each two of its values."""
+    values, name = list_values(cell), name_law_variant(cell.law, cell.variant)
+    return {frozenset((name, value)) for value in values} | {frozenset(pair) for pair in combinations(values, 2)}
 
 
 def build_settings(axes: Axes) -> list[Cell]:
@@ -191,7 +210,7 @@ class Covering:
     uncoverable: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Describe how many pairs of each kind are covered, as in ``law x option 980 of 980``, and which cannot be."""
+        """Describe how many pairs of each kind are covered, as in ``option x window 50 of 50``, and which cannot be."""
         covered, coverable = (Counter(map(pair_kind, pairs)) for pairs in (self.covered, self.coverable))
         kinds = ", ".join(f"{kind} {covered[kind]} of {count}" for kind, count in sorted(coverable.items()))
         sentence = f"{len(self.covered)} of {len(self.coverable)} pairs covered: {kinds}"
@@ -199,24 +218,25 @@ class Covering:
 
 
 def pair_kind(pair: Pair) -> str:
-    """Return the kind of a pair, as in ``law x option`` or ``option x window``; pairs of other axes are ``other``."""
-    axes = sorted(item[0] if isinstance(item, tuple) else "law" for item in pair)
-    named = "law" in axes or "option" in axes
+    """Return the kind of a pair, as in ``law variant x option``; pairs of other axes are ``other``."""
+    axes = sorted(item[0] if isinstance(item, tuple) else LAW_VARIANT for item in pair)
+    named = LAW_VARIANT in axes or "option" in axes
     return " x ".join(axes) if named else "other"
 
 
-def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: int) -> Covering:
+def cover_pairs(axes: Axes, laws: Sequence[LawVariant], matrix: Sequence[Cell], depth: int, is_whole: bool) -> Covering:
     """Choose cells that cover pairs, in addition to the cells of ``matrix``.
 
-    At depth 2, the cells cover each pair of a law and a value. If ``laws`` are all laws, they also cover each pair of
-    values. At depth 3, each law runs every setting of the array, so that each law meets each pair of values.
+    At depth 2, the cells cover each pair of a law variant and a value. If ``is_whole``, which means that ``laws`` are
+    the variants of all laws, they also cover each pair of values. At depth 3, each law variant runs every setting of
+    the array, so that it meets each pair of values.
     """
-    settings = build_settings(axes)
+    settings = [(cell, list(relax_setting(axes, cell))) for cell in build_settings(axes)]
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
     covered: set[Pair] = set().union(*map(list_pairs, matrix))
     offered = covered.union(*pairs.values())
-    if len(laws) == len(find_laws(())):
+    if is_whole:
         for cell in find_missing_cells(axes, laws, offered):
             pairs[cell] = list_pairs(cell)
             offered |= pairs[cell]
@@ -248,52 +268,56 @@ def cover_pairs(axes: Axes, laws: Sequence[Law], matrix: Sequence[Cell], depth: 
 
     for law in laws:
         choose(candidates[law.name], partial(contains, law.name))
-    if len(laws) == len(find_laws(())):
+    if is_whole:
         choose(list(pairs), bool)
     return Covering(tuple(chosen), frozenset(covered), coverable)
 
 
-def find_missing_cells(axes: Axes, laws: Sequence[Law], offered: Set[Pair]) -> Iterator[Cell]:
+def find_missing_cells(axes: Axes, laws: Sequence[LawVariant], offered: Set[Pair]) -> Iterator[Cell]:
     """Yield a runnable cell for each two values that can occur in one cell and that are not in ``offered``.
 
     The array lacks such a pair if allpairspy gave it up, or if each law replaced one of the values by a default.
     """
-    placed = [law for law in laws if axes.subjects(law)]
-    placed.sort(key=lambda law: law.setting_support is not SettingSupport.WINDOWS_AND_CALLS)  # others take few values
+    # The laws that support every window and call come first, because others take few values.
+    ordered = sorted(laws, key=lambda law: law.law.setting_support is not SettingSupport.WINDOWS_AND_CALLS)
     for values in combinations(axes.values, 2):
         is_pair = values[0][0] != values[1][0] or values[0][0] == "option"
         if is_pair and frozenset(values) not in offered:
             stages = [value for axis, value in values if axis == "stage"] or axes.claims_at
-            cells = ((law, axes.place_values(law, cast(int, stage), values)) for law, stage in product(placed, stages))
-            found = next((cell for law, cell in cells if not axes.find_refusal(law, cell)), None)
+            cells = ((law, axes.place_values(law, cast(int, stage), values)) for law, stage in product(ordered, stages))
+            found = next((cell for law, cell in cells if not axes.find_refusal(law.law, cell)), None)
             if found is not None:
                 yield found
 
 
-def contains(law: str, pair: Pair) -> bool:
-    """Return whether ``pair`` is a pair of the law named ``law`` and a value."""
-    return law in pair
+def contains(name: str, pair: Pair) -> bool:
+    """Return whether ``pair`` is a pair of the law variant ``name`` and a value."""
+    return name in pair
 
 
-def project_settings(axes: Axes, law: Law, settings: Sequence[Cell]) -> Iterator[Cell]:
-    """Yield a runnable cell of ``law`` for each setting; defaults replace values that the law does not support."""
-    subjects, found = axes.subjects(law), set[Cell]()
-    if not subjects:  # laws of users' models have no model of the workload
-        return
-    for number, setting in enumerate(settings):
-        turned = [*subjects[number % len(subjects) :], *subjects[: number % len(subjects)]]
-        for candidate in relax_setting(axes, setting):
-            cells = (replace(candidate, law=law.name, model=model, variant=variant) for model, variant in turned)
-            runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)
-            if runnable is not None:
-                if runnable not in found:
-                    found.add(runnable)
-                    yield runnable
-                break
+def project_settings(
+    axes: Axes, law_variant: LawVariant, settings: Sequence[tuple[Cell, Sequence[RelaxedSetting]]]
+) -> Iterator[Cell]:
+    """Yield a runnable cell of ``law_variant`` for each setting; defaults replace values that it does not support.
+
+    Each setting comes with its relaxed settings, in the order in which they are tried.
+    """
+    law, models, found = law_variant.law, law_variant.models, set[Cell]()
+    for number, (setting, relaxed_settings) in enumerate(settings):
+        first_model = number % len(models)
+        cells = (
+            Cell(law.name, axes.engine, setting.stage, world_size, dtype, model, law_variant.variant, label)
+            for label, world_size, dtype in relaxed_settings
+            for model in (*models[first_model:], *models[:first_model])
+        )
+        runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)
+        if runnable is not None and runnable not in found:
+            found.add(runnable)
+            yield runnable
 
 
-def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
-    """Yield ``cell``, and then cells in which defaults replace more and more values; options are replaced last."""
+def relax_setting(axes: Axes, cell: Cell) -> Iterator[RelaxedSetting]:
+    """Yield the values of ``cell``, and then values of which defaults replace more and more; options come last."""
     setting = cell_setting(cell.engine_variant)
     calls = dict.fromkeys((setting.backward_call, BackwardCall.ENGINE))
     windows = dict.fromkeys(((setting.accumulation_steps, setting.owner), WINDOWS[0]))
@@ -302,5 +326,4 @@ def relax_setting(axes: Axes, cell: Cell) -> Iterator[Cell]:
     sizes = dict.fromkeys((cell.world_size, axes.world_sizes[0]))
     dtypes = dict.fromkeys((cell.dtype, *axes.dtypes))
     for names, size, dtype, (steps, owner), call in product(options, sizes, dtypes, windows, calls):
-        relaxed = Setting(names, steps, owner, call)
-        yield replace(cell, world_size=size, dtype=dtype, engine_variant=relaxed.label)
+        yield Setting(names, steps, owner, call).label, size, dtype

@@ -20,7 +20,7 @@ from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
-from zharness.run.covering import Axes, Covering, cover_pairs
+from zharness.run.covering import Axes, Covering, LawVariant, cover_pairs
 from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_plan
 from zharness.workload import MODELS, model_spec
 from zharness.workload.user_model import is_user_model
@@ -36,9 +36,9 @@ class Request:
     """The cells to run: glob patterns of laws or whole cell ids, and the values of each axis of the matrix.
 
     For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` of 2 or
-    3, cells are added that cover pairs of laws, engine options, accumulation windows, calls of backward, world sizes
-    and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they take.
-    ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells.
+    3, cells are added that cover pairs of law variants, engine options, accumulation windows, calls of backward, world
+    sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they
+    take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells.
     """
 
     patterns: tuple[str, ...] = ()
@@ -200,13 +200,23 @@ def plan_covering_cells(
         request.array_world_sizes or request.world_sizes,
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
         lambda law, cell: plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
-        lambda law: list(select_models(law, request.models)),
         min(capabilities.joined_options for capabilities in claims_at.values()),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
-    covering = cover_pairs(axes, laws, runnable, request.depth)
+    variants = [variant for law in laws for variant in list_law_variants(law, request.models)]
     is_whole = len(laws) == len(find_laws(()))
-    return replace(covering, uncoverable=tuple(describe_uncoverable_pairs(axes, laws, covering.coverable, is_whole)))
+    covering = cover_pairs(axes, variants, runnable, request.depth, is_whole)
+    return replace(
+        covering, uncoverable=tuple(describe_uncoverable_pairs(axes, variants, covering.coverable, is_whole))
+    )
+
+
+def list_law_variants(law: Law, requested_models: tuple[str, ...]) -> Iterator[LawVariant]:
+    """Yield each variant of ``law`` that has cells on ``requested_models``; if none is requested, on any model."""
+    models = dict[str, list[str]]()
+    for model, variant in select_models(law, requested_models):
+        models.setdefault(variant, []).append(model)
+    yield from (LawVariant(law, variant, tuple(names)) for variant, names in models.items())
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
