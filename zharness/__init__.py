@@ -3,7 +3,7 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, mesh, names, comm, step_summary, torch_private
+    0  errors, mesh, names, law_set, comm, step_summary, torch_private
     1  cell, world, workload, reference
     2  engines
     3  pytest_ranks, parity
@@ -30,7 +30,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``run/claims.py`` asks each engine for its capabilities (``engines/capabilities.py``, ``engines/option_keys.py``,
    ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting
    of a cell, and ``run/unmatched_failures.py`` finds expected failures that match no cell, and
-   ``run/missing_claims.py`` says which claims would add cells. A run without a pattern adds cells that cover pairs (the
+   ``run/missing_claims.py`` says which claims would add cells. A pattern is expanded without what a pinned law set
+   leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that cover pairs (the
    module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures for
    options under which no cell failed (``run.stale_failures``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or

@@ -13,10 +13,11 @@ from zharness.engines import AccumulationOwner, EngineOption, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
+from zharness.law_set import name_law_variant
 from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
-from zharness.run.covering import list_pairs, name_law_variant, pair_kind
+from zharness.run.covering import list_pairs, pair_kind
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 

@@ -18,6 +18,7 @@ from zharness.cli import cells, releases
 from zharness.cli.check import check
 from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
+from zharness.cli.laws import laws
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
 from zharness.cli.tour import tour
@@ -125,6 +126,7 @@ for command in (
     releases.releases,
     releases.bisect,
     releases.compare,
+    laws,
     doctor,
     model,
     cells.export,

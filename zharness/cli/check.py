@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.law_set import list_later_changes
 
 
 @click.command()
@@ -79,6 +80,13 @@ from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_opti
     "windows, calls of backward, world sizes and dtypes. 3: run every law variant under every setting of the covering "
     "array. The default is 2 if all laws run, else 1.",
 )
+@click.option(
+    "--laws",
+    "law_set",
+    default="",
+    metavar="VERSION",
+    help="Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`).",
+)
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
 @click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
@@ -99,6 +107,7 @@ def check(
     timeout: float,
     isolation: str,
     depth: int | None,
+    law_set: str,
     shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
@@ -112,6 +121,8 @@ def check(
     """
     from zharness.cli.name_index import require_known_names
 
+    if law_set:
+        list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
@@ -138,6 +149,7 @@ def check(
         sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
         dtypes or tuple(DTYPES),
         Mesh.parse(mesh),
+        law_set,
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_expected_failures(expected_failures)

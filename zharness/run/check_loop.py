@@ -120,8 +120,12 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 def describe_coverage(planned: Plan) -> list[str]:
-    """Return a sentence for each engine with the pairs that the cells of ``planned`` cover."""
-    return [f"{engine}: {covering.describe()}" for engine, covering in planned.coverings.items()]
+    """Return a sentence for each engine with the pairs that are covered, and one on what the law set leaves out."""
+    coverage = [f"{engine}: {covering.describe()}" for engine, covering in planned.coverings.items()]
+    if planned.left_out:
+        reasons = [f"{name}: {reason}" for name, reason in planned.left_out.items()]
+        coverage.append("\n  ".join((f"left out by the pinned law set: {len(reasons)} law variants", *reasons)))
+    return coverage
 
 
 def run_check(request: Request, options: RunOptions, reporter: RunReporter, get_environment: GetEnvironment) -> int:

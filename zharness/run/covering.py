@@ -24,6 +24,7 @@ from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.law_kit.setting import SEPARATOR, BackwardCall, Setting, SettingSupport
+from zharness.law_set import name_law_variant
 from zharness.laws import Law
 from zharness.run.configuration import cell_setting
 
@@ -51,11 +52,6 @@ class LawVariant:
     def name(self) -> str:
         """The name of the law and of the variant, as in ``state.resume-adamw``."""
         return name_law_variant(self.law.name, self.variant)
-
-
-def name_law_variant(law: str, variant: str) -> str:
-    """Return the name of a law variant, as in ``state.resume-adamw``, or of the law if ``variant`` is empty."""
-    return f"{law}-{variant}" if variant else law
 
 
 @dataclass(frozen=True)

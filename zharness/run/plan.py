@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from zharness import engines
@@ -13,6 +13,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.law import ModelScope
+from zharness.law_set import list_later_changes
 from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, require_dtypes, require_stages
@@ -20,9 +21,10 @@ from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
-from zharness.run.covering import Axes, Covering, LawVariant, cover_pairs
+from zharness.run.covering import Axes, Covering, cover_pairs
+from zharness.run.law_variants import leave_out, list_law_variants, select_models
 from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_plan
-from zharness.workload import MODELS, model_spec
+from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
@@ -38,7 +40,8 @@ class Request:
     For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` of 2 or
     3, cells are added that cover pairs of law variants, engine options, accumulation windows, calls of backward, world
     sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they
-    take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells.
+    take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells. ``law_set`` is the
+    version of the law set whose law variants run; it does not limit cells that are named by their ids.
     """
 
     patterns: tuple[str, ...] = ()
@@ -52,6 +55,7 @@ class Request:
     array_world_sizes: tuple[int, ...] = ()
     array_dtypes: tuple[str, ...] = ()
     mesh: Mesh = DEFAULT_MESH
+    law_set: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,14 @@ def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str
 
 @dataclass(frozen=True)
 class Plan:
-    """The cells of a request, each once and in the order of the matrix, and the covered pairs by engine."""
+    """The cells of a request, each once and in the order of the matrix, and the covered pairs by engine.
+
+    ``left_out`` maps each law variant that the pinned law set leaves out to the reason.
+    """
 
     cells: tuple[PlannedCell, ...]
     coverings: Mapping[str, Covering]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan(request: Request, claims: ClaimsLookup) -> list[PlannedCell]:
@@ -107,12 +115,15 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
     ids = [pattern for pattern in request.patterns if is_cell_id(pattern)]
     globs = tuple(pattern for pattern in request.patterns if not is_cell_id(pattern))
     cells, coverings = [plan_named_cell(Cell.parse(text), claims) for text in ids], dict[str, Covering]()
+    left_out = list_later_changes(request.law_set) if request.law_set else {}
     if globs or not ids:
+        laws = list(leave_out(find_laws(globs), left_out))
+        is_whole = len(find_laws(globs)) == len(find_laws(()))
         for engine in request.engines:
-            matrix = list(plan_engine_cells(engine, request, find_laws(globs), claims))
+            matrix = list(plan_engine_cells(engine, request, laws, claims))
             cells.extend(matrix)
             if request.depth > 1:
-                coverings[engine] = plan_covering_cells(engine, request, find_laws(globs), claims, matrix)
+                coverings[engine] = plan_covering_cells(engine, request, laws, claims, matrix, is_whole)
                 cells.extend(PlannedCell(cell) for cell in coverings[engine].cells)
     if not cells:
         raise UsageError(
@@ -120,7 +131,7 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
             f"{'the models ' + ', '.join(request.models) if request.models else 'these options'}; "
             "`zharness list laws` and `zharness list models` list the possible names"
         )
-    return Plan(tuple({cell.cell: cell for cell in cells}.values()), coverings)
+    return Plan(tuple({cell.cell: cell for cell in cells}.values()), coverings, left_out)
 
 
 def shuffle_cells(cells: Sequence[PlannedCell], seed: int) -> list[PlannedCell]:
@@ -188,9 +199,17 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
 
 
 def plan_covering_cells(
-    engine: str, request: Request, laws: Sequence[Law], claims: ClaimsLookup, matrix: Sequence[PlannedCell]
+    engine: str,
+    request: Request,
+    laws: Sequence[Law],
+    claims: ClaimsLookup,
+    matrix: Sequence[PlannedCell],
+    is_whole: bool,
 ) -> Covering:
-    """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``."""
+    """Choose the cells that cover pairs of values on one engine, in addition to the cells of its ``matrix``.
+
+    ``is_whole`` says that ``laws`` are all laws, so that pairs of values without a law are covered, too.
+    """
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
     claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
@@ -204,19 +223,10 @@ def plan_covering_cells(
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
     variants = [variant for law in laws for variant in list_law_variants(law, request.models)]
-    is_whole = len(laws) == len(find_laws(()))
     covering = cover_pairs(axes, variants, runnable, request.depth, is_whole)
     return replace(
         covering, uncoverable=tuple(describe_uncoverable_pairs(axes, variants, covering.coverable, is_whole))
     )
-
-
-def list_law_variants(law: Law, requested_models: tuple[str, ...]) -> Iterator[LawVariant]:
-    """Yield each variant of ``law`` that has cells on ``requested_models``; if none is requested, on any model."""
-    models = dict[str, list[str]]()
-    for model, variant in select_models(law, requested_models):
-        models.setdefault(variant, []).append(model)
-    yield from (LawVariant(law, variant, tuple(names)) for variant, names in models.items())
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
@@ -272,18 +282,6 @@ def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Ite
                 yield Cell(
                     law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant, request.mesh
                 )
-
-
-def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each requested model to which ``law`` applies, with each variant of the law.
-
-    Without a requested model, all models of the workload are considered.
-    """
-    for name in requested_models or MODELS:
-        if is_user_model(name):
-            yield from ((name, variant) for variant in law.user_model_variants)
-        elif name in law.models:
-            yield from ((name, variant) for variant in law.workload_variants)
 
 
 def require_any_model_law(law: Law, cell: Cell) -> None:

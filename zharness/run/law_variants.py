@@ -1,0 +1,40 @@
+"""List the variants of laws and the models on which they run, without those that a pinned law set leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+from zharness.law_set import name_law_variant
+from zharness.laws import Law
+from zharness.run.covering import LawVariant
+from zharness.workload import MODELS
+from zharness.workload.user_model import is_user_model
+
+
+def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield each requested model to which ``law`` applies, with each variant of the law.
+
+    Without a requested model, all models of the workload are considered.
+    """
+    for name in requested_models or MODELS:
+        if is_user_model(name):
+            yield from ((name, variant) for variant in law.user_model_variants)
+        elif name in law.models:
+            yield from ((name, variant) for variant in law.workload_variants)
+
+
+def list_law_variants(law: Law, requested_models: tuple[str, ...]) -> Iterator[LawVariant]:
+    """Yield each variant of ``law`` that has cells on ``requested_models``; if none is requested, on any model."""
+    models = dict[str, list[str]]()
+    for model, variant in select_models(law, requested_models):
+        models.setdefault(variant, []).append(model)
+    yield from (LawVariant(law, variant, tuple(names)) for variant, names in models.items())
+
+
+def leave_out(laws: Iterable[Law], left_out: Collection[str]) -> Iterator[Law]:
+    """Yield each of ``laws`` without the variants whose names are in ``left_out``, if any other variant remains."""
+    for law in laws:
+        variants = tuple(each for each in law.variants if name_law_variant(law.name, each.name) not in left_out)
+        if variants:
+            yield law if len(variants) == len(law.variants) else replace(law, variants=variants)
