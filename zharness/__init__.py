@@ -3,7 +3,7 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, mesh, names, law_set, comm, step_summary, torch_private
+    0  errors, mesh, names, law_set, project_file, comm, step_summary, torch_private
     1  cell, world, workload, reference
     2  engines
     3  pytest_ranks, parity
@@ -19,7 +19,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
 ``suites/meta/test_map.py`` compares them with a traced run.
 
-1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it;
+1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it, with the
+   options that ``cli/project_options.py`` finds by ``project_file.py``;
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures,
@@ -31,9 +32,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``engines/reference.py``), ``run/configuration.py`` reads a DeepSpeed JSON, ``law_kit/setting.py`` parses the setting
    of a cell, and ``run/unmatched_failures.py`` finds expected failures that match no cell, and
    ``run/missing_claims.py`` says which claims would add cells. A pattern is expanded without what a pinned law set
-   leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that cover pairs (the
-   module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures for
-   options under which no cell failed (``run.stale_failures``).
+   leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that cover pairs
+   (the module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures
+   for options under which no cell failed (``run.stale_failures``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks

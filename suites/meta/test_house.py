@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "names": 0,
     "law_set": 0,
+    "project_file": 0,
     "torch_private": 0,
     "comm": 0,
     "mesh": 0,

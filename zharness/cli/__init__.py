@@ -18,9 +18,11 @@ from zharness.cli import cells, releases
 from zharness.cli.check import check
 from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
+from zharness.cli.init import init
 from zharness.cli.laws import laws
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.project_options import set_defaults
 from zharness.cli.tour import tour
 from zharness.errors import UsageError, ZHarnessError
 
@@ -29,7 +31,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(zharness.__version__, prog_name="zharness")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Does a sharded training engine compute what plain PyTorch computes?
 
     \b
@@ -45,8 +48,11 @@ def cli() -> None:
     zharness hunt deepspeed --minutes 60          search for failures that no law and no finding knows
     zharness doctor                               whether this machine can run zharness, and what to fix
 
+    Options of check and model that a repository always uses belong to its zharness.toml (docs/your-engine.md).
+
     Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
+    set_defaults(context, cli)
 
 
 @cli.command()
@@ -132,6 +138,7 @@ for command in (
     cells.export,
     cells.shrink,
     hunt,
+    init,
     tour,
 ):
     cli.add_command(command)

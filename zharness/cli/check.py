@@ -8,6 +8,7 @@ import click
 
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
 from zharness.law_set import list_later_changes
+from zharness.project_file import find_project_file
 
 
 @click.command()
@@ -152,6 +153,8 @@ def check(
         law_set,
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    user_failures = read_expected_failures(expected_failures)
+    project = find_project_file(Path.cwd())
+    own_file = (project.path,) if project and project.has_expected_failures else ()
+    user_failures = read_expected_failures((*expected_failures, *own_file))
     options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

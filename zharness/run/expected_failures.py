@@ -22,6 +22,7 @@ from zharness.law_kit.setting import SEPARATOR, split_settings
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
+from zharness.project_file import COMMANDS, FILE_NAME
 from zharness.run.configuration import is_config_file
 from zharness.workload.user_model import is_user_model
 
@@ -251,6 +252,8 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
+    if Path(source).name == FILE_NAME:  # it also has tables of options
+        content = {key: value for key, value in content.items() if key not in COMMANDS}
     unknown = sorted(set(content) - {"engine", "releases", *TABLES})
     if unknown:
         allowed = ("engine", "releases", "[[expected_failure]]")

@@ -1,0 +1,90 @@
+"""A repository's zharness.toml: `zharness init` writes it, commands take its options, and mistakes in it are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from suites.warm import programs
+from zharness.errors import UsageError
+from zharness.project_file import find_project_file
+from zharness.report.first_project_file import find_signature
+from zharness.run.record_reader import load_records
+
+BROKEN = "zharness.mutants:never_reduces"
+LAWS = ("training.grads", "training.one_hot_rank", "--depth", "1")
+
+
+def test_init_makes_a_red_run_green_until_something_changes(tmp_path: Path) -> None:
+    red = programs.run(
+        *("-m", "zharness", "check", *LAWS, "--engine", BROKEN, "--stage", "0", "--jsonl", "red.jsonl"), folder=tmp_path
+    )
+    assert red.returncode == 1, red.stdout + red.stderr
+    written = programs.run("-m", "zharness", "init", "red.jsonl", folder=tmp_path)
+    assert written.returncode == 0, written.stderr
+    assert "wrote " in written.stdout
+    below = tmp_path / "folder" / "below"
+    below.mkdir(parents=True)
+    green = programs.run("-m", "zharness", "check", *LAWS, folder=below)
+    assert green.returncode == 0, green.stdout + green.stderr
+    assert f"options from {tmp_path / 'zharness.toml'}: engine = '{BROKEN}', stage = [0], laws = '1.0'" in green.stderr
+    sound = programs.run("-m", "zharness", "check", *LAWS, "--engine", "zharness.mutants:no_such_mutant", folder=below)
+    assert sound.returncode == 2  # an option of the command line replaces the file's
+    again = programs.run("-m", "zharness", "init", "red.jsonl", folder=tmp_path)
+    assert again.returncode == 2
+    assert "exists; delete it" in again.stderr
+    for record in load_records([tmp_path / "red.jsonl"]).records:
+        assert find_signature(record) in record.cause or not record.verdict.is_broken
+
+
+def test_a_project_file_is_found_up_to_the_root_of_the_repository(tmp_path: Path) -> None:
+    (tmp_path / "zharness.toml").write_text('engine = "ddp"\n[check]\nstage = [0]\n', encoding="utf-8")
+    inner = tmp_path / "repository" / "folder"
+    inner.mkdir(parents=True)
+    found = find_project_file(inner)
+    assert found is not None
+    assert found.commands["check"] == {"engine": "ddp", "stage": [0]}
+    (tmp_path / "repository" / ".git").mkdir()
+    assert find_project_file(inner) is None
+
+
+def test_pyproject_may_have_the_options(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.zharness.check]\nengine = ["ddp"]\n', encoding="utf-8")
+    found = find_project_file(tmp_path)
+    assert found is not None
+    assert found.commands["check"] == {"engine": ["ddp"]}
+    assert not found.has_expected_failures
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n', encoding="utf-8")
+    assert find_project_file(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("engin = 'ddp'\n", "unknown key in .*zharness.toml: 'engin'; did you mean 'engine'"),
+        ("check = 3\n", r"got check = 3; expected a table \[check\] of options"),
+        ("[check\n", "cannot read .*zharness.toml"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "zharness.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=complaint):
+        find_project_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [
+        ("stages = [0]", "unknown option of [check] in "),
+        ("probe-withheld = 3", "got probe-withheld = 3; expected true or false"),
+        ("stage = { first = 1 }", "expected a number, a text or a list of these"),
+        ('laws = "0.1"', "unknown version of the law set '0.1'; allowed: "),
+    ],
+)
+def test_an_option_that_the_command_does_not_have_is_refused(tmp_path: Path, option: str, complaint: str) -> None:
+    (tmp_path / "zharness.toml").write_text(f"[check]\n{option}\n", encoding="utf-8")
+    refused = programs.run("-m", "zharness", "check", "training.grads", folder=tmp_path)
+    assert refused.returncode == 2, refused.stdout
+    assert complaint in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,56 @@
+"""Make the options of a project's file the defaults of a command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zharness.errors import UsageError
+from zharness.project_file import COMMANDS, ProjectFile, find_project_file
+
+
+def set_defaults(context: click.Context, group: click.Group) -> None:
+    """Let the file of the project in the current folder, if there is one, set defaults of the invoked command.
+
+    An option on the command line replaces the file's. Raises UsageError for an option that the command does not have.
+    """
+    name = context.invoked_subcommand or ""
+    project = find_project_file(Path.cwd()) if name in COMMANDS else None
+    if project is None:
+        return
+    defaults = convert_options(project, group.commands[name])
+    context.default_map = {name: defaults}
+    if project.commands[name]:
+        shown = ", ".join(f"{key} = {value!r}" for key, value in project.commands[name].items())
+        click.echo(f"options from {project.path}: {shown}", err=True)
+
+
+def convert_options(project: ProjectFile, command: click.Command) -> dict[str, Any]:
+    """Return the values of the options of ``command`` that ``project`` sets, by the names of click's parameters."""
+    options = {each.opts[0].lstrip("-"): each for each in command.params if isinstance(each, click.Option)}
+    defaults = {}
+    for key, value in project.commands[command.name or ""].items():
+        if key not in options:
+            place = f"option of [{command.name}] in {project.path}:"
+            raise UsageError.unknown_name(place, key, list(options), f"`zharness {command.name} --help` explains them")
+        defaults[str(options[key].name)] = convert_value(value, options[key], project.path.parent)
+    return defaults
+
+
+def convert_value(value: Any, option: click.Option, folder: Path) -> Any:
+    """Return ``value`` as the command line would pass it: lists joined by commas, and paths below ``folder``.
+
+    Raises UsageError for a value that no option can have.
+    """
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(item, (Mapping, list)) for item in values) or isinstance(value, bool) != option.is_flag:
+        kind = "true or false" if option.is_flag else "a number, a text or a list of these"
+        raise UsageError(f"got {option.opts[0].lstrip('-')} = {value!r}; expected {kind}")
+    if isinstance(option.type, click.Path):
+        values = [folder / str(item) for item in values]
+    if option.multiple:
+        return values
+    return ",".join(map(str, values)) if isinstance(value, list) else values[0]

@@ -1,0 +1,88 @@
+"""Find the file in which an engine's repository keeps its options for zharness and its expected failures.
+
+The file is ``zharness.toml``, or ``pyproject.toml`` with a table ``[tool.zharness]``. It is searched in the current
+folder and the folders above it, up to the root of the repository. The module does not import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zharness.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FILE_NAME = "zharness.toml"
+COMMANDS = ("check", "model")  # each may have a table of options
+
+
+@dataclass(frozen=True)
+class ProjectFile:
+    """The options of each command that a project sets, and the file that has them.
+
+    ``has_expected_failures`` says whether the file itself has tables ``[[expected_failure]]``.
+    """
+
+    path: Path
+    commands: Mapping[str, Mapping[str, Any]]
+    has_expected_failures: bool = False
+
+
+def find_project_file(folder: Path) -> ProjectFile | None:
+    """Return the file of the project in ``folder`` or the nearest folder above it, or None if there is none.
+
+    Raises UsageError if the file cannot be read, or has a key that it cannot have.
+    """
+    for candidate in list_folders(folder):
+        path = candidate / FILE_NAME
+        if path.is_file():
+            content = read_toml(path)
+            # The keys engine and releases are those of a file of expected failures; engine is also an option.
+            shared = {key: content[key] for key in ("engine",) if key in content}
+            commands = {name: {**shared, **require_table(content, name, path)} for name in COMMANDS}
+            require_keys(content, (*COMMANDS, "engine", "releases", "expected_failure"), path)
+            return ProjectFile(path, commands, "expected_failure" in content)
+        path = candidate / "pyproject.toml"
+        if path.is_file() and (content := read_toml(path).get("tool", {}).get("zharness")):
+            require_keys(content, (*COMMANDS, "engine"), path)
+            shared = {key: content[key] for key in ("engine",) if key in content}
+            return ProjectFile(path, {name: {**shared, **require_table(content, name, path)} for name in COMMANDS})
+    return None
+
+
+def list_folders(folder: Path) -> Iterator[Path]:
+    """Yield ``folder`` and the folders above it, up to the root of a repository."""
+    for candidate in (folder, *folder.parents):
+        yield candidate
+        if (candidate / ".git").exists():
+            return
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UsageError if it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def require_keys(content: Mapping[str, Any], allowed: tuple[str, ...], path: Path) -> None:
+    """Raise UsageError for a key of ``content`` that is not ``allowed``."""
+    for key in content:
+        if key not in allowed:
+            raise UsageError.unknown_name(f"key in {path}:", key, allowed)
+
+
+def require_table(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    """Return the table called ``name``, which is empty if it is missing. Raises UsageError if it is no table."""
+    table = content.get(name, {})
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{path}: got {name} = {table!r}; expected a table [{name}] of options")
+    return table
