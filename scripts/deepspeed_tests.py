@@ -17,9 +17,10 @@ EPILOG = """
 own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
 in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again,
 unless --sample differs or --limit is above the one at which a run was killed. own and drop-in run the same --sample
-tests of each file, spread over it; stand-in runs all. Seconds are medians over --repeats runs. The CPU seconds, of all
-processes, are comparable on a busy machine too. deepspeed_tests.toml lists the exceptions. The exit status is 1
-if another test fails on the reference engine or ends differently with the drop-in, or a run was killed or has no test.
+tests of each file, spread over it, and leave out files without DistributedTest; stand-in runs all. Seconds are medians
+over --repeats runs. The CPU seconds, of all processes, are comparable on a busy machine too. deepspeed_tests.toml lists
+the exceptions. The exit status is 1 if another test fails on the reference engine or ends differently with the drop-in,
+or a run was killed or has no test.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
@@ -34,7 +35,8 @@ def main() -> int:
     options = parse_arguments()
     known = read_runs(options.jsonl)
     for path in find_files(options.tests, options.files):
-        for repeat, way in itertools.product(range(options.repeats), options.ways):
+        ways = [way for way in options.ways if way is Way.STAND_IN or has_tests_on_ranks(options.tests / path)]
+        for repeat, way in itertools.product(range(options.repeats), ways):
             sample = 0 if way is Way.STAND_IN else options.sample
             answers = [run for run in known.get((path, way), []) if run.answers(sample, options.limit)]
             if len(answers) <= repeat:
@@ -88,9 +90,15 @@ def read_exceptions() -> dict[str, list[dict[str, Any]]]:
 
 
 def find_files(tests: Path, text: str) -> list[str]:
-    """Return the test files in FOLDERS whose path, relative to ``tests``, contains ``text``."""
+    """Return the test files in FOLDERS whose path, relative to ``tests``, contains ``text``; small files first."""
     files = (file for folder in FOLDERS for file in (tests / "unit" / folder).rglob("test_*.py"))
-    return sorted(path for path in (str(file.relative_to(tests)) for file in files) if text in path)
+    by_size = sorted(files, key=lambda file: (file.stat().st_size, file))
+    return [path for path in (str(file.relative_to(tests)) for file in by_size) if text in path]
+
+
+def has_tests_on_ranks(file: Path) -> bool:
+    """Return whether the file uses a class that the drop-in replaces; any other file runs the same in both ways."""
+    return "DistributedTest" in file.read_text(encoding="utf-8")
 
 
 def run_and_keep(options: argparse.Namespace, path: str, way: Way, sample: int) -> FileRun:

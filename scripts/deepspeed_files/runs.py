@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -93,6 +94,7 @@ def combine_runs(runs: Sequence[FileRun]) -> FileRun:
     return replace(runs[-1], seconds=seconds, cpu_seconds=cpu)
 
 
+@functools.cache
 def build_operators(operators: Path) -> None:
     """Build DeepSpeed's operators for a CPU in the folder ``operators``, which takes minutes the first time.
 

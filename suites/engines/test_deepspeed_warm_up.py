@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from zharness.engines.deepspeed import CAPABILITIES
-from zharness.engines.deepspeed_operators import ADAM_OPERATOR, load_built_adam
+from zharness.engines.deepspeed_operators import ADAM_OPERATOR, import_library, is_up_to_date, load_built_adam
 from zharness.engines.protocol import EngineConfig
 from zharness.engines.registry import get
 from zharness.engines.warm_up import build_warm_up_environment
@@ -66,3 +67,34 @@ def test_an_operator_is_loaded_only_if_it_is_built_from_these_sources(
     )
     load_built_adam(deepspeed)
     assert len(loads) == times
+
+
+@pytest.mark.parametrize(
+    ("capability", "option", "age", "expected"),
+    [
+        ("AVX2", "-D__AVX256__", 1, True),
+        ("AVX2", "-D__AVX256__", -1, False),
+        ("AVX2", "-D__AVX512__", 1, False),
+        ("DEFAULT", "-D__SCALAR__", 1, False),
+    ],
+    ids=["built for this CPU", "older than a source", "built for another CPU", "unknown CPU"],
+)
+def test_an_operator_is_imported_without_a_build_only_if_nothing_has_changed(
+    capability: str, option: str, age: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    source = tmp_path / "ops" / "csrc" / "adam.cpp"
+    source.parent.mkdir(parents=True)
+    library = tmp_path / f"{ADAM_OPERATOR}.so"
+    library.touch()
+    source.touch()
+    built = source.stat().st_mtime + age
+    os.utime(library, (built, built))
+    assert is_up_to_date(library, f"cflags = -O3 {option} -fPIC", tmp_path) is expected
+
+
+def test_a_library_that_is_no_module_of_this_python_raises(tmp_path: Path) -> None:
+    library = tmp_path / f"{ADAM_OPERATOR}.so"
+    library.touch()
+    with pytest.raises(ImportError):
+        import_library(library)

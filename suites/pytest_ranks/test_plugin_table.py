@@ -86,6 +86,7 @@ PLUGINS = [
     pytest.param(("teamcity.pytest_plugin",), ("--teamcity",), id="teamcity"),
     pytest.param(("pytest_repeat",), ("--count=2",), id="repeat"),
     pytest.param(("pytest_sugar",), ("--force-sugar",), id="sugar"),
+    pytest.param(("pytest_benchmark.plugin",), (), id="benchmark"),
     pytest.param(("pytest_bdd.plugin",), ("--gherkin-terminal-reporter",), id="bdd"),
     pytest.param(("pytest_mpi.plugin",), (), id="mpi-pytest"),
     pytest.param((), ("--junitxml=report.xml",), id="junitxml"),
@@ -174,6 +175,53 @@ def test_double():
 
 def test_doctests_beside_tests_on_ranks_are_unchanged(tmp_path: Path) -> None:
     run_beside(tmp_path, DOCTEST, "--doctest-modules").assert_same_verdicts()
+
+
+USED = {
+    "pytest_asyncio.plugin": """
+        @ranks
+        @pytest.mark.asyncio
+        @pytest.mark.parametrize("expected", [2, 3])
+        async def test_of_coroutines(expected):
+            value = torch.ones(1) * (1 if dist.is_initialized() else 2)
+            if dist.is_initialized():
+                dist.all_reduce(value)
+            assert value.item() == expected
+    """,
+    "anyio.pytest_plugin": """
+        import anyio
+
+        @pytest.fixture
+        def anyio_backend():
+            return "asyncio"
+
+        @ranks
+        @pytest.mark.anyio
+        @pytest.mark.parametrize("expected", [2, 3])
+        async def test_of_coroutines(expected):
+            await anyio.sleep(0)
+            value = torch.ones(1) * (1 if dist.is_initialized() else 2)
+            if dist.is_initialized():
+                dist.all_reduce(value)
+            assert value.item() == expected
+    """,
+    "pytest_mock": """
+        @ranks
+        @pytest.mark.parametrize("expected", [2, 3])
+        def test_of_a_mock(mocker, expected):
+            mocker.patch("torch.ones", return_value=torch.full((1,), 1.0 if dist.is_initialized() else 2.0))
+            value = torch.ones(5)
+            if dist.is_initialized():
+                dist.all_reduce(value)
+            assert value.item() == expected
+    """,
+}
+
+
+@pytest.mark.parametrize("plugin", USED)
+def test_what_a_plugin_offers_to_a_test_works_on_ranks(tmp_path: Path, plugin: str) -> None:
+    pytest.importorskip(plugin, reason=f"needs the plugin {plugin}: tox -e plugins")
+    run_beside(tmp_path, USED[plugin], plugins=(plugin,)).assert_same_verdicts()
 
 
 FEATURE = """

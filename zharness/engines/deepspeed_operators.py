@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
 from filelock import FileLock
 
 SHM_VARIABLE = "ZHARNESS_DEEPSPEED_SHM"  # 1: DeepSpeed's collectives on CPUs run through the operator
 SHM_OPERATOR = "deepspeed_shm_comm"
 ADAM_OPERATOR = "fused_adam"
+
+
+# The option of DeepSpeed's builds for the vector instructions that torch finds on this CPU.
+VECTOR_OPTIONS = {"AVX512": "-D__AVX512__", "AVX2": "-D__AVX256__"}
 
 
 def load_built_adam(deepspeed: Any) -> None:
@@ -21,15 +28,43 @@ def load_built_adam(deepspeed: Any) -> None:
     Each rank that loads it asks the compiler, ninja and the CPU what they are, in 0.6 CPU seconds. An operator of other
     sources is left alone, because loading it would build it again.
     """
-    folder = find_build_folder(ADAM_OPERATOR)
-    instructions = folder / "build.ninja"
-    if not (folder / f"{ADAM_OPERATOR}.so").exists() or not instructions.exists():
+    package = Path(deepspeed.__file__).parent
+    library = find_build_folder(ADAM_OPERATOR) / f"{ADAM_OPERATOR}.so"
+    instructions = library.with_name("build.ninja")
+    if not library.exists() or not instructions.exists():
         return
-    if f"{Path(deepspeed.__file__).parent}{os.sep}" in instructions.read_text():
-        builder = deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
-        # A rank that needs the operator raises the same error, and is named in the report.
-        with suppress(ImportError, OSError, RuntimeError):
+    text = instructions.read_text()
+    if f"{package}{os.sep}" not in text:
+        return
+    builder = deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
+    # A rank that needs the operator raises the same error, and is named in the report.
+    with suppress(ImportError, OSError, RuntimeError):
+        if is_up_to_date(library, text, package) and hasattr(builder, "_loaded_ops"):
+            builder._loaded_ops[ADAM_OPERATOR] = import_library(library)  # where builder.load looks first
+        else:
             build_operator(ADAM_OPERATOR, builder.load)
+
+
+def is_up_to_date(library: Path, instructions: str, package: Path) -> bool:
+    """Return whether a built operator is newer than torch and DeepSpeed's sources, and has this CPU's vector option.
+
+    These are the questions that builder.load asks ninja and a new Python process, in a second. False if in doubt.
+    """
+    option = VECTOR_OPTIONS.get(torch.backends.cpu.get_cpu_capability())
+    if option is None or option not in instructions.split():
+        return False
+    sources = (Path(torch.version.__file__), *(package / "ops" / "csrc").rglob("*"))
+    return max(source.stat().st_mtime for source in sources) < library.stat().st_mtime
+
+
+def import_library(library: Path) -> ModuleType:
+    """Import a built operator as a Python module. Raises ImportError if it does not fit this Python or torch."""
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def find_build_folder(operator: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import io
 import multiprocessing
@@ -272,12 +273,16 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
     # Python reads this variable only at its start; without it, imports would write bytecode into a checkout.
     sys.dont_write_bytecode |= "PYTHONDONTWRITEBYTECODE" in rank_environment.environment
     module, _, function = rank_environment.warm_up.partition(":")
+    # Imports make almost no garbage, and collections in between took a fifth of their CPU time.
+    gc.disable()
     try:
         imported = importlib.import_module(module) if module else None
         if function:
             getattr(imported, function)()
     except Exception as error:  # noqa: BLE001 - an import may raise any exception; every request is answered with it
         return f"the rank server's warm-up {rank_environment.warm_up} raised {type(error).__name__}: {error}"
+    finally:
+        gc.enable()
     freeze_garbage_collector()
     return describe_shadowed_module(rank_environment)
 
