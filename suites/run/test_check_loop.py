@@ -5,7 +5,7 @@ from collections.abc import Container
 import pytest
 
 from zharness.cell import Cell
-from zharness.run.check_loop import ProgressLog, RunOptions, run_cells
+from zharness.run.check_loop import ProgressLog, RunOptions, describe_stop, run_cells
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import RankPool, rank_pool
@@ -23,9 +23,10 @@ def test_cells_of_one_pool_run_one_after_the_other() -> None:
 
 
 class RunnerDouble:
-    """Records which pools are open when a cell starts."""
+    """Records which pools are open when a cell starts, and gives cells of ``broken_law`` the verdict FAIL."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken_law: str = "") -> None:
+        self.broken_law = broken_law
         self.pools: set[RankPool] = set()
         self.open_pools: list[set[int]] = []
 
@@ -35,7 +36,8 @@ class RunnerDouble:
     def run(self, planned: PlannedCell) -> Record:
         self.pools.add(rank_pool(planned.cell))
         self.open_pools.append({pool.world_size for pool in self.pools})
-        return Record(planned.cell, 0, Verdict.PASS, "", "")
+        verdict = Verdict.FAIL if planned.cell.law == self.broken_law else Verdict.PASS
+        return Record(planned.cell, 0, verdict, "", "")
 
     def close(self) -> None:
         self.pools = set()
@@ -48,6 +50,16 @@ def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
     assert [next(records).cell.world_size for _ in cells]
     assert {1, 2} in runner.open_pools
     assert 1 not in runner.open_pools[-1]
+
+
+def test_a_run_stops_after_the_number_of_failures_that_it_may_have() -> None:
+    cells = [make_cell(0, 2), *(make_cell(0, size, "training.modes") for size in (1, 2, 3)), make_cell(0, 4)]
+    stopped = list(run_cells(cells, [RunnerDouble("training.modes")], max_failures=2))
+    assert [record.verdict for record in stopped] == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
+    assert len(list(run_cells(cells, [RunnerDouble("training.modes")]))) == len(cells)
+    sentence = describe_stop(stopped, cells)
+    assert sentence == "STOPPED at an unexpected outcome, after 3 of 5 cells"
+    assert describe_stop(stopped[:1], cells).endswith("; these laws did not run: training.modes")
 
 
 def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,21 @@ from zharness.project_file import find_project_file
     metavar="VERSION",
     help="Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`).",
 )
+@click.option(
+    "-x",
+    "--exitfirst",
+    "max_failures",
+    flag_value=1,
+    type=int,
+    default=0,
+    help="Stop after the first unexpected outcome, as pytest does.",
+)
+@click.option(
+    "--maxfail",
+    "max_failures",
+    type=click.IntRange(1),
+    help="Stop after this number of unexpected outcomes; by default every cell runs.",
+)
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
 @click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
@@ -109,6 +124,7 @@ def check(
     isolation: str,
     depth: int | None,
     law_set: str,
+    max_failures: int | None,
     shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
@@ -156,5 +172,7 @@ def check(
     project = find_project_file(Path.cwd())
     own_file = (project.path,) if project and project.has_expected_failures else ()
     user_failures = read_expected_failures((*expected_failures, *own_file))
-    options = RunOptions(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle)
+    options = RunOptions(
+        timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle, max_failures or 0
+    )
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

@@ -66,7 +66,8 @@ class RunOptions:
 
     ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
     ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
-    in which cells run; None keeps the order of the matrix.
+    in which cells run; None keeps the order of the matrix. The run stops after ``max_failures`` unexpected outcomes; 0
+    runs every cell.
     """
 
     timeout: float = 60.0
@@ -76,6 +77,7 @@ class RunOptions:
     user_expected_failures: tuple[ExpectedFailure, ...] = ()
     withheld_policy: WithheldPolicy = WithheldPolicy.SKIP
     shuffle_seed: int | None = None
+    max_failures: int = 0
 
     def create_runner(self, environments: Mapping[str, RankEnvironment]) -> Runner:
         """Create the runner of one lane, with a rank server for each of ``environments``."""
@@ -177,10 +179,20 @@ def run_request(
         cells = planned.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
-        records = collect_records(run_cells(options.order_cells(cells), runners), open_sink(), cells)
+        finished = run_cells(options.order_cells(cells), runners, options.max_failures)
+        records = collect_records(finished, open_sink(), cells)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
+    if len(records) < len(cells):  # the cells that did not run might need the expected failures that none has needed
+        return RunResult(records, [], [describe_stop(records, cells)])
     unmatched_failures += find_stale_failures(request, options, records)
     return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
+
+
+def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> str:
+    """Return a sentence on a run that stopped at an unexpected outcome: how many cells ran, and which laws did not."""
+    laws = sorted({cell.cell.law for cell in cells} - {record.cell.law for record in records})
+    left = f"; these laws did not run: {', '.join(laws)}" if laws else ""
+    return f"STOPPED at an unexpected outcome, after {len(records)} of {len(cells)} cells{left}"
 
 
 def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: Sequence[PlannedCell]) -> list[Record]:
@@ -217,11 +229,12 @@ def requested_engines(request: Request) -> list[str]:
     return list(dict.fromkeys([*from_ids, *others]))
 
 
-def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner]) -> Iterator[Record]:
+def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], max_failures: int = 0) -> Iterator[Record]:
     """Run the cells, each on a free runner, and yield records as cells end.
 
-    A runner ends a pool of ranks that no later cell needs. On an interrupt the runners' servers are closed first, which
-    wakes the threads that wait for their ranks.
+    After ``max_failures`` unexpected records, no other cell starts, and cells that are running are not reported; 0 runs
+    every cell. A runner ends a pool of ranks that no later cell needs. On an interrupt the runners' servers are closed
+    first, which wakes the threads that wait for their ranks.
     """
     lock, cells_left = Lock(), Counter(rank_pool(cell.cell) for cell in cells)
     free_runners: SimpleQueue[Runner] = SimpleQueue()
@@ -241,10 +254,14 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner]) -> Iterat
                     del cells_left[pool]
             free_runners.put(runner)
 
-    threads = ThreadPoolExecutor(max_workers=len(runners))
+    threads, unexpected = ThreadPoolExecutor(max_workers=len(runners)), 0
     try:
         for future in as_completed([threads.submit(run_on_free_runner, cell) for cell in cells]):
-            yield future.result()
+            record = future.result()
+            yield record
+            unexpected += not record.is_expected
+            if max_failures and unexpected >= max_failures:
+                return
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind
         threads.shutdown(wait=False, cancel_futures=True)
