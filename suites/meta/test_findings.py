@@ -46,7 +46,11 @@ WITHOUT_A_CAUSE = {
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
-    "fsdp2_options": {"window.evaluated"},  # only the root's weights are old, and the judge knows no groups
+    "fsdp2_options": {
+        "window.evaluated",  # only the root's weights are old, and the judge knows no groups
+        "access.write_param",  # the same
+        "training.any_order",  # vectors_ignored: the matrices are old, and the vectors those of the checkpoint
+    },
 }
 KNOWN_TENSORS = {"loss", "input"} | {name for spec in MODELS.values() for name, _ in spec.model(0).named_parameters()}
 
