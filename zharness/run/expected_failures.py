@@ -22,7 +22,7 @@ from zharness.law_kit.setting import SEPARATOR, split_settings
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
-from zharness.project_file import COMMANDS, FILE_NAME
+from zharness.project_file import drop_option_tables
 from zharness.run.configuration import is_config_file
 from zharness.workload.user_model import is_user_model
 
@@ -249,15 +249,14 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
     ``law`` is a list stays one entry for all of these laws.
     """
     try:
-        content = tomllib.loads(text)
+        content = drop_option_tables(tomllib.loads(text), source)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
-    if Path(source).name == FILE_NAME:  # it also has tables of options
-        content = {key: value for key, value in content.items() if key not in COMMANDS}
     unknown = sorted(set(content) - {"engine", "releases", *TABLES})
     if unknown:
-        allowed = ("engine", "releases", "[[expected_failure]]")
-        raise UsageError.unknown_name(f"key in {source}", ", ".join(unknown), allowed)
+        raise UsageError.unknown_name(
+            f"key in {source}", ", ".join(unknown), ("engine", "releases", f"[[{TABLES[0]}]]")
+        )
     defaults = {"engine": engine, **{key: value for key, value in content.items() if key not in TABLES}}
     tables = {name: content.get(name, []) for name in TABLES}
     return tuple(
