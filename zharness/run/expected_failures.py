@@ -60,7 +60,6 @@ class ExpectedFailure:
     ``documented`` is the address of documentation that states the difference, and ``remedy`` the engine options that
     it recommends. With both, the cell is run again with the remedy, and its verdict is ``contract`` if it passes.
     ``user_models`` says that the failure also occurs on models of users, whatever ``models`` and ``variants`` are.
-
     With the ``isolation`` POOLED, the entry expects a failure on ranks that earlier cells had used, and none of the
     cells on fresh ranks. ``location`` is the file and line of the entry.
     """
@@ -254,9 +253,8 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     unknown = sorted(set(content) - {"engine", "releases", *TABLES})
     if unknown:
-        raise UsageError.unknown_name(
-            f"key in {source}", ", ".join(unknown), ("engine", "releases", f"[[{TABLES[0]}]]")
-        )
+        allowed = ("engine", "releases", "[[expected_failure]]")
+        raise UsageError.unknown_name(f"key in {source}", unknown[0], allowed)
     defaults = {"engine": engine, **{key: value for key, value in content.items() if key not in TABLES}}
     tables = {name: content.get(name, []) for name in TABLES}
     return tuple(
@@ -363,7 +361,7 @@ def find_overridden_options(entry: ExpectedFailure) -> list[str]:
 
 def is_list_of_text(value: object) -> bool:
     """Return whether ``value`` is a list of strings that is not empty."""
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    return isinstance(value, list) and value != [] and all(isinstance(item, str) for item in value)
 
 
 def may_cover_every_law(entry: ExpectedFailure) -> bool:
