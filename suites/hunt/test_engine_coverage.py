@@ -12,11 +12,12 @@ from zharness.engines.registry import BUILT_IN, info
 from zharness.errors import UsageError
 from zharness.hunt.command import HuntOptions, run_hunt
 from zharness.hunt.draw import PARENT_PERIOD, PairCoverage
-from zharness.hunt.engine_coverage import EngineCoverage, find_source_files, list_source_modules
+from zharness.hunt.engine_coverage import EngineCoverage
 from zharness.hunt.hunter import Hunter, HuntLimits
 from zharness.hunt.log import HuntLog
 from zharness.hunt.space import Space, list_setting_values
 from zharness.hunt.unreached import SourceFunction, describe_unreached, sort_functions
+from zharness.run.engine_sources import find_source_files, list_source_modules
 from zharness.workload.programs import Program
 from zharness.world.server import RankEnvironment
 

@@ -5,7 +5,7 @@ from collections.abc import Container
 import pytest
 
 from zharness.cell import Cell
-from zharness.run.check_loop import ProgressLog, RunOptions, describe_stop, run_cells
+from zharness.run.check_loop import ProgressLog, RunOptions, Stop, describe_stop, run_cells
 from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import RankPool, rank_pool
@@ -54,12 +54,13 @@ def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
 
 def test_a_run_stops_after_the_number_of_failures_that_it_may_have() -> None:
     cells = [make_cell(0, 2), *(make_cell(0, size, "training.modes") for size in (1, 2, 3)), make_cell(0, 4)]
-    stopped = list(run_cells(cells, [RunnerDouble("training.modes")], max_failures=2))
+    stopped = list(run_cells(cells, [RunnerDouble("training.modes")], stop=Stop(failures=2)))
     assert [record.verdict for record in stopped] == [Verdict.PASS, Verdict.FAIL, Verdict.FAIL]
     assert len(list(run_cells(cells, [RunnerDouble("training.modes")]))) == len(cells)
-    sentence = describe_stop(stopped, cells)
-    assert sentence == "STOPPED at an unexpected outcome, after 3 of 5 cells"
-    assert describe_stop(stopped[:1], cells).endswith("; these laws did not run: training.modes")
+    assert describe_stop(stopped, cells) == ["STOPPED after 3 of 5 cells"]
+    assert describe_stop(stopped[:1], cells)[0].endswith("; these laws did not run: training.modes")
+    in_time = list(run_cells(cells, [RunnerDouble()], stop=Stop(seconds=1e-9)))
+    assert len(in_time) == 1
 
 
 def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.CaptureFixture[str]) -> None:

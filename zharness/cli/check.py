@@ -6,9 +6,12 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
 from zharness.project_file import find_project_file
+
+SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 
 
 @click.command()
@@ -103,6 +106,30 @@ from zharness.project_file import find_project_file
     type=click.IntRange(1),
     help="Stop after this number of unexpected outcomes; by default every cell runs.",
 )
+@click.option(
+    "--max-seconds",
+    type=SECONDS,
+    show_default="120 with --changed",
+    help="Start no other cell after this number of seconds, and say what did not run.",
+)
+@click.option(
+    "--record-reach",
+    "reach_output",
+    type=OUTPUT,
+    metavar="FILE",
+    help="Write to FILE which functions of the engine's source each cell reaches; the run takes two to three times as "
+    "long. Needs coverage.py (pip install 'zharness[coverage]').",
+)
+@click.option(
+    "--changed",
+    "base",
+    metavar="COMMIT",
+    help="Run the cells that reach a function which differs from COMMIT in the engine's repository, and no others; "
+    "those that are likely to fail come first. Needs --reach.",
+)
+@click.option(
+    "--reach", "reach_input", type=INPUT_FILE, metavar="FILE", help="File that --record-reach wrote in an earlier run."
+)
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
 @click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
@@ -125,6 +152,10 @@ def check(
     depth: int | None,
     law_set: str,
     max_failures: int | None,
+    max_seconds: float | None,
+    reach_output: Path | None,
+    base: str | None,
+    reach_input: Path | None,
     shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
@@ -138,6 +169,10 @@ def check(
     """
     from zharness.cli.name_index import require_known_names
 
+    if (base is None) != (reach_input is None):
+        raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
+    if reach_output is not None:
+        require_writable_folder(reach_output)
     if law_set:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
@@ -146,7 +181,9 @@ def check(
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.outputs import Outputs
     from zharness.run import Request
-    from zharness.run.check_loop import RunOptions, run_check
+    from zharness.run.changed_cells import ChangeSelection
+    from zharness.run.check_loop import RunOptions, Stop, run_check
+    from zharness.run.engine_sources import require_coverage
     from zharness.run.expected_failures import read_expected_failures
     from zharness.run.plan import ARRAY_WORLD_SIZES
     from zharness.run.runner import WithheldPolicy
@@ -172,7 +209,17 @@ def check(
     project = find_project_file(Path.cwd())
     own_file = (project.path,) if project and project.has_expected_failures else ()
     user_failures = read_expected_failures((*expected_failures, *own_file))
+    if reach_output is not None:
+        require_coverage("--record-reach")
+    changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None
+    stop = Stop(max_failures or 0, max_seconds or (SECONDS_OF_A_CHANGE if changes else 0.0))
     options = RunOptions(
-        timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle, max_failures or 0
+        *(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
     )
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+
+
+def require_writable_folder(path: Path) -> None:
+    """Raise UsageError if the folder of ``path`` does not exist, before a long run."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {path}: the folder {path.parent} does not exist")

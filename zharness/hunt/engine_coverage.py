@@ -6,40 +6,20 @@ file of its session, which is one call of `zharness hunt`; the files of all sess
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from zharness.engines import Capabilities
-from zharness.engines.registry import EngineInfo, info
-from zharness.errors import UsageError
+from zharness.engines.registry import info
+from zharness.run.engine_sources import find_source_files, list_source_modules, require_coverage
 from zharness.run.program_runner import observe_programs
 from zharness.workload.programs import Program
 
 RUN_FILE, SESSION_FILE, COMBINED_FILE = "run", "session", "combined"
-MINIMUM_VERSION = (7, 6, 2)  # of coverage.py: the first whose JSON report has functions
-
-
-def require_coverage() -> None:
-    """Raise UsageError unless coverage.py is installed and new enough."""
-    try:
-        import coverage
-    except ImportError:
-        raise UsageError("--coverage needs coverage.py; pip install 'zharness[coverage]'") from None
-    if coverage.version_info[:3] < MINIMUM_VERSION:
-        wanted = ".".join(map(str, MINIMUM_VERSION))
-        raise UsageError(
-            f"--coverage needs coverage.py {wanted}, got {coverage.__version__}; pip install 'zharness[coverage]'"
-        )
-
-
-def list_source_modules(engine_info: EngineInfo) -> tuple[str, ...]:
-    """Return the modules and packages of an engine; without a declaration, the top-level package of its factory."""
-    return engine_info.sources or (engine_info.target.partition(":")[0].partition(".")[0],)
 
 
 def make_measured_observer(engine: str, folder: Path) -> Callable[..., None]:
@@ -47,7 +27,7 @@ def make_measured_observer(engine: str, folder: Path) -> Callable[..., None]:
 
     Raises UsageError if coverage.py is missing.
     """
-    require_coverage()
+    require_coverage("--coverage")
     folder.mkdir(parents=True, exist_ok=True)
     return partial(observe_with_coverage, str(folder.resolve()), list_source_modules(info(engine)))
 
@@ -86,24 +66,6 @@ def observe_with_coverage(
         measurement.save()
 
 
-@cache
-def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
-
-    A module that the installed release lacks has none. Nothing is imported: some packages replace functions of torch
-    when they are imported, and plain PyTorch could not run beside the engine any more.
-    """
-    found: dict[str, None] = {}
-    for name in modules:
-        package, *inner = name.split(".")
-        spec = importlib.util.find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            path = Path(folder, *inner)
-            files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-            found |= dict.fromkeys(str(file) for file in files if file.is_file())
-    return tuple(found)
-
-
 class EngineCoverage:
     """The arcs that the draws of one hunt have reached, in this session and in earlier ones.
 
@@ -112,7 +74,7 @@ class EngineCoverage:
 
     def __init__(self, folder: Path) -> None:
         """Read the data of earlier sessions. Raises UsageError if coverage.py is missing."""
-        require_coverage()
+        require_coverage("--coverage")
         from coverage import CoverageData
 
         self._folder = folder

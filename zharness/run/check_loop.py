@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import NoReturn, Protocol
 
@@ -21,11 +22,13 @@ from tqdm import tqdm
 
 from zharness.cell import Cell, is_cell_id
 from zharness.engines.warm_up import GetEnvironment
-from zharness.run import PlannedCell, Record, Request, Runner
+from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
+from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
 from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
+from zharness.run.reach import observe_with_reach, write_reach
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
 from zharness.run.stale_failures import describe_stale_failures
@@ -61,13 +64,25 @@ class RunReporter(Protocol):
 
 
 @dataclass(frozen=True)
+class Stop:
+    """The number of unexpected outcomes, and the seconds, after which no other cell starts; 0 sets no limit."""
+
+    failures: int = 0
+    seconds: float = 0.0
+
+
+NEVER = Stop()
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """The options that determine how the cells of a run are run.
 
     ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
     ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
-    in which cells run; None keeps the order of the matrix. The run stops after ``max_failures`` unexpected outcomes; 0
-    runs every cell.
+    in which cells run; None keeps the order of the matrix. ``stop`` says when a run stops early. If ``changes`` is not
+    None, the cells that reach a changed function of an engine run, and no others. ``reach_file`` is
+    the file into which the functions that each cell reaches are written, or None.
     """
 
     timeout: float = 60.0
@@ -77,16 +92,27 @@ class RunOptions:
     user_expected_failures: tuple[ExpectedFailure, ...] = ()
     withheld_policy: WithheldPolicy = WithheldPolicy.SKIP
     shuffle_seed: int | None = None
-    max_failures: int = 0
+    stop: Stop = NEVER
+    changes: ChangeSelection | None = None
+    reach_file: Path | None = None
 
-    def create_runner(self, environments: Mapping[str, RankEnvironment]) -> Runner:
-        """Create the runner of one lane, with a rank server for each of ``environments``."""
-        return Runner(
-            environments, self.timeout, self.seed, self.isolation, self.user_expected_failures, self.withheld_policy
-        )
+    def create_runner(self, environments: Mapping[str, RankEnvironment], reach_folder: Path | None = None) -> Runner:
+        """Create the runner of one lane, with a rank server for each of ``environments``.
+
+        If ``reach_folder`` is not None, ranks write into it which functions they reach.
+        """
+        expected, observe = self.user_expected_failures, observe_and_judge.observe
+        if reach_folder is not None:
+            observe = partial(observe_with_reach, str(reach_folder))
+        return Runner(environments, self.timeout, self.seed, self.isolation, expected, self.withheld_policy, observe)
 
     def order_cells(self, cells: Sequence[PlannedCell]) -> Sequence[PlannedCell]:
-        """Return the cells in the order in which they run, the cells of one pool of ranks one after the other."""
+        """Return the cells in the order in which they run, the cells of one pool of ranks one after the other.
+
+        Cells that were selected for a change keep their order, in which the most promising come first.
+        """
+        if self.changes is not None:
+            return cells
         if self.shuffle_seed is not None:
             return shuffle_cells(cells, self.shuffle_seed)
         order = {pool: number for number, pool in enumerate(dict.fromkeys(rank_pool(cell.cell) for cell in cells))}
@@ -174,25 +200,33 @@ def run_request(
     validate_request(request)
     environments = {name: get_environment(name) for name in requested_engines(request)}
     with ExitStack() as stack:
-        runners = [stack.enter_context(options.create_runner(environments)) for _ in range(options.job_count())]
+        reach_folder = Path(stack.enter_context(TemporaryDirectory())) if options.reach_file else None
+        lanes = range(options.job_count())
+        runners = [stack.enter_context(options.create_runner(environments, reach_folder)) for _ in lanes]
         planned = plan_with_coverage(request, runners[0].claims)
-        cells = planned.cells
+        selected = select_changed_cells(planned.cells, options.changes) if options.changes else None
+        cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
-        finished = run_cells(options.order_cells(cells), runners, options.max_failures)
+        finished = run_cells(options.order_cells(cells), runners, options.stop)
         records = collect_records(finished, open_sink(), cells)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
-    if len(records) < len(cells):  # the cells that did not run might need the expected failures that none has needed
-        return RunResult(records, [], [describe_stop(records, cells)])
+        if reach_folder is not None and options.reach_file is not None:
+            write_reach(reach_folder, records, options.reach_file)
+    if selected is not None or len(records) < len(cells):
+        # The cells that did not run might need the expected failures that none has needed.
+        return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, cells)])
     unmatched_failures += find_stale_failures(request, options, records)
     return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
 
 
-def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> str:
-    """Return a sentence on a run that stopped at an unexpected outcome: how many cells ran, and which laws did not."""
+def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> list[str]:
+    """Return a sentence on a run that stopped early, if it did: how many cells ran, and which laws did not."""
+    if len(records) == len(cells):
+        return []
     laws = sorted({cell.cell.law for cell in cells} - {record.cell.law for record in records})
     left = f"; these laws did not run: {', '.join(laws)}" if laws else ""
-    return f"STOPPED at an unexpected outcome, after {len(records)} of {len(cells)} cells{left}"
+    return [f"STOPPED after {len(records)} of {len(cells)} cells{left}"]
 
 
 def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: Sequence[PlannedCell]) -> list[Record]:
@@ -229,12 +263,12 @@ def requested_engines(request: Request) -> list[str]:
     return list(dict.fromkeys([*from_ids, *others]))
 
 
-def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], max_failures: int = 0) -> Iterator[Record]:
+def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER) -> Iterator[Record]:
     """Run the cells, each on a free runner, and yield records as cells end.
 
-    After ``max_failures`` unexpected records, no other cell starts, and cells that are running are not reported; 0 runs
-    every cell. A runner ends a pool of ranks that no later cell needs. On an interrupt the runners' servers are closed
-    first, which wakes the threads that wait for their ranks.
+    After ``stop``, no other cell starts, and cells that are running are not reported. A runner ends a pool of ranks
+    that no later cell needs. On an interrupt the runners' servers are closed first, which wakes the threads that wait
+    for their ranks.
     """
     lock, cells_left = Lock(), Counter(rank_pool(cell.cell) for cell in cells)
     free_runners: SimpleQueue[Runner] = SimpleQueue()
@@ -254,13 +288,14 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], max_failu
                     del cells_left[pool]
             free_runners.put(runner)
 
-    threads, unexpected = ThreadPoolExecutor(max_workers=len(runners)), 0
+    threads, unexpected, began = ThreadPoolExecutor(max_workers=len(runners)), 0, time.monotonic()
     try:
         for future in as_completed([threads.submit(run_on_free_runner, cell) for cell in cells]):
             record = future.result()
             yield record
             unexpected += not record.is_expected
-            if max_failures and unexpected >= max_failures:
+            is_over = stop.seconds and time.monotonic() - began >= stop.seconds
+            if is_over or (stop.failures and unexpected >= stop.failures):
                 return
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind

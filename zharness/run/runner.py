@@ -67,6 +67,7 @@ class Runner:
         isolation: Isolation = Isolation.FRESH,
         user_expected_failures: Sequence[ExpectedFailure] = (),
         withheld_policy: WithheldPolicy = WithheldPolicy.SKIP,
+        observe: Callable[..., None] = observe_and_judge.observe,
     ) -> None:
         """Start the servers.
 
@@ -75,7 +76,7 @@ class Runner:
 
         ``isolation`` determines whether the cells of one engine and stage run one after the other on the same ranks. A
         cell that fails unexpectedly on shared ranks runs again on fresh ranks. ``user_expected_failures`` take
-        precedence over the expected failures of the package.
+        precedence over the expected failures of the package. ``observe`` runs a cell's law on each rank.
         """
         # torch loads some 800 modules at the first optimizer, DTensor or transform: load them here, not in every rank.
         importlib.import_module("torch._dynamo")
@@ -84,6 +85,7 @@ class Runner:
         self.isolation = isolation
         self.user_expected_failures = tuple(user_expected_failures)
         self.withheld_policy = withheld_policy
+        self._observe = observe
         self._servers = {name: RankServer(environment) for name, environment in environments.items()}
         self._judge_server = RankServer()
         self._free_evidence_dirs: list[Path] = []  # of cells that passed; later cells overwrite their files
@@ -226,7 +228,7 @@ class Runner:
         # An engine changes global state of its process, and DeepSpeed keeps the first process group for good: only
         # cells of one engine, stage, engine variant and model share ranks. The judge's process never imports an engine.
         observe_task = RankTask(
-            observe_and_judge.observe,
+            self._observe,
             (cell, self.seed, str(evidence_dir), claims, options),
             cell.world_size,
             self.timeout,

@@ -1,0 +1,136 @@
+"""`zharness check --changed`: the functions that a change touches, and the cells that reach them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from suites.warm import programs
+from zharness.cell import Cell
+from zharness.errors import UsageError
+from zharness.run.changed_cells import find_reaching_cells, order_cells
+from zharness.run.changed_functions import name_functions, parse_diff
+from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
+from zharness.run.plan import PlannedCell
+from zharness.run.reach import CellReach, read_reach
+
+SOURCE = """\
+LIMIT = 3
+
+
+class Engine:
+    @property
+    def norm(
+        self,
+    ):
+        def inner():
+            return 1
+
+        return inner()
+
+    def step(self):
+        return LIMIT
+"""
+ENGINE = """\
+from zharness.engines import get
+
+
+class Engine:
+    def __init__(self, model, config):
+        self.inner = get("ddp")(model, config)
+        self.capabilities = self.inner.capabilities
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+    def full_grads(self):
+        return correct(self.inner.full_grads())
+
+
+def correct(grads):
+    return grads
+"""
+DIFF = """\
+--- a/p/a.py
++++ b/p/a.py
+@@ -3 +3,2 @@ def f
+-x
++y
++z
+@@ -9,2 +10,0 @@
+-a
+-b
+--- a/p/b.py
++++ /dev/null
+@@ -1 +0,0 @@
+-c
+"""
+LAWS = ("training.grads", "training.sgd_step")
+
+
+def make_cell(law: str, stage: int = 0, variant: str = "") -> PlannedCell:
+    return PlannedCell(Cell(law, "reference", stage, 2, "fp32", "mlp", variant))
+
+
+def test_a_line_belongs_to_the_innermost_function() -> None:
+    functions = list_functions(SOURCE)
+    assert [function.name for function in functions] == ["Engine.norm", "Engine.norm.inner", "Engine.step"]
+    assert find_functions_of_lines(functions, {1, 4}, with_signatures=True) == {MODULE_LEVEL}
+    assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
+    assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
+    assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
+    assert name_functions(SOURCE, range(14, 16)) == {"Engine.step"}
+
+
+def test_a_diff_has_the_lines_of_both_sides() -> None:
+    hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
+    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], [])]
+
+
+def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_round() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 1, "sgd")]
+    functions = [{"f:a"}, {"f:a", "f:rare"}, {"f:other"}, {"f:a"}]
+    reach = {cell.cell.id: CellReach(frozenset(names), 1.0) for cell, names in zip(cells, functions, strict=True)}
+    reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
+    assert list(order_cells(reaching, reach)) == [cells[1], cells[3], cells[0]]
+    assert set(find_reaching_cells(cells, reach, {f"f:{MODULE_LEVEL}"})) == set(cells)
+    assert not find_reaching_cells(cells, reach, {f"g:{MODULE_LEVEL}"})
+
+
+def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"case": "x"}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="expected a file that `zharness check --record-reach FILE` wrote"):
+        read_reach(path)
+
+
+def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
+    package = tmp_path / "shop"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "engine.py").write_text(ENGINE, encoding="utf-8")
+    for command in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)  # noqa: S607
+    check = ("-m", "zharness", "check", *LAWS, "--engine", "shop.engine:Engine", "--stage", "0", "--model", "mlp")
+    recorded = programs.run(*check, "--record-reach", "reach.jsonl", folder=tmp_path)
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    names = json.loads((tmp_path / "reach.jsonl").read_text(encoding="utf-8").splitlines()[0])["functions"]
+    assert {"shop/engine.py:Engine.full_grads", "shop/engine.py:correct"} <= set(names)
+    changed = ENGINE.replace("return grads", "return {name: 2 * grad for name, grad in grads.items()}")
+    (package / "engine.py").write_text(changed, encoding="utf-8")
+    found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "functions that differ from HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2" in found.stdout
+    assert "FAIL training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
+    refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "expected a commit of the repository" in refused.stderr
+    alone = programs.run(*check, "--changed", "HEAD", folder=tmp_path)
+    assert alone.returncode == 2
+    assert "--changed and --reach need each other" in alone.stderr

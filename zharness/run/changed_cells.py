@@ -1,0 +1,113 @@
+"""Choose the cells that reach the functions which a change touches, those that are likely to fail first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from zharness.run.changed_functions import find_changed_functions
+from zharness.run.engine_sources import MODULE_LEVEL
+from zharness.run.plan import PlannedCell
+from zharness.run.reach import CellReach, read_reach
+
+MAX_NAMED = 5  # functions in a sentence
+MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
+
+
+@dataclass(frozen=True)
+class ChangeSelection:
+    """The commit with which an engine's source is compared, and the record of the functions that each cell reaches."""
+
+    base: str
+    reach_file: Path
+
+
+@dataclass(frozen=True)
+class ChangedCells:
+    """The cells to run for a change, in the order in which they run, and a sentence on what was selected."""
+
+    cells: tuple[PlannedCell, ...]
+    description: str
+
+
+def select_changed_cells(planned: Sequence[PlannedCell], selection: ChangeSelection) -> ChangedCells:
+    """Select the cells of ``planned`` that reach a changed function of their engine. Raises UsageError."""
+    reach = read_reach(selection.reach_file)
+    runnable = [cell for cell in planned if not cell.unsupported_reason]
+    cells, sentences = list[PlannedCell](), list[str]()
+    for engine in dict.fromkeys(cell.cell.engine for cell in runnable):
+        changed = find_changed_functions(engine, selection.base)
+        own = [cell for cell in runnable if cell.cell.engine == engine]
+        chosen = find_reaching_cells(own, reach, changed)
+        cells += order_cells(chosen, reach)
+        sentences.append(describe_selection(engine, selection.base, changed, own, chosen, reach))
+    return ChangedCells(tuple(cells), "\n".join(sentences))
+
+
+def describe_selection(
+    engine: str,
+    base: str,
+    changed: Set[str],
+    cells: Sequence[PlannedCell],
+    reaching: Mapping[PlannedCell, frozenset[str]],
+    reach: Mapping[str, CellReach],
+) -> str:
+    """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches."""
+    parts = [
+        f"{engine}: functions that differ from {base}: {len(changed)}{name_some(changed)}",
+        f"cells that reach them: {len(reaching)} of {len(cells)}",
+    ]
+    missed = changed - frozenset().union(*reaching.values())
+    if missed:
+        parts.append(f"functions that no cell reaches: {len(missed)}{name_some(missed)}")
+    unknown = sum(cell.cell.id not in reach for cell in cells)
+    if unknown:
+        parts.append(f"cells that are not in the record, and do not run: {unknown}")
+    return "; ".join(parts)
+
+
+def name_some(functions: Set[str]) -> str:
+    """Return the first of ``functions`` in parentheses, or nothing if there is none."""
+    shown = ", ".join(sorted(functions)[:MAX_NAMED])
+    return f" ({shown}{', ...' if len(functions) > MAX_NAMED else ''})" if functions else ""
+
+
+def find_reaching_cells(
+    cells: Sequence[PlannedCell], reach: Mapping[str, CellReach], changed: Set[str]
+) -> dict[PlannedCell, frozenset[str]]:
+    """Return each cell that reaches a function of ``changed``, with those that it reaches.
+
+    A change of a file outside of its functions is reached by every cell that reaches any function of the file.
+    """
+    modules = {name.removesuffix(MODULE_LEVEL) for name in changed if name.endswith(f":{MODULE_LEVEL}")}
+    reaching = {}
+    for cell in cells:
+        functions = reach[cell.cell.id].functions if cell.cell.id in reach else frozenset()
+        files = {name[: name.rindex(":") + 1] for name in functions} if modules else set()
+        found = frozenset(functions & changed) | frozenset(f"{name}{MODULE_LEVEL}" for name in modules & files)
+        if found:
+            reaching[cell] = found
+    return reaching
+
+
+def order_cells(
+    reaching: Mapping[PlannedCell, frozenset[str]], reach: Mapping[str, CellReach]
+) -> Iterator[PlannedCell]:
+    """Yield the cells in rounds: in each round one cell of each law variant, the most promising first.
+
+    A cell promises more, the fewer cells reach the changed functions that it reaches, and the shorter it is.
+    """
+    counts = Counter(name for functions in reaching.values() for name in functions)
+
+    def rate(cell: PlannedCell) -> float:
+        """Return how promising a cell is."""
+        rarity = sum(1 / counts[name] for name in reaching[cell])
+        return rarity / max(MIN_SECONDS, reach[cell.cell.id].seconds)
+
+    queues: dict[tuple[str, str], list[PlannedCell]] = {}
+    for cell in sorted(reaching, key=lambda cell: -rate(cell)):
+        queues.setdefault((cell.cell.law, cell.cell.variant), []).append(cell)
+    for position in range(max(map(len, queues.values()), default=0)):
+        yield from (queue[position] for queue in queues.values() if position < len(queue))

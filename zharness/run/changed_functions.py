@@ -1,0 +1,86 @@
+"""Find the functions of an engine's source that differ from a commit of its repository."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zharness.engines.registry import find_checkout, info
+from zharness.errors import UsageError
+from zharness.run.engine_sources import find_functions_of_lines, find_source_files, list_functions, list_source_modules
+from zharness.run.reach import shorten_path
+
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """The lines of one change in a file: those that the commit has, and those that the working tree has."""
+
+    path: str
+    old_lines: range
+    new_lines: range
+
+
+def find_changed_functions(engine: str, base: str) -> set[str]:
+    """Return the functions of an engine's source that differ from the commit ``base``, named as in a record of reach.
+
+    Lines outside of all functions count as a function ``<module>`` of their file. Raises UsageError if the source is
+    not in a git repository, or if ``base`` is no commit.
+    """
+    modules = list_source_modules(info(engine))
+    checkout = find_checkout(engine)
+    if checkout is not None:
+        sources = list(checkout.package.rglob("*.py"))
+    else:
+        sources = [Path(path) for path in find_source_files(modules)]
+    if not sources:
+        raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
+    root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
+    diff = run_git(root, engine, "diff", "--unified=0", "--no-color", "--no-ext-diff", "--no-renames", base, "--")
+    by_path = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
+    changed = set[str]()
+    for hunk in parse_diff(diff):
+        if hunk.path in by_path:
+            path = by_path[hunk.path]
+            old = run_git(root, engine, "show", f"{base}:{hunk.path}") if hunk.old_lines else ""
+            names = name_functions(old, hunk.old_lines) | name_functions(path.read_text("utf-8"), hunk.new_lines)
+            changed |= {f"{shorten_path(path, modules)}:{name}" for name in names}
+    return changed
+
+
+def parse_diff(diff: str) -> Iterator[Hunk]:
+    """Yield the hunks of a diff without context lines, of the files that the working tree still has."""
+    path = ""
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/") if line.startswith("+++ b/") else ""
+        elif path and (match := _HUNK.match(line)):
+            old, old_count, new, new_count = (int(text) if text is not None else 1 for text in match.groups())
+            yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
+
+
+def name_functions(source: str, lines: range) -> set[str]:
+    """Return the functions of a file's ``source`` that have ``lines``, their signatures included."""
+    try:
+        return find_functions_of_lines(list_functions(source), set(lines), with_signatures=True)
+    except SyntaxError as error:
+        raise UsageError(f"a changed file is not valid Python: {error}") from error
+
+
+def run_git(folder: Path, engine: str, *arguments: str) -> str:
+    """Return the output of git in ``folder``. Raises UsageError if git fails."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise UsageError(f"--changed needs git: {error}") from error
+    if done.returncode:
+        raise UsageError(
+            f"--changed compares the source of {engine} with a commit, and git says: {done.stderr.strip()}; expected a "
+            "commit of the repository that has this source, such as --engine NAME@CHECKOUT --changed main"
+        )
+    return done.stdout

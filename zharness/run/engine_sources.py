@@ -1,0 +1,101 @@
+"""Find the source files of an engine, and the functions in them, without importing the engine."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from zharness.engines.registry import EngineInfo
+from zharness.errors import UsageError
+
+MINIMUM_VERSION = (7, 6, 2)  # of coverage.py: the first whose JSON report has functions
+MODULE_LEVEL = "<module>"  # the name of the lines of a file that are in no function
+
+
+@dataclass(frozen=True)
+class FunctionLines:
+    """A function of a source file, with its qualified name and the lines from its signature to its end.
+
+    ``first_body_line`` is the first line that runs when the function is called. A nested function is not part of the
+    outer one.
+    """
+
+    name: str
+    first_line: int
+    first_body_line: int
+    last_line: int
+
+
+def require_coverage(option: str) -> None:
+    """Raise UsageError, which names the ``option``, unless coverage.py is installed and new enough."""
+    try:
+        import coverage
+    except ImportError:
+        raise UsageError(f"{option} needs coverage.py; pip install 'zharness[coverage]'") from None
+    if coverage.version_info[:3] < MINIMUM_VERSION:
+        wanted = ".".join(map(str, MINIMUM_VERSION))
+        raise UsageError(
+            f"{option} needs coverage.py {wanted}, got {coverage.__version__}; pip install 'zharness[coverage]'"
+        )
+
+
+def list_source_modules(engine_info: EngineInfo) -> tuple[str, ...]:
+    """Return the modules and packages of an engine; without a declaration, the top-level package of its factory."""
+    return engine_info.sources or (engine_info.target.partition(":")[0].partition(".")[0],)
+
+
+@cache
+def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
+
+    A module that the installed release lacks has none. Nothing is imported: some packages replace functions of torch
+    when they are imported, and plain PyTorch could not run beside the engine any more.
+    """
+    found: dict[str, None] = {}
+    for name in modules:
+        package, *inner = name.split(".")
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            path = Path(folder, *inner)
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+            found |= dict.fromkeys(str(file) for file in files if file.is_file())
+    return tuple(found)
+
+
+def list_functions(source: str) -> list[FunctionLines]:
+    """Return the functions and methods of a file's ``source``, inner ones behind the outer one. Raises SyntaxError."""
+    found: list[FunctionLines] = []
+
+    def collect(node: ast.AST, prefix: str) -> None:
+        """Add the functions below ``node``, whose qualified names begin with ``prefix``."""
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = f"{prefix}{child.name}."
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                last = child.end_lineno or child.lineno
+                found.append(FunctionLines(name[:-1], first, child.body[0].lineno, last))
+            collect(child, name)
+
+    collect(ast.parse(source), "")
+    return found
+
+
+def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
+    """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
+
+    ``with_signatures`` says whether the lines of a signature belong to the function or to what is around it.
+    """
+    names = set()
+    for line in lines:
+        holders = [
+            function.name
+            for function in functions
+            if (function.first_line if with_signatures else function.first_body_line) <= line <= function.last_line
+        ]
+        names.add(holders[-1] if holders else MODULE_LEVEL)
+    return names

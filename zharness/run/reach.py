@@ -1,0 +1,126 @@
+"""Record which functions of an engine's source each cell reaches, and read such a record.
+
+The record is a file of JSON lines. The first line has the names of all functions, as in
+``deepspeed/runtime/engine.py:DeepSpeedEngine.step``, and each other line a cell with the numbers of those that it
+reached. coverage.py measures on the ranks, which makes a run two to three times as long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from zharness.cell import Cell
+from zharness.engines import Capabilities
+from zharness.engines.registry import info
+from zharness.errors import UsageError
+from zharness.run.engine_sources import (
+    MODULE_LEVEL,
+    FunctionLines,
+    find_functions_of_lines,
+    find_source_files,
+    list_functions,
+    list_source_modules,
+)
+from zharness.run.observe_and_judge import observe
+from zharness.run.record import Record
+
+
+@dataclass(frozen=True)
+class CellReach:
+    """The functions that the ranks of one cell reached, and the seconds that the cell took."""
+
+    functions: frozenset[str]
+    seconds: float
+
+
+def observe_with_reach(
+    folder: str, cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]
+) -> None:
+    """On every rank: observe the cell, and write the functions that it reached into a new file in ``folder``.
+
+    What a rank that is killed has reached is lost.
+    """
+    from coverage import Coverage
+
+    modules = list_source_modules(info(cell.engine))
+    measurement = Coverage(data_file=None, include=list(find_source_files(modules)), config_file=False)
+    measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
+    measurement.start()
+    try:
+        observe(cell, salt, evidence_dir, capabilities, options)
+    finally:
+        measurement.stop()
+        data = measurement.get_data()
+        functions = {
+            f"{shorten_path(Path(path), modules)}:{name}"
+            for path in data.measured_files()
+            for name in find_functions_of_lines(
+                read_functions(path), set(data.lines(path) or ()), with_signatures=False
+            )
+            if name != MODULE_LEVEL
+        }
+        content = json.dumps({"cell": cell.id, "functions": sorted(functions)})
+        Path(folder, f"{os.getpid()}.{uuid4().hex}.json").write_text(content, encoding="utf-8")
+
+
+@cache
+def read_functions(path: str) -> list[FunctionLines]:
+    """Return the functions of a source file."""
+    return list_functions(Path(path).read_text(encoding="utf-8"))
+
+
+def shorten_path(path: Path, modules: tuple[str, ...]) -> str:
+    """Return the path of a source file from the folder of its top-level package on, with slashes."""
+    packages = {module.partition(".")[0] for module in modules}
+    start = next(number for number, part in enumerate(path.parts) if part in packages and is_top_level(path, number))
+    return "/".join(path.parts[start:])
+
+
+def is_top_level(path: Path, number: int) -> bool:
+    """Return whether the folder ``path.parts[number]`` is a package whose parent folder is none."""
+    folder = Path(*path.parts[: number + 1])
+    return (folder / "__init__.py").is_file() and not (folder.parent / "__init__.py").is_file()
+
+
+def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
+    """Write what the ranks have left in ``folder`` into the record ``path``. Raises UsageError if that fails."""
+    seconds = {record.cell.id: record.seconds for record in records}
+    reached = dict[str, set[str]]()
+    for file in folder.glob("*.json"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        reached.setdefault(content["cell"], set()).update(content["functions"])
+    names = sorted(set().union(*reached.values()))
+    numbers = {name: number for number, name in enumerate(names)}
+    lines = [
+        {"cell": cell, "seconds": round(seconds[cell], 3), "functions": sorted(numbers[name] for name in functions)}
+        for cell, functions in reached.items()
+        if cell in seconds
+    ]
+    try:
+        with path.open("w", encoding="utf-8") as output:
+            output.writelines(json.dumps(line) + "\n" for line in ({"functions": names}, *lines))
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error}") from error
+
+
+def read_reach(path: Path) -> dict[str, CellReach]:
+    """Read the record ``path``: what each cell reached, by the cell's id. Raises UsageError if it is no record."""
+    try:
+        head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        names = head["functions"]
+        return {
+            line["cell"]: CellReach(frozenset(names[number] for number in line["functions"]), line["seconds"])
+            for line in lines
+        }
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UsageError(
+            f"cannot read {path} ({type(error).__name__}: {error}); expected a file that "
+            "`zharness check --record-reach FILE` wrote"
+        ) from error
