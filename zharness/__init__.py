@@ -41,7 +41,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``, ``law_kit/backward_calls.py``) around a model (``workload/models.py``,
-   ``workload/nested_tensors.py``, ``workload/nets.py``). ``comm.py`` has the
+   ``workload/nested_tensors.py``, ``workload/nets.py``, ``workload/synchronized_norm.py``). ``comm.py`` has the
    collectives of ranks, ``torch_private.py`` the private parts of torch. ``parity/snapshot.py`` writes the evidence,
    ``parity/contamination.py`` what the engine changed in the process.
 5. The reference engine, in step 4. ``reference/initialize.py`` reads the JSON
