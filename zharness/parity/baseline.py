@@ -1,8 +1,9 @@
 """Define the baseline: the plain model, run for each rank in turn in a process that never imports an engine.
 
-Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers. A cache
-would save little: in the median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). Exact scenarios
-(zharness/law_kit/scenarios.py) and certificates are cached, because they run the baseline in float64 as well.
+Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers: in the
+median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). For large models of users
+``baseline_cache.py`` keeps results between runs. Exact scenarios (zharness/law_kit/scenarios.py) and certificates are
+cached, because they run the baseline in float64 as well.
 """
 
 from __future__ import annotations
