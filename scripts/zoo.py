@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "your-model.md"
 ENGINES = {"reference": (3,), "ddp": (0,), "zero1": (1,), "fsdp2": (3,), "deepspeed": (1, 2, 3)}
 MODELS = {
     "suites.model.tiny": ("perceptron",),
-    "suites.model.zoo": ("batch_norm", "conv_net", "dropping", "lstm", "recurrent", "unused"),
+    "suites.model.zoo": ("batch_norm", "conv_net", "dropping", "lstm", "recurrent", "sync_norm", "unused"),
     "suites.model.zoo_parts": (
         *("group_norm", "instance_norm", "experts", "tied", "quantized", "dict_output", "dataclass_output"),
         *("nested_output", "complex_part", "float64_part", "late", "recomputed", "encoder", "weight_norm", "gru"),

@@ -44,7 +44,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``, ``law_kit/backward_calls.py``) around a model (``workload/models.py``,
-   ``workload/nested_tensors.py``, ``workload/nets.py``). ``comm.py`` has the
+   ``workload/nested_tensors.py``, ``workload/nets.py``, ``workload/synchronized_norm.py``). ``comm.py`` has the
    collectives of ranks, ``torch_private.py`` the private parts of torch. ``parity/snapshot.py`` writes the evidence,
    ``parity/contamination.py`` what the engine changed in the process.
 5. The reference engine, in step 4. ``reference/initialize.py`` reads the JSON
@@ -67,8 +67,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    (``world/outcome.py``, ``world/leftovers.py``), its deadline passes (``world/deadline.py``,
    ``world/postmortem.py``) or it can only wait for a rank that will not come (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
-   ``parity/baseline.py``; ``parity/compare.py`` compares within ``parity/bounds.py`` or exactly
-   (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
+   ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
+   ``parity/bounds.py`` or exactly (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
 8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
    ``run/record.py`` is the JSON line. ``run/outcomes.py`` has the exit code; ``report/matrix.py``,
    ``report/engine_names.py``,

@@ -33,6 +33,11 @@ def of_120_mib() -> Any:
     return nn.Sequential(nn.Linear(5, 5600), nn.Linear(5600, 5600)), draw, score
 
 
+def of_100_million() -> Any:
+    """Return a model of 382 MiB, with 100 M parameters."""
+    return nn.Sequential(nn.Linear(5, 10000), nn.Linear(10000, 10000)), draw, score
+
+
 def of_4_mib() -> Any:
     """Return a model of 4 MiB."""
     return nn.Sequential(nn.Linear(5, 1 << 10), nn.Linear(1 << 10, 1 << 10)), draw, score

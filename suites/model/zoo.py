@@ -21,6 +21,15 @@ def sync_norm() -> Any:
     return nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm()[0]), draw, score
 
 
+class OwnSyncNorm(nn.SyncBatchNorm):
+    """A class of the user's own."""
+
+
+def own_sync_norm() -> Any:
+    """Return a perceptron whose synchronized norm is of a class of its own."""
+    return nn.Sequential(nn.Linear(5, 8), OwnSyncNorm(8), nn.Linear(8, 3)), draw, score
+
+
 def conv_net() -> Any:
     """Return a convolutional network with batch norm."""
     model = nn.Sequential(

@@ -40,7 +40,7 @@ def right(baseline: Baseline) -> dict[str, Tensor]:
 def test_torch_s_own_kernels_pass_in_orders_that_were_not_calibrated_on(name: str, seed: int) -> None:
     baseline = build_baseline(name, seed)
     for number in range(CALIBRATION_RUNS, CALIBRATION_RUNS + 4):
-        found = judged(baseline, dict(run_permuted_plain(SampleRuns.record(baseline, baseline.batch(0, 0)), number)))
+        found = judged(baseline, dict(run_permuted_plain(SampleRuns.record(baseline, 0, 0), number)))
         assert found.mismatch is None
         assert found.tier is Tier.CALIBRATED
         assert found.ratio < 1
@@ -135,7 +135,7 @@ def test_only_the_refusal_of_batch_norm_means_that_samples_depend_on_each_other(
     message: str, is_batch_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baseline = build_baseline("mlp")
-    runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+    runs = SampleRuns.record(baseline, 0, 0)
     oracle = runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True)
 
     def refuse(*args: object, **options: object) -> None:

@@ -346,7 +346,7 @@ def test_the_least_sensitive_cell_decides_which_errors_all_cells_would_find() ->
     assert "1 cell by tier X, 1 cell by tier S; the largest error is 0.4 of its bound" in message
     assert "a scale error of 1.0e-03" in message
     assert "6 lost elements" in message
-    assert "5 of 100 elements are undetermined\n" in message
+    assert "5 of 100 elements are undetermined, that is smaller than their bound\n" in message
     assert "NOTE 1 cell: why" in message
     assert "tier C" not in message
     for words in ("tier X: all sums are exact", "tier S: each part", "a scale error is"):

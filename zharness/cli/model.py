@@ -85,6 +85,12 @@ from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
     metavar="RECORD",
     help="File that --jsonl wrote in an earlier run: exit with 1 only if a law got worse since then.",
 )
+@click.option(
+    "--baseline-cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder in which plain PyTorch's losses and gradients are kept for later runs.",
+)
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
@@ -103,6 +109,7 @@ def model(
     jobs: int | None,
     ignore_memory_limit: bool,
     against: Path | None,
+    baseline_cache: Path | None,
     jsonl: Path | None,
     html: Path | None,
     junitxml: Path | None,
@@ -121,6 +128,7 @@ def model(
     require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
     from zharness.mesh import Mesh
+    from zharness.parity.baseline_cache import use_cache
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.report.model_outputs import ModelOutputs
     from zharness.run.check_loop import RunOptions
@@ -154,4 +162,5 @@ def model(
             )
     options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
     outputs = ModelOutputs(jsonl, html, junitxml, against)
-    return run_model_matrix(matrix, options, outputs, prepare_rank_environment)
+    with use_cache(baseline_cache, lambda line: click.echo(line, err=True)):
+        return run_model_matrix(matrix, options, outputs, prepare_rank_environment)

@@ -99,12 +99,14 @@ def run_plain_forwards(
     for _ in range(ctx.setting.accumulation_steps):
         if ctx.claims.buffers is BufferPromise.FROM_RANK_0:
             buffers = [buffers[0]] * ctx.data_size
-        buffers = [
-            train_micro_batch(
-                ctx.baseline, permute(ctx.baseline.batch(rank, step), order_seed), params, rank_buffers, wide
-            )
-            for rank, rank_buffers in enumerate(buffers)
-        ]
+        before_step = buffers
+
+        def train(rank: int) -> dict[str, Tensor]:
+            """Train the micro-batch of one rank."""
+            batch = permute(ctx.baseline.batch(rank, step), order_seed)
+            return train_micro_batch(ctx.baseline, batch, params, before_step[rank], wide)  # noqa: B023 - called at once
+
+        buffers = ctx.baseline.run_ranks(train)
     return buffers
 
 

@@ -39,6 +39,7 @@ from zharness.parity.bounds import gamma, mean_and_bound
 from zharness.parity.certificate import is_power_of_two
 from zharness.parity.compare import check_names
 from zharness.workload import ModelSpec
+from zharness.workload.synchronized_norm import has_independent_ranks
 
 DEFAULT_STEPS = "3"
 
@@ -147,6 +148,11 @@ def judge_checkpointing(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_accumulation(ctx: RankContext) -> None:
     """Record the gradients of each rank's micro-batches alone, and those of a window that accumulates all of them."""
     owner = AccumulationOwner(ctx.variant)
+    if not has_independent_ranks(ctx.spec.model(ctx.seed)):
+        raise UsageError(
+            f"the model of {ctx.spec.name} has a SyncBatchNorm, through which the loss of one rank reaches the "
+            "gradients of the others, so that no micro-batch has a gradient of its own"
+        )
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for micro, chosen in product(range(WINDOW), range(ctx.data_size)):
         number = micro * ctx.data_size + chosen
@@ -210,6 +216,7 @@ LAWS = (
             for owner, feature in OWNER_FEATURES.items()
         ),
         compares_later_forwards=True,
+        applies_to_module=has_independent_ranks,
         only_own_kernels=True,  # elsewhere training.accumulation compares with plain PyTorch
     ),
     Law(

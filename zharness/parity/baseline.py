@@ -1,8 +1,9 @@
 """Define the baseline: the plain model, run for each rank in turn in a process that never imports an engine.
 
-Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers. A cache
-would save little: in the median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). Exact scenarios
-(zharness/law_kit/scenarios.py) and certificates are cached, because they run the baseline in float64 as well.
+Every cell runs the baseline again, although cells that differ only in engine and stage need the same numbers: in the
+median cell the baseline takes 6 % of the time (scripts/cost_of_comparing.py). For large models of users
+``baseline_cache.py`` keeps results between runs. Exact scenarios (zharness/law_kit/scenarios.py) and certificates are
+cached, because they run the baseline in float64 as well.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zharness.workload import Batch, ModelSpec
+from zharness.workload.synchronized_norm import has_synchronized_norm, run_jointly
 
+T = TypeVar("T")
 Objective = Callable[[Any, Batch], Tensor]
 LossWeighting = Callable[[Tensor, int], Tensor]  # (loss, rank) -> the tensor that backward starts from
 
@@ -74,6 +77,21 @@ class Baseline:
         """Return the dtype of each parameter in the model that ``spec`` builds, before any conversion to ``dtype``."""
         return read_parameter_dtypes(self.spec, self.seed)
 
+    @property
+    def joins_ranks(self) -> bool:
+        """Return whether a rank's loss depends on the micro-batches of other ranks, by a SyncBatchNorm."""
+        return self.data_size > 1 and is_joined_model(self.spec, self.seed)
+
+    def run_ranks(self, run: Callable[[int], T]) -> list[T]:
+        """Return ``run(rank)`` for all ranks, in rank order; a SyncBatchNorm sees the rows of all of them."""
+        if self.joins_ranks:
+            return run_jointly([partial(run, rank) for rank in range(self.data_size)])
+        return [run(rank) for rank in range(self.data_size)]
+
+    def run_for(self, rank: int, run: Callable[[int], T]) -> T:
+        """Return ``run(rank)``; the other ranks run too if a SyncBatchNorm needs their rows."""
+        return self.run_ranks(run)[rank] if self.joins_ranks else run(rank)
+
     def build_module(self, params: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Build a new plain model; copy the weights ``params`` into it unless ``params`` is None.
 
@@ -115,6 +133,17 @@ class Baseline:
         If ``weigh`` is given, backward starts from ``weigh(loss, rank)``, but the returned loss is the one before
         ``weigh``.
         """
+        return self.run_for(rank, partial(self._run_local, step, params, objective, weigh))
+
+    def _run_local(
+        self,
+        step: int,
+        params: Mapping[str, Tensor] | None,
+        objective: Objective | None,
+        weigh: LossWeighting | None,
+        rank: int,
+    ) -> LocalResult:
+        """Run one rank's micro-batch in this thread, as ``run_rank`` describes."""
         model, batch = self.build_module(params), self.batch(rank, step)
         loss = (objective or self.objective)(self.compute_output(model, batch), batch)
         weighed = loss if weigh is None else weigh(loss, rank)
@@ -127,8 +156,13 @@ class Baseline:
 
         torch's recurrent layers have other kernels under no_grad, which round differently.
         """
-        model, batch = self.build_module(params), self.batch(rank, step)
-        return LocalResult(self.objective(self.compute_output(model, batch), batch).detach(), {})
+
+        def run(rank: int) -> LocalResult:
+            """Run the forward of one rank's micro-batch."""
+            model, batch = self.build_module(params), self.batch(rank, step)
+            return LocalResult(self.objective(self.compute_output(model, batch), batch).detach(), {})
+
+        return self.run_for(rank, run)
 
     def run_all_ranks(
         self,
@@ -138,7 +172,7 @@ class Baseline:
         weigh: LossWeighting | None = None,
     ) -> list[LocalResult]:
         """Return the results of ``run_rank`` for all ranks, in rank order."""
-        return [self.run_rank(rank, step, params, objective, weigh) for rank in range(self.data_size)]
+        return self.run_ranks(partial(self._run_local, step, params, objective, weigh))
 
 
 def autocast_context(dtype: torch.dtype | None, cast_cache: CastCache = CastCache.ONCE) -> torch.autocast:
@@ -155,6 +189,12 @@ def read_parameter_dtypes(spec: ModelSpec, seed: int) -> Mapping[str, torch.dtyp
     cell's.
     """
     return {name: parameter.dtype for name, parameter in spec.model(seed).named_parameters()}
+
+
+@lru_cache(maxsize=64)
+def is_joined_model(spec: ModelSpec, seed: int) -> bool:
+    """Return whether the model that ``spec`` builds for ``seed`` normalizes over the rows of all ranks."""
+    return has_synchronized_norm(spec.model(seed))
 
 
 def run_local(model: nn.Module, batch: Batch, objective: Objective, loss_scale: float = 1.0) -> LocalResult:

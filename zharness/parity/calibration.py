@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
 from zharness.parity.compare import build_mismatch
-from zharness.parity.comparison import Comparison, MismatchTensors, Part, TensorLocation, Tier
+from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation, Tier
 from zharness.parity.sample_draws import find_sample_dims, record_draws, replay_draws
 from zharness.workload import Batch
 
@@ -62,19 +62,27 @@ class Calibration:
 
 @dataclass(frozen=True)
 class SampleRuns:
-    """Runs of plain PyTorch on some samples of a micro-batch, in which each sample meets the same random numbers.
+    """Runs of plain PyTorch on some samples of one rank's micro-batch, each of which meets the same random numbers.
 
-    ``draws`` are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims``
-    the dimension of each that counts samples.
+    ``loss_weights`` has a factor for the loss of each rank; it counts where a SyncBatchNorm joins the ranks. ``draws``
+    are the random tensors that the forward and backward of the whole micro-batch drew, and ``sample_dims`` the
+    dimension of each that counts samples.
     """
 
     baseline: Baseline
-    batch: Batch
+    rank: int
+    step: int
+    loss_weights: tuple[float, ...]
     draws: tuple[Tensor, ...]
     sample_dims: tuple[int, ...] = ()
 
+    @property
+    def batch(self) -> Batch:
+        """The micro-batch of the rank."""
+        return self.baseline.batch(self.rank, self.step)
+
     @classmethod
-    def record(cls, baseline: Baseline, batch: Batch) -> SampleRuns:
+    def record(cls, baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = ()) -> SampleRuns:
         """Run the whole micro-batch to record what it draws, and half of it to find its samples in these numbers.
 
         Raises SharedDrawError.
@@ -85,18 +93,22 @@ class SampleRuns:
             model = baseline.build_module()  # outside the recording, since initializing weights draws numbers too
             return record_draws(lambda: plain_gradients(baseline, model, part))
 
+        batch = baseline.batch(rank, step)
         draws = record_part(batch)
         if not draws:
-            return cls(baseline, batch, draws)
+            return cls(baseline, rank, step, loss_weights, draws)
         half = batch.map_tensors(lambda tensor: tensor[: max(1, batch.num_samples // 2)])
-        return cls(baseline, batch, draws, find_sample_dims(draws, record_part(half)))
+        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, record_part(half)))
 
     def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
         """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
 
+        Where a SyncBatchNorm joins the ranks, they are the sum over all ranks of what the weighted losses give.
         Raises SharedDrawError if random numbers cannot be assigned to samples.
         """
         chosen, model = self.batch.map_tensors(lambda tensor: tensor[rows]), self.baseline.build_module()
+        if self.baseline.joins_ranks:
+            return self._sum_over_ranks(chosen, wide)
 
         def run() -> Grads:
             """Run forward and backward of the chosen samples."""
@@ -105,6 +117,21 @@ class SampleRuns:
             return plain_gradients(self.baseline, model, chosen)
 
         return replay_draws(run, self.draws, rows, self.batch.num_samples, self.sample_dims)
+
+    def _sum_over_ranks(self, chosen: Batch, wide: bool) -> Grads:
+        """Return the sum of all ranks' gradients of their weighted losses, where ``chosen`` is this rank's batch."""
+
+        def run(rank: int) -> Grads:
+            """Run forward and backward of one rank from its weighted loss."""
+            batch = chosen if rank == self.rank else self.baseline.batch(rank, self.step)
+            model = self.baseline.build_module()
+            if wide:
+                model, batch = convert_to_float64(model, batch)
+            loss = self.baseline.objective(self.baseline.compute_output(model, batch), batch)
+            return run_backward(model, loss * self.loss_weights[rank], self.baseline.loss_scale).grads
+
+        parts = self.baseline.run_ranks(run)
+        return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[self.rank]}
 
     def compute_mean_grads(self, order: Tensor, size: int, wide: bool = False) -> Grads:
         """Return the mean of the gradients of micro-batches of ``size`` samples, which follow each other in ``order``.
@@ -117,14 +144,15 @@ class SampleRuns:
 
 
 @lru_cache(maxsize=64)
-def calibrate(baseline: Baseline, rank: int, step: int = 0) -> Calibration:
+def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[float, ...] = ()) -> Calibration:
     """Compute the calibration of one rank's micro-batch at the initial weights.
 
     The result does not depend on engine or stage, so each process computes it only once. If the loss is not a mean over
     independent samples, as with batch norm, the plain runs only permute the samples, and the unit of an element is its
-    gradient. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
+    gradient. Where a SyncBatchNorm joins the ranks, the gradient is that of the sum of all ranks' losses times
+    ``loss_weights``. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
     """
-    runs = SampleRuns.record(baseline, baseline.batch(rank, step))
+    runs = SampleRuns.record(baseline, rank, step, loss_weights)
     samples = torch.arange(runs.batch.num_samples)
     oracle = dict(runs.compute_grads(samples, wide=True))
     sample_grads = find_sample_grads(runs, oracle)
@@ -266,7 +294,7 @@ def compare_calibrated(location: TensorLocation, calibration: Calibration, grads
     worst = max(sizes, key=lambda name: float(sizes[name].max()) if sizes[name].numel() else 0.0)
     bound = limits.max_error * calibration.units[worst]
     wrong, error = sizes[worst] == sizes[worst].max(), sizes[worst] * calibration.units[worst]
-    named = replace(location, name=worst, part=Part.LOCAL_GRADIENT)
+    named = replace(location, name=worst)
     # The engine computed in float32 and unscaled its gradients in float64, so ULPs are counted in float32.
     actual = grads[worst].float()
     element = build_mismatch(named, calibration.oracle[worst], actual, bound, error, wrong)

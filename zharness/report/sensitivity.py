@@ -43,8 +43,9 @@ def describe_sensitivity(records: Sequence[Record]) -> str:
         f"{tier_counts}; the largest error is {max(record.ratio or 0.0 for record in records):.2g} of its bound\n"
         f"  every cell would find, in any tensor, a scale error of {smallest_scale_error(bluntest):.1e} (the least "
         f"sensitive: {bluntest.cell.id}) and "
-        f"{most_lost.wrong_elements} lost elements (the least sensitive: {most_lost.cell.id}); "
-        f"{undetermined} of {elements} elements are undetermined"
+        f"{most_lost.wrong_elements} lost element{'' if most_lost.wrong_elements == 1 else 's'} "
+        f"(the least sensitive: {most_lost.cell.id}); "
+        f"{undetermined} of {elements} elements are undetermined, that is smaller than their bound"
     )
 
 

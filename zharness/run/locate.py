@@ -41,15 +41,19 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
     Call this function in a process that never imported the engine.
     """
     baseline = build_baseline(cell, salt, capabilities)
-    for rank in range(cell.world_size):
+
+    def record(rank: int) -> None:
+        """Record the trace of one rank."""
         model, batch = baseline.build_module(), baseline.batch(rank, step)
 
         def run() -> None:
             """Run forward and backward of the baseline on this rank's micro-batch."""
-            output = baseline.compute_output(model, batch)  # noqa: B023 - called before the next rank
-            run_backward(model, baseline.objective(output, batch), baseline.loss_scale)  # noqa: B023 - as above
+            output = baseline.compute_output(model, batch)
+            run_backward(model, baseline.objective(output, batch), baseline.loss_scale)
 
         torch.save(record_trace(model, run), trace_path(evidence_dir, rank))
+
+    baseline.run_ranks(record)
 
 
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:

@@ -16,7 +16,7 @@ from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
 from zharness.law_kit.accumulation import build_configured_engine
 from zharness.laws import DTYPES, LAWS, LOSS_SCALES, get_law
-from zharness.parity.baseline import Baseline, LocalResult, run_backward
+from zharness.parity.baseline import Baseline, LocalResult, is_joined_model, run_backward
 from zharness.parity.calibration import SampleRuns
 from zharness.parity.sample_draws import SharedDrawError
 from zharness.run.configuration import configuration_for
@@ -127,7 +127,7 @@ def measure_model(
     """
     spec = model_spec(name)
     model = build_within_memory(spec, SEED, dtype, world_size, ignore_memory_limit)
-    refuse_synchronized_norms(name, model)
+    refuse_special_norms(name, model)
     require_finite_weights(name, model)
     require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
@@ -174,14 +174,14 @@ def has_same_numbers(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and bool(((first == second) | ((first != first) & (second != second))).all())
 
 
-def refuse_synchronized_norms(name: str, model: nn.Module) -> None:
-    """Raise UsageError for a SyncBatchNorm: the baseline, which runs the micro-batch of each rank alone, has none."""
+def refuse_special_norms(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a SyncBatchNorm that is not replaced by one that runs on a CPU."""
     norms = [key for key, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if norms:
         raise UsageError(
-            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}), which normalizes over the "
-            "rows of all ranks, on GPUs only, while plain PyTorch runs each rank's rows alone here; return the model "
-            "with BatchNorm, before convert_sync_batchnorm"
+            f"the model of {name} has a SyncBatchNorm ({norms[0] or 'the model itself'}) of a process group, or of a "
+            "class of its own, which torch runs on GPUs only; expected torch.nn.SyncBatchNorm over all ranks, or "
+            "BatchNorm"
         )
 
 
@@ -269,8 +269,10 @@ def has_random_forward(baseline: Baseline, first: LocalResult) -> bool:
 
 def explain_shared_draws(baseline: Baseline) -> str:
     """Return the reason why the random numbers of a forward cannot be assigned to samples, or '' if they can."""
+    if is_joined_model(baseline.spec, baseline.seed):
+        return "the ranks of a SyncBatchNorm draw them beside each other"
     try:
-        runs = SampleRuns.record(baseline, baseline.batch(0, 0))
+        runs = SampleRuns.record(baseline, 0, 0)
         # Not single samples, which a batch norm refuses: a wrong number of rows shows with the first half as well.
         runs.compute_grads(torch.arange(max(1, runs.batch.num_samples // 2)))
     except SharedDrawError as error:

@@ -26,6 +26,7 @@ from zharness.laws import DTYPES, LOSS_SCALES, JudgeContext, Law, RankContext, g
 from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline, CastCache
+from zharness.parity.baseline_cache import with_cache
 from zharness.parity.contamination import read_process_conditions, require_clean_torch
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
@@ -180,7 +181,7 @@ def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baselin
     autocast = configuration_for(cell.engine_variant).autocast_dtype
     data_size = cell.mesh.data_size(cell.world_size)
     casts = choose_cast_cache(cell.stage, capabilities)
-    return Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts)
+    return with_cache(Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts))
 
 
 def choose_cast_cache(stage: int, capabilities: Capabilities) -> CastCache:

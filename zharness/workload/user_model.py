@@ -26,6 +26,7 @@ from zharness.errors import UsageError
 from zharness.workload.models import SAMPLES, Batch, ModelSpec
 from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.shrink_model import shrink_factory_result
+from zharness.workload.synchronized_norm import replace_synchronized_norms
 from zharness.workload.transformers_batches import find_draw
 
 _FACTORY_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(?:\([\w.=,]+\))?")
@@ -260,7 +261,7 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"the model of {name} has no parameter that requires a gradient; expected at least one")
-    return UserModelParts(model, draw or default_draw(name, model), score or default_loss)
+    return UserModelParts(replace_synchronized_norms(model), draw or default_draw(name, model), score or default_loss)
 
 
 def default_draw(name: str, model: nn.Module) -> DrawInputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,17 @@ def judge_consolidate(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_bitwise(
                 ctx.location(name, Part.GATHER, rank=rank), first, ctx.rank_records("tied")[rank][name]
             )
-        module = ctx.baseline.build_module()
-        module.load_state_dict(dict(full))
-        batch = ctx.baseline.batch(rank, 1)
-        loss = ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
+    for rank, loss in enumerate(ctx.baseline.run_ranks(partial(compute_loaded_loss, ctx))):
         yield compare_bitwise(
             ctx.location("loss", Part.FORWARD, 1, rank), loss, ctx.rank_records("loss", 1)[rank]["loss"]
         )
+
+
+def compute_loaded_loss(ctx: JudgeContext, rank: int) -> Tensor:
+    """Return the loss of a plain model that loads the state dict of ``rank``, on the rank's second micro-batch."""
+    module, batch = ctx.baseline.build_module(), ctx.baseline.batch(rank, 1)
+    module.load_state_dict(dict(ctx.rank_records("full")[rank]))
+    return ctx.baseline.objective(ctx.baseline.compute_output(module, batch), batch).detach()
 
 
 LAWS = (

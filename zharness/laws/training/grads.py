@@ -51,8 +51,10 @@ def judge_one_hot_rank(ctx: JudgeContext) -> Iterator[Comparison]:
         local = ctx.compute_local_grads(chosen, weigh=weigh_one_rank(chosen))
         yield from ctx.compare_losses(chosen, local)
         narrow = max(ctx.dtype, ctx.reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        # In a window an engine may add the gradient to the mean of earlier micro-batches, which every rank then has.
-        exact = ctx.setting.accumulation_steps == 1 and single_term_mean_exactness(
+        # In a window an engine may add the gradient to the mean of earlier micro-batches, which every rank then has;
+        # and through a SyncBatchNorm the loss of one rank reaches the gradients of the others.
+        has_single_term = ctx.setting.accumulation_steps == 1 and not ctx.baseline.joins_ranks
+        exact = has_single_term and single_term_mean_exactness(
             local[chosen], ctx.data_size, narrow, ctx.baseline.loss_scale
         )
         yield from ctx.compare_reduced_grads("grads", [local], step=chosen, exact=exact)

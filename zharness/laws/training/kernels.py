@@ -5,9 +5,10 @@ Reduced gradients have to be the mean of the engine's own local gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from zharness.law_kit.judge_context import JudgeContext
@@ -37,8 +38,9 @@ def observe_kernels(ctx: RankContext) -> None:
 
 
 def get_plain_gradient(ctx: JudgeContext, rank: int, name: str) -> Tensor:
-    """Return plain PyTorch's gradient of the parameter ``name`` for one rank's micro-batch."""
-    return ctx.baseline.run_rank(rank, 0).grads[name]
+    """Return plain PyTorch's gradient of the parameter ``name`` for one rank's loss, summed over all ranks."""
+    results = ctx.baseline.run_all_ranks(weigh=lambda loss, other: loss * float(other == rank))
+    return torch.stack([result.grads[name] for result in results if name in result.grads]).sum(0)
 
 
 def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -46,7 +48,7 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
     size = ctx.data_size
     engine_grads = []
     for rank in range(size):
-        calibrated = calibrate(ctx.baseline, rank)
+        calibrated = calibrate(ctx.baseline, rank, loss_weights=tuple(float(at == rank) for at in range(size)))
         rank_grad_alone = ctx.rank_records("grads", rank)[0]
         ctx.check_gradient_names(calibrated.oracle.keys(), rank_grad_alone)
         engine_grads.append({name: rank_grad_alone[name].double() * size for name in calibrated.oracle})
@@ -59,6 +61,9 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
             )
         yield comparison
     rank_grads = ctx.rank_records("grads", size)
+    if ctx.baseline.joins_ranks:
+        yield from compare_joined_grads(ctx, rank_grads)
+        return
     for name in engine_grads[0]:
         terms = [grads[name] for grads in engine_grads]
         grad_dtype = rank_grads[0][name].dtype
@@ -68,6 +73,19 @@ def judge_kernels(ctx: JudgeContext) -> Iterator[Comparison]:
             bound = bound + gamma(1, reduce_dtype) * sum(term.abs() for term in terms) / size
         for rank, record in enumerate(rank_grads):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
+
+
+def compare_joined_grads(ctx: JudgeContext, rank_grads: Sequence[Mapping[str, Tensor]]) -> Iterator[Comparison]:
+    """Compare reduced gradients by tier C with float64: through a SyncBatchNorm every loss reaches every rank.
+
+    The kernels then round other numbers than in the backwards in which one loss counts.
+    """
+    calibrated = calibrate(ctx.baseline, 0, loss_weights=(1 / ctx.data_size,) * ctx.data_size)
+    for rank, record in enumerate(rank_grads):
+        grads = {name: record[name].double() for name in calibrated.oracle}
+        yield compare_calibrated(ctx.location("", Part.REDUCTION, rank=rank), calibrated, grads)
+    for name in calibrated.oracle:
         yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
 
 
