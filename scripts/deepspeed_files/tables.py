@@ -28,7 +28,7 @@ Exceptions = Mapping[str, list[dict[str, Any]]]
 def render_drop_in(runs: Runs) -> str:
     """Return the table that compares DeepSpeed's own fixtures with the drop-in, test by test."""
     rows = []
-    for (path, way), own in runs.items():
+    for (path, way), own in sorted(runs.items()):
         swapped = runs.get((path, Way.DROP_IN))
         if way is Way.OWN and swapped is not None:
             same = sum(get_verdict(swapped, name) == get_verdict(own, name) for name in own.outcomes)
@@ -48,7 +48,7 @@ def render_drop_in(runs: Runs) -> str:
 def render_stand_in(runs: Runs, listed: Exceptions) -> str:
     """Return the table of the files on the reference engine, with the share of the tests that state a law."""
     rows, total = [], Counter[str]()
-    for (path, way), run in runs.items():
+    for (path, way), run in sorted(runs.items()):
         if way is Way.STAND_IN:
             kinds = Counter(classify(run, listed, "failed").values())
             passed = list(classify(run, listed, "passed").values()).count(NOT_LISTED)

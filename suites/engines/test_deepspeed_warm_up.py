@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zharness.engines.deepspeed import CAPABILITIES
-from zharness.engines.deepspeed_operators import ADAM_OPERATOR, import_library, is_up_to_date, load_built_adam
+from zharness.engines.deepspeed_operators import import_library, is_up_to_date, load_built_adam
 from zharness.engines.protocol import EngineConfig
 from zharness.engines.registry import get
 from zharness.engines.warm_up import build_warm_up_environment
@@ -21,6 +21,7 @@ from zharness.world import RankServer
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
+OPERATOR = "fused_adam"
 MOST_MODULES = 100  # small ones of DeepSpeed; without the warm-up a rank imports about 1400
 
 
@@ -47,8 +48,8 @@ def test_ranks_of_a_warm_server_import_few_modules() -> None:
     [
         ({}, 0),
         ({"build.ninja": "build adam.o: compile /here/deepspeed/ops/adam.cpp"}, 0),
-        ({"build.ninja": "build adam.o: compile /elsewhere/deepspeed/ops/adam.cpp", f"{ADAM_OPERATOR}.so": ""}, 0),
-        ({"build.ninja": "build adam.o: compile /here/deepspeed/ops/adam.cpp", f"{ADAM_OPERATOR}.so": ""}, 1),
+        ({"build.ninja": "build adam.o: compile /elsewhere/deepspeed/ops/adam.cpp", f"{OPERATOR}.so": ""}, 0),
+        ({"build.ninja": "build adam.o: compile /here/deepspeed/ops/adam.cpp", f"{OPERATOR}.so": ""}, 1),
     ],
     ids=["never built", "build was killed", "built from other sources", "built"],
 )
@@ -56,11 +57,11 @@ def test_an_operator_is_loaded_only_if_it_is_built_from_these_sources(
     files: dict[str, str], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path / ADAM_OPERATOR).mkdir()
+    (tmp_path / OPERATOR).mkdir()
     for name, text in files.items():
-        (tmp_path / ADAM_OPERATOR / name).write_text(text)
+        (tmp_path / OPERATOR / name).write_text(text)
     loads: list[str] = []
-    builder = SimpleNamespace(load=lambda: loads.append(ADAM_OPERATOR))
+    builder = SimpleNamespace(load=lambda: loads.append(OPERATOR))
     accelerator = SimpleNamespace(create_op_builder=lambda name: builder)
     deepspeed = SimpleNamespace(
         __file__="/here/deepspeed/__init__.py", accelerator=SimpleNamespace(get_accelerator=lambda: accelerator)
@@ -85,7 +86,7 @@ def test_an_operator_is_imported_without_a_build_only_if_nothing_has_changed(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     source = tmp_path / "ops" / "csrc" / "adam.cpp"
     source.parent.mkdir(parents=True)
-    library = tmp_path / f"{ADAM_OPERATOR}.so"
+    library = tmp_path / f"{OPERATOR}.so"
     library.touch()
     source.touch()
     built = source.stat().st_mtime + age
@@ -94,7 +95,7 @@ def test_an_operator_is_imported_without_a_build_only_if_nothing_has_changed(
 
 
 def test_a_library_that_is_no_module_of_this_python_raises(tmp_path: Path) -> None:
-    library = tmp_path / f"{ADAM_OPERATOR}.so"
+    library = tmp_path / f"{OPERATOR}.so"
     library.touch()
     with pytest.raises(ImportError):
         import_library(library)

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 SHM_VARIABLE = "ZHARNESS_DEEPSPEED_SHM"  # 1: DeepSpeed's collectives on CPUs run through the operator
 SHM_OPERATOR = "deepspeed_shm_comm"
-ADAM_OPERATOR = "fused_adam"
+ADAM_BUILDERS = {"fused_adam": "FusedAdamBuilder", "cpu_adam": "CPUAdamBuilder"}
 
 
 # The option of DeepSpeed's builds for the vector instructions that torch finds on this CPU.
@@ -23,26 +23,28 @@ VECTOR_OPTIONS = {"AVX512": "-D__AVX512__", "AVX2": "-D__AVX256__"}
 
 
 def load_built_adam(deepspeed: Any) -> None:
-    """Load the operator of DeepSpeed's Adam, if it has been built from the sources of this installation.
+    """Load those operators of DeepSpeed's Adam that have been built from the sources of this installation.
 
-    Each rank that loads it asks the compiler, ninja and the CPU what they are, in 0.6 CPU seconds. An operator of other
+    Each rank that loads one asks the compiler, ninja and the CPU what they are, in 0.6 CPU seconds. One of other
     sources is left alone, because loading it would build it again.
     """
     package = Path(deepspeed.__file__).parent
-    library = find_build_folder(ADAM_OPERATOR) / f"{ADAM_OPERATOR}.so"
-    instructions = library.with_name("build.ninja")
-    if not library.exists() or not instructions.exists():
-        return
-    text = instructions.read_text()
-    if f"{package}{os.sep}" not in text:
-        return
-    builder = deepspeed.accelerator.get_accelerator().create_op_builder("FusedAdamBuilder")
-    # A rank that needs the operator raises the same error, and is named in the report.
-    with suppress(ImportError, OSError, RuntimeError):
-        if is_up_to_date(library, text, package) and hasattr(builder, "_loaded_ops"):
-            builder._loaded_ops[ADAM_OPERATOR] = import_library(library)  # where builder.load looks first
-        else:
-            build_operator(ADAM_OPERATOR, builder.load)
+    for operator, builder_name in ADAM_BUILDERS.items():
+        library = find_build_folder(operator) / f"{operator}.so"
+        instructions = library.with_name("build.ninja")
+        if library.exists() and instructions.exists() and f"{package}{os.sep}" in instructions.read_text():
+            builder = deepspeed.accelerator.get_accelerator().create_op_builder(builder_name)
+            # A rank that needs the operator raises the same error, and is named in the report.
+            with suppress(ImportError, OSError, RuntimeError):
+                load_operator(library, instructions.read_text(), package, builder)
+
+
+def load_operator(library: Path, instructions: str, package: Path, builder: Any) -> None:
+    """Load a built operator so that ``builder`` has it; ask ``builder`` for it only if in doubt."""
+    if is_up_to_date(library, instructions, package) and hasattr(builder, "_loaded_ops"):
+        builder._loaded_ops[library.stem] = import_library(library)  # where builder.load looks first
+    else:
+        build_operator(library.stem, builder.load)
 
 
 def is_up_to_date(library: Path, instructions: str, package: Path) -> bool:
