@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -184,3 +185,22 @@ def skip_construction_log_of_ddp() -> None:
     class: with torch 2.13 the process dies by SIGSEGV. The log is written for telemetry only.
     """
     torch.distributed.Logger.set_construction_data_and_log = lambda *_, **__: None  # type: ignore[attr-defined, method-assign]
+
+
+def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
+    """Return the group that an argument of a collective operator names, or None for another argument.
+
+    It is a script object, or the name of a group (ProcessGroup.unbox, _resolve_process_group, torch 2.3).
+    """
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except RuntimeError:  # the other script objects of a collective are operations of a reduction
+            return None
+    if not isinstance(argument, str) or argument in REDUCTIONS:
+        return None
+    name: Any = argument  # newer releases of torch declare a type of its own for it
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+REDUCTIONS = ("sum", "avg", "min", "max", "product")  # the names of a functional collective's operations

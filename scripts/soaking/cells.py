@@ -2,9 +2,11 @@
 
     python scripts/soak.py cells --cells 10000 --jsonl clean.jsonl
     python scripts/soak.py cells --cells 10000 --settings --jsonl settings.jsonl
+    python scripts/soak.py cells --cells 3000 --mesh tp2 --mesh rep2 --engine fsdp2 --world-size 4 --jsonl meshes.jsonl
 
 Each seed contributes a sample of the whole matrix, or with `--settings` a sample of all laws under the engine options,
-accumulation windows and calls of backward of the covering array. Cells that are in the file are not run again.
+accumulation windows and calls of backward of the covering array. With `--mesh`, which may be repeated, it is a sample
+of the matrices of each engine on those of the meshes that it claims. Cells that are in the file are not run again.
 
 Below each alarm stand the known failures that it resembles: expected failures of other cells with its signature, and
 with one of its options or its law. It counts as an alarm all the same.
@@ -17,6 +19,8 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,9 +29,12 @@ from zharness.cell import parse_integers
 from zharness.kill_matrix.clean_record import make_clean_record
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import DTYPES
+from zharness.mesh import Mesh
 from zharness.releases.rank_environment import prepare_rank_environment
 from zharness.run import PlannedCell, Record, Request, Runner, plan
 from zharness.run.check_loop import RunOptions, run_cells
+from zharness.run.mesh_claims import explain_unclaimed_mesh
+from zharness.run.plan import select_stages
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import pin_runners_to_cores
 from zharness.world import Isolation
@@ -45,6 +52,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--law", "--check", action="append", dest="checks", default=[], help="a law, a group or a glob; may be repeated"
     )
     parser.add_argument("--world-size", default="1,2,3,4", help="(%(default)s)")
+    parser.add_argument(
+        "--mesh", action="append", dest="meshes", default=[], help="axes beside data parallelism; may be repeated"
+    )
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
     parser.add_argument(
         "--settings", action="store_true", help="draw the cells of `zharness check --depth 3` that have a setting"
@@ -85,8 +95,18 @@ def plan_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell
         dtypes=tuple(options.dtype.split(",")),
         depth=3 if options.settings else 1,
     )
-    cells = [cell for cell in plan(request, runner.claims) if not cell.unsupported_reason]
+    requests = list(iter_mesh_requests(request, options.meshes, runner)) if options.meshes else [request]
+    planned = (cell for each in requests for cell in plan(each, runner.claims))
+    cells = [cell for cell in planned if not cell.unsupported_reason]
     return [cell for cell in cells if cell.cell.engine_variant] if options.settings else cells
+
+
+def iter_mesh_requests(request: Request, meshes: Sequence[str], runner: Runner) -> Iterator[Request]:
+    """Yield ``request`` for each engine, world size and mesh, unless the mesh does not fit or is not claimed."""
+    for engine, world_size, mesh in product(request.engines, request.world_sizes, map(Mesh.parse, meshes)):
+        capabilities = runner.claims(engine, select_stages(engine, (), runner.claims)[0])
+        if not mesh.explain_misfit(world_size) and not explain_unclaimed_mesh(engine, mesh, world_size, capabilities):
+            yield replace(request, engines=(engine,), world_sizes=(world_size,), mesh=mesh)
 
 
 def soak(

@@ -25,8 +25,11 @@ _NO_SHARD_ACCESS = (
     "'This API is only defined for ZeRO-3 partitioned parameters' (tensor_fragment.py, safe_get_local_grad)"
 )
 _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
-    Feature.RESHARD: "a checkpoint loads only at its own stage and world size; others need a universal checkpoint "
-    "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
+    **dict.fromkeys(
+        (Feature.RESHARD, Feature.MESH_RESHARD),
+        "a checkpoint loads only at its own stage, world size and mesh; others need a universal checkpoint "
+        "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
+    ),
     Feature.UNIVERSAL_CHECKPOINT: "it loads only what ds_to_universal wrote, which includes the model's weights; "
     "the files of this law have none",
     Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize does not materialize models of "

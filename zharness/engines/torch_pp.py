@@ -231,14 +231,15 @@ class PipelineEngine(WithoutForward):
         self._parts: Mapping[int, nn.Module] = {
             number: wrap_stage(part, config.options, devices[DATA_SHARD]) for number, part in parts.items()
         }
-        mine = {id(param) for part in parts.values() for param in part.parameters()}
+        mine = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
         self._names = [name for name, _ in model.named_parameters()]
         self._params = {name: param for name, param in model.named_parameters() if id(param) in mine}
         self._layout: Mapping[str, tuple[Piece, ...]] = collect_owners(self._params, self._names)
         if missing := [name for name in self._names if name not in self._layout]:
             raise ConfigError(f"the pp_plan leaves out the parameters {', '.join(missing)}")
         self._tied = TiedWeights(self._params, self._group)
-        self._named_tree = build_named_tree({name: model.get_submodule(name) for n in numbers for name in names[n]})
+        buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) in mine}
+        self._named_tree = build_named_tree(self._params, buffers)
         self._clip, self._norm = config.clip, float("nan")
         self._optimizer = optimizers.build(self._params, config.optimizer)
         self._lr_schedule = optimizers.schedule(self._optimizer, config.optimizer)

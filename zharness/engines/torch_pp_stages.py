@@ -81,15 +81,22 @@ def clip_over_stages(
     return float(norm)
 
 
-def build_named_tree(modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a module in which each of ``modules`` has its name in the model, so that parameters have theirs."""
+def build_named_tree(params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module that has each tensor under its name in the model, by which a checkpoint knows it.
+
+    A weight that two stages have in common has the name of its first use on every rank, so that an engine with other
+    stages loads it too.
+    """
     root = nn.Module()
-    for name, module in modules.items():
+    for name, tensor in {**params, **buffers}.items():
         *path, last = name.split(".")
         parent = root
         for part in path:
             if part not in dict(parent.named_children()):
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        parent.add_module(last, module)
+        if name in params:
+            parent.register_parameter(last, params[name])
+        else:
+            parent.register_buffer(last, tensor)
     return root

@@ -17,7 +17,7 @@ from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
@@ -159,6 +159,7 @@ def mesh_law(
     *features: Feature,
     kept_because: str,
     models: tuple[str, ...] = MODELS,
+    variants: tuple[Variant, ...] = (Variant(),),
 ) -> Law:
     """Build a law of the group ``mesh``, whose models are exact."""
     return Law(
@@ -169,6 +170,7 @@ def mesh_law(
         observe=observe,
         judge=judge,
         features=features,
+        variants=variants,
         dtypes=("fp32",),
         mesh_support=MeshSupport.ONLY,
         kept_because=kept_because,

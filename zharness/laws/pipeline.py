@@ -61,6 +61,24 @@ class SecondBatch:
     shape: BatchShape = WINDOW
 
 
+@dataclass(frozen=True)
+class Resume:
+    """The schedules of the engines that save and load, and whether the latter made a step before.
+
+    A schedule that interleaves stages has the modules of another rank on each of two ranks.
+    """
+
+    saved_by: str = "gpipe"
+    loaded_by: str = "gpipe"
+    stepped: bool = True
+
+
+RESUMES: Mapping[str, Resume] = {
+    "": Resume(),
+    "new_engine": Resume(stepped=False),
+    "other_stages": Resume(loaded_by="interleaved"),
+    "new_engine_of_other_stages": Resume(saved_by="interleaved", stepped=False),
+}
 WINDOWS: Mapping[str, SecondBatch] = {
     "accumulated": SecondBatch(stepped=False),
     "stepped": SecondBatch(stepped=True),
@@ -162,12 +180,20 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_resume(ctx: RankContext) -> None:
-    """Save an engine after a step, load it into one that made another, and make a step with each."""
-    saved, loaded = (ctx.build_engine(optimizer=MOMENTUM_SGD) for _ in range(2))
-    for engine, number in ((saved, 0), (loaded, SAVED + 1)):
+    """Save an engine after a step, load it into an engine of other weights, and make a step with each.
+
+    The engine that loads is new or has made a step, and runs the same schedule or another, as the variant says.
+    """
+    resume = RESUMES[ctx.variant]
+    saved = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": resume.saved_by})
+    loaded = ctx.build_engine_around(
+        ctx.spec.model(ctx.seed + 1), optimizer=MOMENTUM_SGD, options={"schedule": resume.loaded_by}
+    )
+    for engine, number in ((saved, 0), (loaded, SAVED + 1))[: 2 if resume.stepped else 1]:
         run_batch(ctx, engine, number, WINDOW)
         engine.step()
         engine.zero_grad()
+    ctx.record_training_state(saved, SAVED, "-unsaved")
     with shared_folder() as folder:
         saved.save(folder)
         loaded.load(folder)
@@ -186,15 +212,24 @@ def observe_resume(ctx: RankContext) -> None:
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare both engines bitwise after the load, in the batch and after the step."""
-    for label, part, step in (
-        ("params", Part.GATHER, SAVED),
-        ("state", Part.GATHER, SAVED),
-        ("losses", Part.FORWARD, 0),
-        ("params", Part.OPTIMIZER, SAVED + 1),
-        ("state", Part.OPTIMIZER, SAVED + 1),
+    """Compare the engine that saved with itself before the save, and both engines after the load, in batch and step.
+
+    The state before the save has to be complete: a momentum of every parameter.
+    """
+    for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVED)):
+        for name in ctx.baseline.parameter_names:
+            is_there = scalar(f"{name}/momentum_buffer" in state)
+            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVED, rank), scalar(1), is_there)
+    for before, after, label, part, step in (
+        ("unsaved", "saved", "params", Part.OPTIMIZER, SAVED),
+        ("unsaved", "saved", "state", Part.OPTIMIZER, SAVED),
+        ("unsaved", "loaded", "params", Part.GATHER, SAVED),
+        ("unsaved", "loaded", "state", Part.GATHER, SAVED),
+        ("saved", "loaded", "losses", Part.FORWARD, 0),
+        ("saved", "loaded", "params", Part.OPTIMIZER, SAVED + 1),
+        ("saved", "loaded", "state", Part.OPTIMIZER, SAVED + 1),
     ):
-        yield from compare_records(ctx, f"{label}-saved", f"{label}-loaded", step, step, part)
+        yield from compare_records(ctx, f"{label}-{before}", f"{label}-{after}", step, step, part)
 
 
 def hint_divided_again(
@@ -316,10 +351,10 @@ LAWS = (
     ),
     pipeline_law(
         "resume",
-        "a pipeline that loads the weights and optimizer state of all stages continues like the one that saved them",
+        "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
         observe_resume,
         judge_resume,
-        ("",),
+        tuple(RESUMES),
         Feature.CHECKPOINT,
         kept_because="the only law of a checkpoint of stages",
     ),

@@ -28,9 +28,11 @@ def on_mesh(
     model: str = "exact",
     mesh: str = TP2,
     parameter: str = "*",
+    variant: str = "",
+    cause: str = "",
 ) -> Target:
     """Return a target on four ranks, which the axis of ``mesh`` splits in two."""
-    return Target(law, part, model, parameter=parameter, world_size=4, mesh=mesh)
+    return Target(law, part, model, variant, parameter=parameter, cause=cause, world_size=4, mesh=mesh)
 
 
 class OverMesh(OverFSDP2):

@@ -24,9 +24,9 @@ def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = 
     return on_pipeline(part, model, parameter, law="pipeline.norm")
 
 
-def on_resume(part: Part = Part.GATHER, parameter: str = "*") -> Target:
+def on_resume(part: Part = Part.GATHER, parameter: str = "*", variant: str = "") -> Target:
     """Return a target of the law of checkpoints of stages."""
-    return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant="")
+    return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant=variant)
 
 
 def square(param: nn.Parameter) -> Tensor:
@@ -165,3 +165,45 @@ class ForgetsTheStateOfTheLastStage(OverPipeline):
         for state in self.optimizer.state.values() if dist.get_rank() else ():
             for value in state.values():
                 value.zero_()
+
+
+@mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER, "*/momentum_buffer"), origin=Origin.MESH)
+class SavingZeroesTheStateOfTheLastStage(OverPipeline):
+    """A save zeroes the optimizer state of the last stage first, so that both engines continue without it."""
+
+    def save(self, path: Path) -> None:
+        for state in self.optimizer.state.values() if dist.get_rank() else ():
+            for value in state.values():
+                value.zero_()
+        self.right.save(path)
+
+
+@mutant(FaultKind.STATE, on_resume(parameter="*/momentum_buffer", variant="new_engine"), origin=Origin.MESH)
+class LoadsNoStateBeforeTheFirstStep(OverPipeline):
+    """A load leaves the optimizer of an engine that has made no step with a momentum of zeros."""
+
+    def load(self, path: Path) -> None:
+        had_state = bool(self.optimizer.state)
+        self.right.load(path)
+        for state in () if had_state else self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+@mutant(FaultKind.STATE, on_resume(variant="other_stages"), origin=Origin.MESH)
+class LoadsStagesOfTheirOwnRankAlone(OverPipeline):
+    """A load leaves weights as they were whose stage the same rank did not have when they were saved."""
+
+    def save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"stages of rank {dist.get_rank()}").write_text("\n".join(seams_engines.stage_params(self.right)))
+        self.right.save(path)
+
+    def load(self, path: Path) -> None:
+        params = seams_engines.stage_params(self.right)
+        saved = (path / f"stages of rank {dist.get_rank()}").read_text().splitlines()
+        before = {name: param.detach().clone() for name, param in params.items() if name not in saved}
+        self.right.load(path)
+        with torch.no_grad():
+            for name, weight in before.items():
+                params[name].copy_(weight)

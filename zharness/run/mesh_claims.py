@@ -55,21 +55,26 @@ def explain_unclaimed_plan(cell: Cell, capabilities: Capabilities) -> str:
     return ""
 
 
-def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
-    """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
+def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilities: Capabilities) -> str:
+    """Return the reason why ``engine`` does not claim ``mesh`` on ``world_size`` ranks, or '' if it does."""
     unclaimed = [axis for axis in mesh.axes if axis not in capabilities.mesh_axes]
     if unclaimed:
         claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
-        raise UsageError(f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}")
-    if not capabilities.whole_mesh:
-        return
+        return f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}"
+    if not capabilities.whole_mesh or (mesh.sizes and mesh.data_size(world_size) == 1):
+        return ""
     example = f"{(*mesh.axes, *sorted(capabilities.mesh_axes))[0]}2"
+    return (
+        f"got {engine} with {mesh.label or 'no mesh'} on {world_size} ranks; expected a mesh that takes all "
+        f"ranks, such as --mesh {example} --world-size 2: {capabilities.whole_mesh}"
+    )
+
+
+def require_mesh(engine: str, mesh: Mesh, world_sizes: Sequence[int], capabilities: Capabilities) -> None:
+    """Raise UsageError if ``engine`` does not claim ``mesh``, or claims it with other world sizes only."""
     for world_size in world_sizes:
-        if mesh.data_size(world_size) > 1 or not mesh.sizes:
-            raise UsageError(
-                f"got {engine} with {mesh.label or 'no mesh'} on {world_size} ranks; expected a mesh that takes all "
-                f"ranks, such as --mesh {example} --world-size 2: {capabilities.whole_mesh}"
-            )
+        if reason := explain_unclaimed_mesh(engine, mesh, world_size, capabilities):
+            raise UsageError(reason)
 
 
 def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:

@@ -1,0 +1,133 @@
+"""Record the collectives that torch's dispatcher sees: what a rank sends, in which dtype, and along which axis."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zharness.law_kit.rank_context import RankContext
+from zharness.torch_private import resolve_process_group
+
+REDUCE, GATHER = "reduce", "gather"
+GRADIENTS, WEIGHTS, ACTIVATIONS = "gradients", "weights", "activations"
+# Operators by name: what they do, and which argument holds the tensors that a rank sends.
+OPERATORS: Mapping[str, tuple[str, int]] = {
+    "c10d::allreduce_": (REDUCE, 0),
+    "c10d::allreduce_coalesced_": (REDUCE, 0),
+    "c10d::reduce_": (REDUCE, 0),
+    "c10d::reduce_scatter_": (REDUCE, 1),
+    "c10d::_reduce_scatter_base_": (REDUCE, 1),
+    "c10d::alltoall_base_": (REDUCE, 1),  # the reference engine adds up what it receives
+    "c10d::allgather_": (GATHER, 1),
+    "c10d::_allgather_base_": (GATHER, 1),
+    "c10d::broadcast_": (GATHER, 0),
+    "_c10d_functional::all_reduce": (REDUCE, 0),
+    "_c10d_functional::reduce_scatter_tensor": (REDUCE, 0),
+    "_c10d_functional::all_gather_into_tensor": (GATHER, 0),
+    "_c10d_functional::all_to_all_single": (GATHER, 0),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Sent:
+    """A kind of message: what is sent, by reducing or gathering, along which axes of the mesh, and in which dtype."""
+
+    content: str
+    action: str
+    axes: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The name under which a rank records the number of its elements."""
+        return "/".join((self.content, self.action, self.axes, self.dtype))
+
+    @classmethod
+    def parse(cls, name: str) -> Sent:
+        """Return the message whose name is ``name``."""
+        return cls(*name.split("/"))
+
+
+class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no types
+    """Counts the elements of floating-point tensors that this rank sends inside the ``with`` block, by ``Sent``.
+
+    A tensor of one element is a flag, a loss or a norm, and is not counted.
+    Tensors of ``activation_dims`` dimensions or more are activations, and others gradients if they are reduced, or
+    weights if they are gathered. Autograd runs a backward on a CPU in the thread that calls it, so that this mode sees
+    it too; collectives of C++ code, such as DDP's, pass the dispatcher by.
+    """
+
+    def __init__(self, ctx: RankContext, activation_dims: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements: Counter[Sent] = Counter()
+        self._ctx = ctx
+        self._activation_dims = activation_dims
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs first, and its collectives come here; so does torch's CommDebugMode
+        known = OPERATORS.get(func.name().partition(".")[0])
+        if known is not None:
+            self._count(*known, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, action: str, position: int, args: Sequence[Any]) -> None:
+        """Count the tensors of one call."""
+        group = next(filter(None, map(resolve_process_group, args)), None)
+        axes = "" if group is None else find_axes(self._ctx, dist.get_process_group_ranks(group))
+        for tensor in flatten(args[position]) if axes else ():
+            if tensor.is_floating_point() and tensor.numel() > 1:
+                dims = tensor.dim()
+                content = ACTIVATIONS if dims >= self._activation_dims else GRADIENTS if action == REDUCE else WEIGHTS
+                sent = Sent(content, action, axes, str(tensor.dtype).removeprefix("torch."))
+                self.elements[sent] += tensor.numel()
+
+
+def flatten(value: Any) -> list[Tensor]:
+    """Return the tensors of nested lists."""
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in flatten(part)]
+
+
+def find_axes(ctx: RankContext, ranks: Sequence[int]) -> str:
+    """Return the axes of the mesh along which ``ranks`` differ, joined by commas; '' for one rank."""
+    places = [ctx.config.mesh.coordinates(rank, ctx.world_size) for rank in ranks]
+    return ",".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """The elements of a model's parameters on one rank of tp, and what padding may add.
+
+    ``local`` counts what tp leaves of each parameter, ``padding`` the elements that shards may be longer together, and
+    ``partial`` the elements whose gradients the ranks of tp have in parts, because they see a part of the sequence.
+    """
+
+    local: int
+    padding: int
+    partial: int
+
+
+def measure_parameters(
+    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, shards: int
+) -> AxisSizes:
+    """Return the sizes of parameters that ``plan`` splits over ``tensor_size`` ranks, and that shards then split."""
+    local = padding = partial = 0
+    for name, shape in shapes.items():
+        module, _, kind = name.rpartition(".")
+        word = plan.get(module, "") if tensor_size > 1 else ""
+        numel = math.prod(shape)
+        split = "colwise" in word or (word.startswith("rowwise") and kind == "weight")
+        own = numel // tensor_size if split else numel
+        local += own
+        padding += (shards - 1) * max(1, own // shape[0])
+        partial += own if word == "sequence_parallel" else 0
+    return AxisSizes(local, padding, partial)

@@ -1,0 +1,190 @@
+"""Define the laws of state across meshes: what was saved on one mesh is what every other mesh loads.
+
+Every rank trains the micro-batch of the first data coordinate, so that a mean gradient is the same on all meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from zharness.engines.protocol import Engine, Feature, GroupSpec, require_full_state_dict
+from zharness.law_kit.dtypes import DTYPES
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.integer_steps import INTEGER_STEPS
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.mesh import mesh_law
+from zharness.mesh import TENSOR, Mesh
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.certificate import certify_exactness
+from zharness.parity.compare import check_names
+
+# The steps move last.bias or down.bias, which feeds few products, so that the sums after them stay small. Every
+# parameter has optimizer state.
+LAST_BIAS_STEPS = replace(INTEGER_STEPS, groups=(GroupSpec("[dl]*.bias", {"lr": 1.0}),))
+MESHES = tuple(map(Mesh.parse, ("", "tp2", "rep2", "rep2,tp2")))
+TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
+SAVED = 1  # the number of steps before the save
+
+
+def label_mesh(mesh: Mesh) -> str:
+    """Return the part of a record's name that stands for ``mesh``."""
+    return mesh.label or "dp_shard"
+
+
+def select_other_meshes(ctx: RankContext) -> list[Mesh]:
+    """Return the meshes of MESHES that the engine can have on these ranks with this model, but not the cell's mesh."""
+    return [
+        mesh
+        for mesh in MESHES
+        if mesh != ctx.config.mesh
+        and ctx.capabilities.mesh_axes.issuperset(mesh.axes)
+        and not mesh.explain_misfit(ctx.world_size)
+        and (TENSOR not in mesh.axes or ctx.config.tp_plan)
+    ]
+
+
+def train_shared_batch(ctx: RankContext, engine: Engine, step: int, label: str) -> None:
+    """Run forward and backward of the first data coordinate's micro-batch, and record loss and gradients."""
+    batch = ctx.spec.micro_batch(ctx.seed, 0, step).to(DTYPES[ctx.config.dtype], ctx.device)
+    loss = ctx.spec.loss(batch.feed(engine), batch.target)
+    engine.backward(loss)
+    ctx.record(f"loss-{label}", {"loss": loss}, step)
+    ctx.record(f"grads-{label}", engine.full_grads(), step)
+
+
+def build_other_model(ctx: RankContext) -> nn.Module:
+    """Return the model with other initial weights, so that a weight that is not loaded is a wrong one."""
+    return ctx.spec.model(ctx.seed + 1)
+
+
+def observe_other_mesh(ctx: RankContext) -> None:
+    """Save on one mesh after a step, load on another, and make a step there, for each other mesh."""
+    for other in select_other_meshes(ctx):
+        saved_on, loaded_on = (ctx.config.mesh, other)[:: 1 if ctx.variant == TO_OTHERS else -1]
+        with shared_folder() as folder:
+            save_on_mesh(ctx, saved_on, folder, f"saved-{label_mesh(other)}")
+            load_on_mesh(ctx, loaded_on, folder, f"loaded-{label_mesh(other)}")
+
+
+def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
+    """Make a step on ``mesh``, and save the engine."""
+    engine = ctx.build_engine(mesh=mesh, optimizer=LAST_BIAS_STEPS)
+    train_shared_batch(ctx, engine, 0, label)
+    engine.step()
+    engine.zero_grad()
+    ctx.record_training_state(engine, SAVED, f"-{label}")
+    engine.save(folder)
+    engine.close()
+
+
+def load_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
+    """Load the checkpoint on ``mesh`` into an engine around other weights, and make a step."""
+    engine = ctx.build_engine_around(build_other_model(ctx), mesh=mesh, optimizer=LAST_BIAS_STEPS)
+    engine.load(folder)
+    ctx.record_training_state(engine, SAVED, f"-{label}")
+    train_shared_batch(ctx, engine, SAVED, label)
+    engine.step()
+    engine.zero_grad()
+    ctx.record_training_state(engine, SAVED + 1, f"-{label}")
+    engine.close()
+
+
+def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare what each mesh loaded with what was saved, bitwise, and judge the step that follows."""
+    # The layout is that of the last engine, whose mesh is not that of each number.
+    ctx = replace(ctx, evidence=tuple(replace(evidence, layout={}) for evidence in ctx.evidence))
+    for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), MESHES):
+        name = label_mesh(other)
+        saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant == TO_OTHERS else -1]
+        for comparison in judge_loaded(ctx, f"saved-{name}", f"loaded-{name}"):
+            yield add_hint(comparison, f"saved on {saved_on}, loaded on {loaded_on}")
+
+
+def judge_loaded(ctx: JudgeContext, saved: str, loaded: str) -> Iterator[Comparison]:
+    """Compare the weights and state of one load with those that were saved, and judge the step after it."""
+    yield from judge_complete_state(ctx, saved)
+    for what in ("params", "state"):
+        yield from compare_records(ctx, f"{what}-{saved}", f"{what}-{loaded}", SAVED, SAVED, Part.GATHER)
+    weights = ctx.rank_records(f"params-{loaded}", SAVED)[0]
+    local = [ctx.baseline.run_rank(0, SAVED, weights)] * ctx.data_size
+    yield from ctx.compare_losses(SAVED, local, f"loss-{loaded}")
+    steps, repeats = range(SAVED, SAVED + 1), ctx.world_size // ctx.data_size
+    exact = certify_exactness(ctx.baseline, steps, ctx.dtype, repeats=repeats, params=weights)
+    yield from ctx.compare_reduced_grads(f"grads-{loaded}", [local], SAVED, exact)
+    before = RecordedStep(SAVED, f"params-{loaded}", f"state-{loaded}")
+    yield from judge_step(ctx, LAST_BIAS_STEPS, ctx.rank_records(f"grads-{loaded}", SAVED)[0], before)
+    yield from compare_ranks_after_step(ctx, replace(before, step=SAVED + 1))
+
+
+def judge_complete_state(ctx: JudgeContext, saved: str) -> Iterator[Comparison]:
+    """Check that every rank reports weights and Adagrad's sum of every parameter before the save."""
+    for rank in range(ctx.world_size):
+        weights, state = (ctx.rank_records(f"{what}-{saved}", SAVED)[rank] for what in ("params", "state"))
+        for name in ctx.baseline.parameter_names:
+            is_there = name in weights and f"{name}/sum" in state
+            yield compare_bitwise(ctx.location(name, Part.GATHER, SAVED, rank), scalar(1), scalar(is_there))
+
+
+def observe_full_state_dict(ctx: RankContext) -> None:
+    """Make a step, load the full state dict into a plain model, build a second engine around it, and run a forward."""
+    engine = ctx.build_engine(optimizer=LAST_BIAS_STEPS)
+    train_shared_batch(ctx, engine, 0, "before")
+    engine.step()
+    engine.zero_grad()
+    ctx.record("params", engine.full_params(), SAVED)
+    full = require_full_state_dict(engine).full_state_dict()
+    ctx.record("full", full)
+    engine.close()
+    model = build_other_model(ctx)
+    model.load_state_dict(full)
+    loaded = ctx.build_engine_around(model, optimizer=LAST_BIAS_STEPS)
+    ctx.record("params-loaded", loaded.full_params(), SAVED)
+    train_shared_batch(ctx, loaded, SAVED, "loaded")
+    loaded.close()
+
+
+def judge_full_state_dict(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare names, shapes and values of the full state dict on every rank, and the engine around the loaded model."""
+    plain = ctx.baseline.build_module().state_dict()
+    for rank, full in enumerate(ctx.rank_records("full")):
+        check_names("full_state_dict", plain, full)
+        weights = ctx.rank_records("params", SAVED)[rank]
+        for name, tensor in plain.items():
+            place = ctx.location(name, Part.GATHER, SAVED, rank)
+            yield compare_bitwise(place, tensor.new_zeros(tensor.shape), full[name].new_zeros(full[name].shape))
+            yield compare_bitwise(place, weights[name], full[name])
+    yield from compare_records(ctx, "params", "params-loaded", SAVED, SAVED, Part.GATHER)
+    local = [ctx.baseline.run_rank(0, SAVED, ctx.rank_records("params", SAVED)[0])] * ctx.data_size
+    yield from ctx.compare_losses(SAVED, local, "loss-loaded")
+
+
+LAWS = (
+    mesh_law(
+        "other_mesh",
+        "weights and optimizer state saved on one mesh are loaded bitwise on every other, and training continues there",
+        observe_other_mesh,
+        judge_other_mesh,
+        Feature.CHECKPOINT,
+        Feature.MESH_RESHARD,
+        Feature.PARAM_GROUPS,
+        variants=(Variant(TO_OTHERS), Variant(FROM_OTHERS)),
+        kept_because="the only law that loads on another mesh",
+    ),
+    mesh_law(
+        "full_state_dict",
+        "the full state dict of a mesh has every key of the plain model, with whole values, on every rank",
+        observe_full_state_dict,
+        judge_full_state_dict,
+        Feature.CHECKPOINT,
+        kept_because="the only law of the state dict that leaves a mesh",
+    ),
+)

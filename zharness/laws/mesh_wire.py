@@ -1,0 +1,100 @@
+"""Define the law mesh.wire: what ranks send along each axis has the dtype of the policy, and as many elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.observed_collectives import (
+    ACTIVATIONS,
+    GRADIENTS,
+    WEIGHTS,
+    CollectiveObserver,
+    Sent,
+    measure_parameters,
+)
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
+
+ACTIVATION_DIMS = 3  # of the models of this law; their parameters have one or two
+
+
+def observe_wire(ctx: RankContext) -> None:
+    """Make a step, and record how many elements this rank sent in each kind of message."""
+    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    with CollectiveObserver(ctx, ACTIVATION_DIMS) as observer:
+        ctx.train(engine, step=0)
+        engine.step()
+    ctx.record("sent", {sent.name: scalar(elements) for sent, elements in sorted(observer.elements.items())})
+    engine.close()
+
+
+def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
+
+    Gradients have the reduce dtype, weights and activations that of the cell. On each rank of tp the parameters have P
+    elements: their gradients are reduced once over the shards, P elements with padding, and once over the copies, as
+    many as a shard has. Weights are gathered at most twice. Along tp only gradients of which each rank has a part are
+    reduced, once: those of layers that run on a part of the sequence.
+    """
+    for rank, record in enumerate(ctx.rank_records("sent")):
+        sent = {Sent.parse(name): elements for name, elements in record.items()}
+        yield from judge_dtypes(ctx, rank, sent)
+        yield from judge_elements(ctx, rank, sent)
+
+
+def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
+    """Check that no element was sent in another dtype than the policy's."""
+    policy = {GRADIENTS: ctx.reduce_dtype, WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
+    for message, elements in sent.items():
+        right = str(policy[message.content]).removeprefix("torch.")
+        place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, 0, rank)
+        expected = elements if message.dtype == right else scalar(0)
+        yield add_hint(
+            compare_bitwise(place, expected, elements), f"{message.content} are sent in {message.dtype}, not in {right}"
+        )
+
+
+def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
+    """Compare the elements along each axis with the formula."""
+    shape = ctx.mesh.shape(ctx.world_size)
+    shards, copies = shape[DATA_SHARD], shape[REPLICATE]
+    params = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
+    sizes = measure_parameters(params, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
+    padded = sizes.local + sizes.padding
+    ranges = {
+        (GRADIENTS, TENSOR): (sizes.partial, sizes.partial),
+        (GRADIENTS, DATA_SHARD): (sizes.local, padded) if shards > 1 else (0, 0),
+        (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else (0, 0),
+        (WEIGHTS, DATA_SHARD): (0, 2 * padded / shards) if shards > 1 else (0, 0),
+        (WEIGHTS, TENSOR): (0, 0),
+    }
+    for (content, axis), (least, most) in ranges.items():
+        along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
+        place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, 0, rank)
+        yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
+
+
+LAWS = (
+    Law(
+        name="mesh.wire",
+        statement="what ranks send along each axis has the dtype of the policy, and gradients are reduced once on each",
+        tier=Tier.EXACT,
+        models=("heads", "sequence"),
+        observe=observe_wire,
+        judge=judge_wire,
+        features=(Feature.VISIBLE_COLLECTIVES,),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        dtypes=("fp32", "bf16"),
+        mesh_support=MeshSupport.ONLY,
+        kept_because="the only law of dtypes and elements on the wire, by axis",
+    ),
+)

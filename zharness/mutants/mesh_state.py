@@ -1,0 +1,123 @@
+"""Define mutants that break state across meshes: what tp splits, or what copies replicate, is saved or loaded wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zharness.mesh import REPLICATE, TENSOR
+from zharness.mutants.mesh import REP2, OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def on_other_mesh(part: Part | None = Part.GATHER, model: str = "exact", mesh: str = "tp2", to: bool = True) -> Target:
+    """Return a target of the law of state across meshes, which loads on the others or on the mesh of the cell."""
+    return on_mesh("mesh.other_mesh", part, model, mesh, variant="to_others" if to else "from_others")
+
+
+def on_full_state_dict(part: Part | None = Part.GATHER, model: str = "exact", cause: str = "") -> Target:
+    """Return a target of the law of the full state dict of a mesh."""
+    return on_mesh("mesh.full_state_dict", part, model, cause=cause)
+
+
+class LoadsOnMesh(OverMesh):
+    """The base class of mutants that load rightly on the default mesh, and spoil what they loaded on others."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        if self.config.mesh.sizes:
+            with torch.no_grad():
+                self.spoil_loaded()
+
+    def spoil_loaded(self) -> None:
+        """Change the loaded weights or optimizer state; subclasses override this method."""
+
+
+@mutant(FaultKind.STATE, on_other_mesh(to=False), origin=Origin.MESH)
+class LoadsSplitWeightsInReversedOrder(LoadsOnMesh):
+    """The second rank of tp loads its part of each split weight in reversed order."""
+
+    def spoil_loaded(self) -> None:
+        for param in self.split_params() if self.coordinates[TENSOR] else ():
+            param.to_local().copy_(param.to_local().flip(0))
+
+
+@mutant(FaultKind.STATE, on_other_mesh(to=False), origin=Origin.MESH)
+class LoadsNoStateOfSplitWeights(LoadsOnMesh):
+    """A load leaves the optimizer state of weights that tp splits at zero."""
+
+    def spoil_loaded(self) -> None:
+        for param in self.split_params():
+            for value in self.optimizer.state.get(param, {}).values():
+                value.zero_()
+
+
+@mutant(FaultKind.STATE, on_other_mesh(to=False, mesh=REP2), origin=Origin.MESH)
+class LoadsTheFirstCopyAlone(LoadsOnMesh):
+    """A load leaves the weights of the second copy as they were."""
+
+    def load(self, path: Path) -> None:
+        before = [(param, param.to_local().detach().clone()) for _, param in self.params()]
+        self.right.load(path)
+        with torch.no_grad():
+            for param, weight in before if self.coordinates[REPLICATE] else ():
+                param.to_local().copy_(weight)
+
+
+class SavesWrongly(OverMesh):
+    """The base class of mutants that change weights while they are saved, and restore them afterwards."""
+
+    def save(self, path: Path) -> None:
+        before = [(param, param.to_local().detach().clone()) for _, param in self.params()]
+        with torch.no_grad():
+            if self.config.mesh.sizes:
+                self.spoil_saved()
+            self.right.save(path)
+            for param, weight in before:
+                param.to_local().copy_(weight)
+
+    def spoil_saved(self) -> None:
+        """Change the weights; subclasses override this method."""
+
+
+@mutant(FaultKind.STATE, on_other_mesh(), origin=Origin.MESH)
+class SavesZerosOfTheSecondTensorRank(SavesWrongly):
+    """The checkpoint has zeros where the second rank of tp has its part of a split weight."""
+
+    def spoil_saved(self) -> None:
+        for param in self.split_params() if self.coordinates[TENSOR] else ():
+            param.to_local().zero_()
+
+
+@mutant(FaultKind.STATE, on_full_state_dict(), origin=Origin.MESH)
+class TheFullStateDictHasOnePartTwice(OverMesh):
+    """The full state dict has the first half of the rows of each matrix in place of the second half, too."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        for tensor in full.values():
+            half = len(tensor) // 2
+            tensor[half : 2 * half] = tensor[:half].clone()
+        return full
+
+
+@mutant(FaultKind.STATE, on_full_state_dict(None, cause="Missing key(s) in state_dict"), origin=Origin.MESH)
+class TheFullStateDictLosesReplicatedWeights(OverMesh):
+    """The full state dict lacks the weights that tp does not split."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        split = {name for name, param in self.params() if param in set(self.split_params())}
+        return {name: tensor for name, tensor in full.items() if name in split}
+
+
+@mutant(FaultKind.STATE, on_full_state_dict(None, "heads", "size mismatch for embed.weight"), origin=Origin.MESH)
+class TheFullStateDictIsEmptyBeyondTheFirstTensorRank(OverMesh):
+    """The full state dict has empty tensors on the second rank of tp."""
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        full: dict[str, Tensor] = self.right.full_state_dict()
+        return full if self.coordinates[TENSOR] == 0 else {name: tensor[:0] for name, tensor in full.items()}

@@ -1,0 +1,91 @@
+"""Define mutants that send along one axis of a mesh other dtypes or other numbers of elements than they should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.mesh import DATA_SHARD
+from zharness.mutants.mesh import REP2, OverMesh, local_grad, on_mesh
+from zharness.mutants.mesh_copies import OverCopies
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def on_wire(parameter: str, model: str = "sequence", mesh: str = "tp2") -> Target:
+    """Return a target of the law of what ranks send along each axis."""
+    return on_mesh("mesh.wire", Part.REDUCTION, model, mesh, parameter)
+
+
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    on_wire("gradients along tp"),
+    origin=Origin.MESH,
+    imitates="https://github.com/pytorch/pytorch/issues/190626",
+)
+class ReducesOverTensorRanksInBf16(OverMesh):
+    """The gradients of layers on a part of the sequence are reduced over tp once more, in bfloat16."""
+
+    def spoil_gradients(self) -> None:
+        for param in self.replicated_params():
+            sent = local_grad(param).bfloat16()
+            dist.all_reduce(sent, op=dist.ReduceOp.AVG, group=self.tensor_group())
+            local_grad(param).copy_(sent)
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of gradients along tp"), origin=Origin.MESH)
+class ReducesReplicatedGradientsAgain(OverMesh):
+    """The gradients of weights that tp does not split, which are equal already, are averaged over tp."""
+
+    def spoil_gradients(self) -> None:
+        for param in self.replicated_params():
+            dist.all_reduce(local_grad(param), op=dist.ReduceOp.AVG, group=self.tensor_group())
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard", "heads"), origin=Origin.MESH)
+class ReducesWholeGradientsOverTheData(OverMesh):
+    """Each backward also all-reduces buffers of whole gradients over the data, and uses none of them."""
+
+    def spoil_gradients(self) -> None:
+        for _, param in self.params() if self.config.mesh.sizes else ():
+            dist.all_reduce(torch.zeros(param.shape), group=param.device_mesh.get_group(DATA_SHARD))
+
+
+@mutant(FaultKind.REDUCE_DTYPE, on_wire("gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
+class SumsCopiesInFloat64(OverCopies):
+    """Shards of gradients are added up over the copies in float64, which takes twice the bytes."""
+
+    def spoil(self) -> None:
+        def add_wide(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            return right(shard.double()).to(shard.dtype)
+
+        self.change_sum_over_copies(add_wide)
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_replicate", "heads", REP2), origin=Origin.MESH)
+class SumsEachCopyAgain(OverCopies):
+    """The sum over copies is computed twice, and the first one is thrown away."""
+
+    def spoil(self) -> None:
+        def add_again(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            right(shard.clone())
+            return right(shard)
+
+        self.change_sum_over_copies(add_again)
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
+class GathersSplitWeightsOverTensorRanks(OverMesh):
+    """Each forward gathers the weights that tp splits over its ranks, and uses none of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for param in self.split_params():
+            local = param.to_local().detach()
+            dist.all_gather(
+                [torch.empty_like(local) for _ in range(self.tensor_size)], local, group=self.tensor_group()
+            )
+        return self.right(*args, **kwargs)
