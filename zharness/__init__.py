@@ -25,7 +25,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures,
    which ``run/matching_failures.py`` matches with cells; ``report/outputs.py`` holds the outputs.
-2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, with the axes
+2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, which
+   ``run/cell_planner.py`` accepts or refuses, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
    (``engines/registry.py``) and the models (``workload/model_lookup.py``, ``workload/user_model.py``).
    ``run/claims.py`` asks each engine for its capabilities (``engines/capabilities.py``, ``engines/option_keys.py``,

@@ -17,7 +17,7 @@ from zharness.errors import ConfigError
 from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.plan import plan_cell
+from zharness.run.cell_planner import plan_cell
 
 pytest.importorskip("deepspeed")
 

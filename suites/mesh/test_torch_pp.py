@@ -17,7 +17,7 @@ from zharness.errors import ConfigError, UsageError
 from zharness.laws import get_law
 from zharness.mesh import Mesh
 from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.plan import plan_cell
+from zharness.run.cell_planner import plan_cell
 
 CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,

@@ -13,7 +13,7 @@ from zharness.kill_matrix import MutantRunner, make_target_cell
 from zharness.laws import LAWS, get_law
 from zharness.mutants import MUTANTS, Mutant, Origin, Target
 from zharness.run import PlannedCell, Verdict
-from zharness.run.plan import unsupported_reason
+from zharness.run.cell_planner import unsupported_reason
 
 SERIES = list(Origin)
 BY_AGE = sorted(MUTANTS.values(), key=lambda mutant: SERIES.index(mutant.origin))

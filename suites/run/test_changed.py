@@ -11,10 +11,10 @@ import pytest
 from suites.warm import programs
 from zharness.cell import Cell
 from zharness.errors import UsageError
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import find_reaching_cells, order_cells
 from zharness.run.changed_functions import name_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
-from zharness.run.plan import PlannedCell
 from zharness.run.reach import CellReach, read_reach
 
 SOURCE = """\

@@ -5,8 +5,8 @@ from collections.abc import Container
 import pytest
 
 from zharness.cell import Cell
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.check_loop import ProgressLog, RunOptions, Stop, describe_stop, run_cells
-from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import RankPool, rank_pool
 

@@ -11,8 +11,8 @@ from zharness.laws import Law
 from zharness.mesh import Mesh
 from zharness.mutants import Mutant, Target
 from zharness.run import PlannedCell
+from zharness.run.cell_planner import unsupported_reason
 from zharness.run.matching_failures import find_expected_failure
-from zharness.run.plan import unsupported_reason
 
 
 @dataclass(frozen=True)

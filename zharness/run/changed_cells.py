@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_functions import find_changed_functions
 from zharness.run.engine_sources import MODULE_LEVEL
-from zharness.run.plan import PlannedCell
 from zharness.run.reach import CellReach, read_reach
 
 MAX_NAMED = 5  # functions in a sentence

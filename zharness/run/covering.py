@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property
 from heapq import heapify, heapreplace
 from itertools import chain, combinations, pairwise, product
 from typing import Any, cast
@@ -125,22 +125,34 @@ class Axes:
 
 def list_values(cell: Cell) -> tuple[Value, ...]:
     """Return the value of ``cell`` on each axis. A cell of the array has no model yet."""
-    setting = cell_setting(cell.engine_variant)
+    return _list_values(cell.engine_variant, cell.stage, cell.world_size, cell.dtype, cell.model)
+
+
+@cache
+def _list_values(engine_variant: str, stage: int, world_size: int, dtype: str, model: str) -> tuple[Value, ...]:
+    """Return the values of a cell, as one tuple for all cells that have them."""
+    setting = cell_setting(engine_variant)
     return (
         *(("option", name) for name in setting.options),
-        ("stage", cell.stage),
+        ("stage", stage),
         ("window", setting.window),
         ("call", setting.backward_call.value),
-        ("world size", cell.world_size),
-        ("dtype", cell.dtype),
-        *((("model", cell.model),) if cell.model else ()),
+        ("world size", world_size),
+        ("dtype", dtype),
+        *((("model", model),) if model else ()),
     )
 
 
 def list_pairs(cell: Cell) -> set[Pair]:
     """Return the pairs that ``cell`` covers: its law variant with each value, and each two of its values."""
     values, name = list_values(cell), name_law_variant(cell.law, cell.variant)
-    return {frozenset((name, value)) for value in values} | {frozenset(pair) for pair in combinations(values, 2)}
+    return {frozenset((name, value)) for value in values} | list_value_pairs(values)
+
+
+@cache
+def list_value_pairs(values: tuple[Value, ...]) -> frozenset[Pair]:
+    """Return each two of ``values`` as a pair."""
+    return frozenset(frozenset(pair) for pair in combinations(values, 2))
 
 
 def build_settings(axes: Axes) -> list[Cell]:
@@ -229,44 +241,64 @@ def cover_pairs(axes: Axes, laws: Sequence[LawVariant], matrix: Sequence[Cell], 
     """
     settings = [(cell, list(relax_setting(axes, cell))) for cell in build_settings(axes)]
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
-    pairs = {cell: list_pairs(cell) for cells in candidates.values() for cell in cells}
     covered: set[Pair] = set().union(*map(list_pairs, matrix))
-    offered = covered.union(*pairs.values())
-    if is_whole:
-        for cell in find_missing_cells(axes, laws, offered):
-            pairs[cell] = list_pairs(cell)
-            offered |= pairs[cell]
-    coverable = frozenset(offered)
     if depth > 2:
-        return Covering(tuple(pairs), coverable, coverable)
-    chosen: dict[Cell, None] = {}
-
-    def choose(cells: Sequence[Cell], is_wanted: Callable[[Pair], bool]) -> None:
-        """Choose the cell that covers the most wanted pairs, and repeat until no cell covers another wanted pair."""
-
-        def rank_cell(position: int) -> tuple[int, int, int]:
-            """Return a key that is smallest for the cell that covers the most missing pairs."""
-            missing = pairs[cells[position]] - covered
-            return -sum(map(is_wanted, missing)), -len(missing), position
-
-        # A cell covers fewer missing pairs after each choice, never more. So the first of the heap is the best cell if
-        # its key is still the same when it is computed again.
-        heap = list(map(rank_cell, range(len(cells))))
-        heapify(heap)
-        while heap and heap[0][0]:
-            position = heap[0][2]
-            key = rank_cell(position)
-            if key == heap[0]:
-                chosen[cells[position]] = None
-                covered.update(pairs[cells[position]])
-                key = rank_cell(position)
-            heapreplace(heap, key)
-
-    for law in laws:
-        choose(candidates[law.name], partial(contains, law.name))
+        cells = list(chain.from_iterable(candidates.values()))
+        coverable = frozenset(covered.union(*map(list_pairs, cells)))
+        return Covering(tuple(cells), coverable, coverable)
+    chosen = dict[Cell, None]()
+    for number, law in enumerate(laws):
+        met = {value for value in axes.values if frozenset((law.name, value)) in covered}
+        for cell in choose_for_law(candidates[law.name], met, first=number):
+            chosen[cell] = None
+            covered |= list_pairs(cell)
     if is_whole:
-        choose(list(pairs), bool)
-    return Covering(tuple(chosen), frozenset(covered), coverable)
+        # One cell for each combination of values is enough, whatever its law.
+        distinct = {list_values(cell): cell for cell in chain.from_iterable(reversed(candidates.values()))}
+        offered = covered.union(*(list_value_pairs(values) for values in distinct))
+        placed = list(find_missing_cells(axes, laws, offered))
+        for cell in choose_for_pairs([*distinct.values(), *placed], covered):
+            chosen[cell] = None
+            covered |= list_pairs(cell)
+    # Each pair that some candidate has is covered now, so that the covered pairs are all that can be.
+    return Covering(tuple(chosen), frozenset(covered), frozenset(covered))
+
+
+def choose_for_law(cells: Sequence[Cell], met: Set[Value], first: int) -> Iterator[Cell]:
+    """Yield the one of ``cells``, all of one law variant, that has the most values it has not met, until none has any.
+
+    Among equals, the first one from position ``first`` on is taken, so that law variants take different settings.
+    """
+    bits = dict[Value, int]()
+    masks = [sum(1 << bits.setdefault(value, len(bits)) for value in list_values(cell)) for cell in cells]
+    missing = (1 << len(bits)) - 1
+    for value in met & bits.keys():
+        missing &= ~(1 << bits[value])
+    order = [(first + position) % len(cells) for position in range(len(cells))]
+    while missing and cells:
+        best = max(order, key=lambda position: (masks[position] & missing).bit_count())
+        if not masks[best] & missing:
+            return
+        missing &= ~masks[best]
+        yield cells[best]
+
+
+def choose_for_pairs(cells: Sequence[Cell], covered: Set[Pair]) -> Iterator[Cell]:
+    """Yield the one of ``cells`` that has the most pairs of values not in ``covered``, until none has such a pair."""
+    missing = [list_value_pairs(list_values(cell)) - covered for cell in cells]
+    # A cell has fewer missing pairs after each choice, never more. So the first of the heap is the best cell if its
+    # count is still the same when it is computed again.
+    heap = [(-len(pairs), position) for position, pairs in enumerate(missing)]
+    heapify(heap)
+    found = set[Pair]()
+    while heap and heap[0][0]:
+        count, position = heap[0]
+        left = missing[position] - found
+        if count == -len(left):
+            yield cells[position]
+            found |= left
+            left = frozenset()
+        heapreplace(heap, (-len(left), position))
 
 
 def find_missing_cells(axes: Axes, laws: Sequence[LawVariant], offered: Set[Pair]) -> Iterator[Cell]:
@@ -284,11 +316,6 @@ def find_missing_cells(axes: Axes, laws: Sequence[LawVariant], offered: Set[Pair
             found = next((cell for law, cell in cells if not axes.find_refusal(law.law, cell)), None)
             if found is not None:
                 yield found
-
-
-def contains(name: str, pair: Pair) -> bool:
-    """Return whether ``pair`` is a pair of the law variant ``name`` and a value."""
-    return name in pair
 
 
 def project_settings(

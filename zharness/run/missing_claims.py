@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from zharness.cell import Cell
 from zharness.engines import Feature
 from zharness.laws import get_law
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.configuration import cell_setting
 from zharness.run.outcomes import count_cells
-from zharness.run.plan import ClaimsLookup, PlannedCell
+from zharness.run.plan import ClaimsLookup
 from zharness.workload.user_model import is_user_model
 
 MUTANTS = "zharness.mutants:"

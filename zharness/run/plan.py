@@ -5,26 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 from zharness import engines
 from zharness.cell import Cell, is_cell_id
-from zharness.engines import Capabilities, Feature
+from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.law import ModelScope
 from zharness.law_set import list_later_changes
-from zharness.laws import DTYPES, LOSS_SCALES, Law, find_laws, get_law
+from zharness.laws import DTYPES, Law, find_laws, get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, require_dtypes, require_stages
-from zharness.parity import Tier
-from zharness.parity.certificate import is_power_of_two
+from zharness.run.cell_planner import CellPlanner, PlannedCell, plan_cell
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
-from zharness.run.configuration import cell_setting, configuration_on, is_config_file, load_configuration
+from zharness.run.configuration import cell_setting, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, cover_pairs
 from zharness.run.law_variants import leave_out, list_law_variants, select_models
-from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated, require_mesh, require_plan
-from zharness.workload import model_spec
+from zharness.run.mesh_claims import needs_mesh, require_mesh, require_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
@@ -56,23 +53,6 @@ class Request:
     array_dtypes: tuple[str, ...] = ()
     mesh: Mesh = DEFAULT_MESH
     law_set: str = ""
-
-
-@dataclass(frozen=True)
-class PlannedCell:
-    """A cell, with the reason why it is unsupported; the reason is empty for a cell that is run.
-
-    ``refused_feature`` is the feature that the engine does not claim, if the cell is unsupported only for that reason.
-    """
-
-    cell: Cell
-    unsupported_reason: str = ""
-    refused_feature: Feature | None = None
-
-    @property
-    def case(self) -> Cell:
-        """Return ``cell``; this is the older name of the field, which users' tests may read."""
-        return self.cell
 
 
 def choose_patterns(laws: tuple[str, ...], checks: tuple[str, ...]) -> tuple[str, ...]:
@@ -212,13 +192,14 @@ def plan_covering_cells(
     """
     stages = select_stages(engine, request.stages, claims)
     claims_at = {stage: claims(engine, stage) for stage in stages}
+    planners = {stage: CellPlanner(capabilities) for stage, capabilities in claims_at.items()}
     claimed_dtypes = frozenset().union(*(capabilities.dtypes for capabilities in claims_at.values()))
     axes = Axes(
         engine,
         claims_at,
         request.array_world_sizes or request.world_sizes,
         tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
-        lambda law, cell: plan_cell(law, cell, claims_at[cell.stage]).unsupported_reason,
+        lambda law, cell: planners[cell.stage].plan_cell(law, cell).unsupported_reason,
         min(capabilities.joined_options for capabilities in claims_at.values()),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
@@ -293,95 +274,3 @@ def require_any_model_law(law: Law, cell: Cell) -> None:
             for variant in applicable_law.user_model_variants
         ]
         raise UsageError.unknown_name("law for a user's model", f"{law.name} {cell.variant}".strip(), applicable)
-
-
-def plan_cell(law: Law, cell: Cell, capabilities: Capabilities) -> PlannedCell:
-    """Plan one cell: decide from the engine's claims whether it is unsupported, and why."""
-    not_stated = reason_not_stated(law, cell, capabilities)
-    if not_stated:
-        return PlannedCell(cell, not_stated)
-    setting = cell_setting(cell.engine_variant)
-    with_options = capabilities.with_options(setting.options).on_mesh(cell.mesh)
-    not_comparable = reason_not_comparable(law, cell, with_options)
-    for feature in (*setting.required_features(), *law.required_features(cell.variant)):
-        refusal = with_options.refusal(feature)
-        if refusal is not None:
-            reason = f"{cell.engine} does not claim {feature.value}: {refusal}"
-            return PlannedCell(cell, reason, None if not_comparable else feature)
-    return PlannedCell(cell, not_comparable)
-
-
-def unsupported_reason(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why a cell is unsupported, or '' if the cell is run."""
-    return plan_cell(law, cell, capabilities).unsupported_reason
-
-
-def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the matrix excludes this cell regardless of the engine's features, or '' if it does not."""
-    if capabilities.absent:
-        return f"{cell.engine} cannot be built: {capabilities.absent}"
-    if reason := reason_mesh_not_stated(law, cell, capabilities):
-        return reason
-    reason = reason_setting_not_stated(law, cell, capabilities)
-    if reason:
-        return reason
-    if cell.dtype not in capabilities.dtypes:
-        return f"{cell.engine} supports only the dtypes {', '.join(sorted(capabilities.dtypes))}"
-    if cell.dtype not in law.dtypes:
-        return f"{law.name} applies only to the dtypes {', '.join(law.dtypes)}"
-    required = (*law.required_features(cell.variant), *cell_setting(cell.engine_variant).required_features())
-    if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.dtype] != 1:
-        return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"
-    return ""
-
-
-def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why the engine or the law does not support the cell's setting, or '' if both support it."""
-    setting, known = cell_setting(cell.engine_variant), capabilities.engine_options
-    for name in setting.options:
-        if name not in known:
-            return f"{cell.engine} has no variant {name} at stage {cell.stage}"
-        option = known[name]
-        refusal = option.refusal_at(cell.world_size, cell.dtype)
-        if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
-            return f"this cell cannot set the option {name}: {refusal}"
-    unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
-    if unknown:
-        return f"{cell.engine} does not know an option of {cell.engine_variant}: {unknown}"
-    if capabilities.engine_windows and setting.has_direct_backwards(law.setting_support):
-        return f"{law.name} is not stated for {setting.window} on {cell.engine}: {capabilities.engine_windows}"
-    exclusion = find_exclusion({name: known[name] for name in setting.options})
-    return exclusion or setting.reason_unsupported(law.name, law.setting_support)
-
-
-@cache
-def list_calibrated_laws() -> str:
-    """Return the names of the laws that are calibrated, separated by commas."""
-    return ", ".join(law.name for law in find_laws(()) if law.is_calibrated)
-
-
-def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
-    """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
-    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
-    compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
-    # A reduction in fp32 rounds no more than one in the dtype of the cell.
-    if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
-        stated = ", ".join(law.dtypes)
-        return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
-    kernels = capabilities.own_kernels.get(cell.stage)
-    exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
-    is_tolerant = law.is_calibrated or compares_itself
-    needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
-    # The law of Muon compares the momentum bitwise with the exact mean, too.
-    is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features
-    if is_exact_mean and cell.dtype == "fp32" and reduce_dtype != "fp32":
-        return (
-            f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
-        )
-    if kernels is not None and not exact and not is_tolerant:
-        return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
-    terms = cell.mesh.data_size(cell.world_size)
-    refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
-    if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(terms):
-        return f"a mean over {terms} ranks is rounded, and {cell.engine} has no exact sum: {refusal}"
-    return ""

@@ -14,11 +14,11 @@ from zharness.engines import Capabilities
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
 from zharness.pytest_ranks.options import get_option
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims
 from zharness.run.expected_failures import ExpectedFailure, read_expected_failures
 from zharness.run.plan import (
     ClaimsLookup,
-    PlannedCell,
     Request,
     choose_patterns,
     first_buildable_claims,

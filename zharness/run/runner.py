@@ -19,12 +19,12 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError, WorldError
 from zharness.run import observe_and_judge
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
 from zharness.run.matching_failures import find_failure_with_remedy, find_matching_failure, find_pool_failure
-from zharness.run.plan import PlannedCell
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
     apply_expected_failure,

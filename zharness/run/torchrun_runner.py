@@ -20,8 +20,8 @@ from zharness.parity.snapshot import evidence_path
 from zharness.pytest_ranks.options import get_option
 from zharness.pytest_ranks.torchrun_plugin import get_torchrun_plugin
 from zharness.run import observe_and_judge
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.expected_failures import ExpectedFailure
-from zharness.run.plan import PlannedCell
 from zharness.run.pytest_cells import RUNNER_KEY, get_planned_cell, user_expected_failures
 from zharness.run.record import Record
 from zharness.run.runner import Runner, WithheldPolicy

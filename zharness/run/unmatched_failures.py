@@ -12,11 +12,12 @@ from zharness.laws import DTYPES
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
-from zharness.run.plan import ClaimsLookup, PlannedCell, Request, first_buildable_claims, plan
+from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
 
