@@ -53,6 +53,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     reduce_dtype,
     reduction,
     reentrant,
+    repeated_saves,
     several_engines,
     sharding,
     side_effects,
