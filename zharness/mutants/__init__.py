@@ -24,6 +24,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     circumstances,
     clipping,
     double_backward,
+    evaluation_mode,
     full_tensors,
     gradient_norm,
     hooks,
