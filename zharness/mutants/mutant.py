@@ -47,7 +47,7 @@ class FaultKind(Enum):
 class Origin(Enum):
     """The series to which a mutant belongs, in the order in which the series were written.
 
-    Authors of the laws wrote the first twelve series, each for a group of faults. Ten other authors, who knew only
+    Authors of the laws wrote the first twelve series, each for a group of faults. Eleven other authors, who knew only
     the Engine protocol, the adapters and the reference engine, wrote one blind set each. The laws were run on each set,
     and were made stricter until they killed its survivors, before the next set was written. Mutants of a blind set that
     repeat an earlier mutant are left out.
@@ -75,6 +75,7 @@ class Origin(Enum):
     BLIND_8 = "blind 8"  # only those that the laws did not kill at first
     BLIND_9 = "blind 9"  # only those that the laws did not kill at first
     BLIND_10 = "blind 10"  # only those that the laws did not kill at first
+    BLIND_11 = "blind 11"  # only those that the laws did not kill at first
 
     @property
     def is_blind(self) -> bool:

@@ -49,6 +49,7 @@ GROUPED_ADAM = OptimizerSpec(
 
 GROUPS, LOADED, EDITED, IDLE = "groups", "loaded", "edited", "idle"
 WRITTEN_PARAM, WRITTEN_STATE = "written_param", "written_state"
+WRITTEN_STATE_LOADED = "written_state_loaded"  # state is written before a load and again after it
 BEFORE_STEP = "_before_step"  # the end of the names of variants whose change is between backward and step
 
 FEATURES: Mapping[str, tuple[Feature, ...]] = {
@@ -58,9 +59,12 @@ FEATURES: Mapping[str, tuple[Feature, ...]] = {
     EDITED: (Feature.EDITS,),
     WRITTEN_PARAM: (Feature.WRITE_IN,),
     WRITTEN_STATE: (Feature.WRITE_IN,),
+    WRITTEN_STATE_LOADED: (Feature.WRITE_IN, Feature.CHECKPOINT),
     WRITTEN_PARAM + BEFORE_STEP: (Feature.WRITE_IN,),
     WRITTEN_STATE + BEFORE_STEP: (Feature.WRITE_IN,),
 }
+
+LOADING = (LOADED, WRITTEN_STATE_LOADED)
 
 WRITTEN_MODELS = (SIMILAR, ALIGNED)  # an engine may fail on padded shards alone, which only the first model has
 
@@ -69,7 +73,7 @@ BEFORE, CHANGED, AFTER = range(3)  # the times at which everything is read
 
 def observe_after_change(ctx: RankContext) -> None:
     """Make a step, read every tensor, make the change of the law variant, read again, make a step, and read again."""
-    with shared_folder() if ctx.variant == LOADED else nullcontext() as folder:
+    with shared_folder() if ctx.variant in LOADING else nullcontext() as folder:
         engine = ctx.build_engine(optimizer=find_optimizer(ctx.variant))
         train_micro_batch(ctx, engine, 0)
         engine.step()
@@ -109,11 +113,12 @@ def make_change(ctx: RankContext, engine: Engine, folder: Path | None) -> None:
             for name, value in weights.items():
                 write_copy(partial(require_write_in(engine).write_param, name), value)
         case "written_state":
-            state |= new_moments(state, ctx.seed)
-            for path, value in state.items():
-                if not path.endswith("/step"):
-                    name, _, key = path.rpartition("/")
-                    write_copy(partial(require_write_in(engine).write_optimizer_state, name, key), value)
+            state |= write_moments(engine, new_moments(state, ctx.seed))
+        case "written_state_loaded":
+            assert folder is not None
+            write_moments(engine, new_moments(state, ctx.seed + 1))
+            engine.load(folder)
+            state |= write_moments(engine, new_moments(state, ctx.seed))
         case "edited":
             weights = edit_weights(ctx, engine, weights)
         case "idle":
@@ -135,6 +140,14 @@ def new_moments(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Return new positive values for every entry of optimizer state except the step counts."""
     moments = {path: value for path, value in state.items() if not path.endswith("/step")}
     return {path: value.abs() for path, value in new_values(moments, seed).items()}
+
+
+def write_moments(engine: Engine, moments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the optimizer's entries ``moments``, whose keys are ``parameter/key``, and return ``moments``."""
+    for path, value in moments.items():
+        name, _, key = path.rpartition("/")
+        write_copy(partial(require_write_in(engine).write_optimizer_state, name, key), value)
+    return moments
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Define the law window.evaluated: forwards without gradients inside an accumulation window do not count."""
+"""Define laws of evaluation mode in an accumulation window, where only forwards with a backward count."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def train_and_evaluate(participant: Participant, window: int, micro: int) -> Nam
     return {"output": output, "output in evaluation mode": evaluated}
 
 
+def train_in_evaluation_mode(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch while the model is in evaluation mode, as for frozen batch statistics."""
+    participant.module.eval()
+    train_whole_model(participant, window, micro)
+    participant.module.train()
+
+
 EVALUATED = WindowScenario(train_and_evaluate, windows=2)
+IN_EVALUATION_MODE = WindowScenario(train_in_evaluation_mode, windows=2)
 
 LAWS = (
     window_law(
@@ -32,5 +40,11 @@ LAWS = (
         {"": EVALUATED, **{name: make_accumulated(EVALUATED, name) for name in ACCUMULATIONS}},
         "forwards under no_grad after each micro-batch of a window have the weights of the window, and do not count",
         kept_because="the only evaluations between the micro-batches of a window that the engine counts",
+    ),
+    window_law(
+        "window.evaluation_mode",
+        {name: make_accumulated(IN_EVALUATION_MODE, name) for name in ("2_by_engine", "2_by_caller")},
+        "a loss whose forward ran in evaluation mode counts in its window as in training mode",
+        kept_because="the only losses that are computed in evaluation mode",
     ),
 )

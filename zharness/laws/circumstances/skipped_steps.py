@@ -1,4 +1,4 @@
-"""Define the law values.skipped_step: a step that is skipped for an overflow changes nothing that a later step uses."""
+"""Define laws of a step that is skipped for an overflow: it changes nothing that a later step uses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import AccumulationOwner, Feature
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
@@ -27,13 +28,16 @@ BAD_STEP, STEPS = 1, 4
 class OverflowRun:
     """A training in which one micro-batch of one step overflows on rank 0: its clipping and its window.
 
-    In the step ``element_step``, one element of one gradient overflows on rank 0, which another rank may own.
+    In the step ``element_step``, one element of the gradient of ``element_layer``'s bias overflows on rank 0, which
+    another rank may own. The step ``idle_step`` does not use the expert IDLE_EXPERT.
     """
 
     clip: float | None = None
     window: int = 1
     bad_micro: int = 0
     element_step: int | None = None
+    element_layer: str = "last"
+    idle_step: int | None = None
 
     @property
     def bad_steps(self) -> tuple[int, ...]:
@@ -48,22 +52,33 @@ RUNS: Mapping[str, OverflowRun] = {
     "last_of_2_by_engine": OverflowRun(clip=CLIP, window=2, bad_micro=1),
     "one_element": OverflowRun(element_step=BAD_STEP + 1),
 }
-LAST_LAYER = "last"
+IDLE_EXPERT = 1
+# The gradients of the idle expert were finite in the step before, which one element of another gradient made skipped.
+IDLE_RUN = OverflowRun(element_step=STEPS - 2, element_layer="first", idle_step=STEPS - 1)
 
 
 def observe_skipped_step(ctx: RankContext) -> None:
+    """Train the steps of the law variant."""
+    train_run(ctx, RUNS[ctx.variant])
+
+
+def observe_idle_after_skipped(ctx: RankContext) -> None:
+    """Train steps, of which the last one does not use a weight that the skipped step before it used."""
+    train_run(ctx, IDLE_RUN)
+
+
+def train_run(ctx: RankContext, run: OverflowRun) -> None:
     """Train steps, of which some overflow on rank 0. Stop after a step with an overflow that the engine applies."""
-    run = RUNS[ctx.variant]
     owner = AccumulationOwner.ENGINE if run.window > 1 else AccumulationOwner.CALLER
     engine = ctx.build_engine(optimizer=ADAMW, clip=run.clip, accumulation_steps=run.window, accumulation_owner=owner)
     for step in range(STEPS):
         ctx.record_training_state(engine, step)
         for micro in range(run.window):
             bad = step == BAD_STEP and micro == run.bad_micro and ctx.data_coordinate == 0
-            loss = ctx.loss(engine, step * run.window + micro)
+            loss = compute_loss(ctx, engine, run, step, micro)
             if step == run.element_step:
                 factor = torch.inf if ctx.data_coordinate == 0 else 1.0
-                bias = cast(Tensor, engine.module.get_submodule(LAST_LAYER).bias)
+                bias = cast(Tensor, engine.module.get_submodule(run.element_layer).bias)
                 loss = loss + factor * bias[-1]
             engine.backward(loss * torch.inf if bad else loss)
             if micro + 1 < run.window:
@@ -86,12 +101,30 @@ def observe_skipped_step(ctx: RankContext) -> None:
     engine.close()
 
 
+def compute_loss(ctx: RankContext, engine: Engine, run: OverflowRun, step: int, micro: int) -> Tensor:
+    """Run the forward of a micro-batch and return its loss; experts are routed only in a run with an idle step."""
+    if run.idle_step is None:
+        return ctx.loss(engine, step * run.window + micro)
+    route = [expert for expert in ALL_EXPERTS if expert != IDLE_EXPERT or step != run.idle_step]
+    batch = ctx.batch(step)
+    return ctx.spec.loss(engine(batch.inputs, route=route), batch.target)
+
+
 def judge_skipped_step(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge the steps of the law variant."""
+    yield from judge_run(ctx, RUNS[ctx.variant])
+
+
+def judge_idle_after_skipped(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge the steps, of which the last one may not move the idle weight."""
+    yield from judge_run(ctx, IDLE_RUN)
+
+
+def judge_run(ctx: JudgeContext, run: OverflowRun) -> Iterator[Comparison]:
     """Check that the bad steps changed neither weights nor state, and judge every other step with its norm.
 
     If the engine applies the first bad step, no weight may be finite after it. Otherwise it may apply no bad step.
     """
-    run = RUNS[ctx.variant]
     outcome = ctx.rank_records("outcome", BAD_STEP)[0]["outcome"]
     for step in range(BAD_STEP + 1 if outcome == Outcome.APPLIED else STEPS):
         if step in run.bad_steps:
@@ -147,6 +180,26 @@ LAWS = (
         ),
         dtypes=("bf16", "fp16"),
         kept_because="the only law that judges the steps before and after an overflow under a static loss scale",
+        mesh_support=MeshSupport.ANY,
+    ),
+    Law(
+        name="values.idle_after_skipped",
+        statement="a step does not move a weight that it does not use, if the step before it used it and was skipped",
+        tier=Tier.STAGED,
+        models=("experts",),
+        observe=observe_idle_after_skipped,
+        judge=judge_idle_after_skipped,
+        features=(
+            Feature.PARAMETERS,
+            Feature.PARAM_GROUPS,
+            Feature.SCHEDULE,
+            Feature.OUTSIDE_FORWARD,
+            Feature.NO_GRADIENT,
+        ),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        dtypes=("bf16", "fp16"),
+        kept_because="the only idle weights after a skipped step, whose gradients an engine may have kept",
         mesh_support=MeshSupport.ANY,
     ),
 )

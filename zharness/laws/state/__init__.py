@@ -5,6 +5,7 @@ from __future__ import annotations
 from zharness.laws.state import (
     buffer_kinds,
     consolidate,
+    one_folder,
     refuse_missing,
     refuse_pickle,
     reshard,
@@ -16,6 +17,7 @@ from zharness.laws.state import (
 LAWS = (
     *resume.LAWS,
     *several_saves.LAWS,
+    *one_folder.LAWS,
     *reshard.LAWS,
     *consolidate.LAWS,
     *buffer_kinds.LAWS,

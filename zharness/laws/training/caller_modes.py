@@ -100,6 +100,7 @@ def observe_caller_modes(ctx: RankContext) -> None:
                 before = read_modes(engine)
                 calls[plain_name]()
                 record_modes(ctx, number, before, read_modes(engine))
+        torch.rand(())  # an engine that restores the state that the generator had at construction undoes this draw
         before = read_process_state()
         engine.close()
         record_modes(ctx, len(list_calls(ctx.variant)) + 1, before, read_process_state())

@@ -64,6 +64,7 @@ def observe_no_sync(ctx: RankContext) -> None:
         raise InterruptedError
     engine.backward(ctx.loss(engine, FINAL_WINDOW.start))
     ctx.record("grads", engine.full_grads(), len(WINDOWS))
+    engine.step()  # raises if the exception left the engine inside no_sync
     engine.close()
 
 

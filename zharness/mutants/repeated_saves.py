@@ -1,0 +1,157 @@
+"""Mutants that are wrong if a folder is saved or loaded twice, or after a write, a skipped step or a failed load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.law_kit.dtypes import DTYPES
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def one_folder(variant: str, part: Part = Part.GATHER) -> Target:
+    """Return the target in a variant of state.one_folder."""
+    return Target("state.one_folder", part, variant=variant)
+
+
+@mutant(FaultKind.STATE, one_folder("edited_between"), origin=Origin.BLIND_11)
+class SavesOncePerStep(Around):
+    """Does not save into a folder that has a checkpoint after the same number of steps."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.steps, self.saved = 0, set[tuple[Path, int]]()
+
+    def step(self) -> None:
+        self.right.step()
+        self.steps += 1
+
+    def save(self, path: Path) -> None:
+        if (path, self.steps) not in self.saved:
+            self.right.save(path)
+        self.saved.add((path, self.steps))
+
+
+@mutant(FaultKind.STATE, one_folder("loaded_between"), origin=Origin.BLIND_11)
+class LoadsTheFirstAgain(Around):
+    """A second load of a folder brings back the weights that the first load of the folder found."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.found: dict[Path, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        found = self.found.setdefault(path, self.right.full_params())
+        with self.right.gathered(list(found)) as weights:
+            for name, weight in found.items():
+                weights[name].copy_(weight)
+
+
+@mutant(FaultKind.STATE, one_folder("written_between"), origin=Origin.BLIND_11)
+class SavesWeightsFromBeforeAWrite(Around):
+    """Saves each weight that was replaced since the last step as it was before."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.before: dict[str, Tensor] = {}
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        self.before.setdefault(name, self.right.read_param(name))
+        self.right.write_param(name, value)
+
+    def step(self) -> None:
+        self.before.clear()
+        self.right.step()
+
+    def save(self, path: Path) -> None:
+        written = {name: self.right.read_param(name) for name in self.before}
+        for name, value in self.before.items():
+            self.right.write_param(name, value)
+        self.right.save(path)
+        for name, value in written.items():
+            self.right.write_param(name, value)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.several_saves", Part.OPTIMIZER, model="experts", variant="unfrozen", parameter="last.*"),
+    origin=Origin.BLIND_11,
+)
+class LoadDropsLateState(SpoiledLoad):
+    """A load sets the momentum of weights that were frozen when the engine was built to zero."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.late = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
+
+    def spoil(self) -> None:
+        state = self.right.full_optimizer_state()
+        for name in self.late:
+            if "exp_avg" in state.get(name, {}):
+                self.right.write_optimizer_state(name, "exp_avg", torch.zeros_like(state[name]["exp_avg"]))
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("access.after_change", Part.OPTIMIZER, model="similar", variant="written_state_loaded"),
+    origin=Origin.BLIND_11,
+)
+class WritesStateOnceOnly(Around):
+    """After a load, does not replace an entry of optimizer state that was replaced before the load."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.written, self.refused = set[tuple[str, str]](), set[tuple[str, str]]()
+
+    def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
+        self.written.add((name, key))
+        if (name, key) not in self.refused:
+            self.right.write_optimizer_state(name, key, value)
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.refused |= self.written
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("values.idle_after_skipped", Part.OPTIMIZER, model="experts", dtype="bf16", parameter="experts.1.*"),
+    origin=Origin.BLIND_11,
+)
+class KeepsGradientsOfASkippedStep(Around):
+    """After a skipped step, steps idle weights with the finite gradients that the skipped step had."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept: dict[str, Tensor] = {}
+
+    def step(self) -> None:
+        grads, skipped = self.right.full_grads(), self.right.observe().skipped_steps
+        for name, grad in self.kept.items():
+            if name not in grads:
+                self.right.write_grad(name, grad)
+        self.right.step()
+        was_skipped = self.right.observe().skipped_steps > skipped
+        self.kept = {name: grad for name, grad in grads.items() if was_skipped and bool(grad.isfinite().all())}
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("state.refuse_missing", Part.GATHER, variant="absent", dtype="bf16", parameter="default dtype"),
+    origin=Origin.BLIND_11,
+)
+class FailedLoadKeepsTheDtype(Around):
+    """A load that raises leaves the dtype of the weights as the default dtype."""
+
+    def load(self, path: Path) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[self.config.dtype])
+        self.right.load(path)
+        torch.set_default_dtype(before)
