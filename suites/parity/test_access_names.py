@@ -45,7 +45,7 @@ def write_state_records(last_state: Mapping[str, Tensor]) -> Records:
 def read_state_records(last_state: Mapping[str, Tensor]) -> Records:
     """Return what a rank records in access.read_state if no parameter has a gradient."""
     steps = {("weights", step): WEIGHT for step in range(3)} | {("grads", step): {} for step in range(2)}
-    return {**steps, ("read", 0): {}, ("read", 1): STATE, ("read", 2): last_state}
+    return {**steps, ("read", 0): {}, ("read", 1): STATE, ("kept", 0): STATE, ("read", 2): last_state}
 
 
 def ranks_agree_records(last_state: Mapping[str, Tensor]) -> Records:

@@ -52,6 +52,7 @@ class Feature(Enum):
     )
     UNFREEZING = "parameters unfrozen after construction"
     EDITS = "full weights that one rank edits for all ranks"
+    IN_PLACE_EDITS = "weights that the caller edits in place on every rank: the engine trains with them, or raises"
     DEFERRED = "a model built on the meta device"
     AUTOCAST = "a configuration section that runs forwards under torch.autocast"
     LOSS_SCALER = "a dynamic loss scale that skips steps with an overflow"

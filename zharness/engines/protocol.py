@@ -155,6 +155,10 @@ class Engine(Protocol):
     Methods that return dictionaries of tensors are collective. The dictionaries have the original parameter names and
     shapes and are identical on every rank; a tied parameter appears once, under the name that ``named_parameters()`` of
     the original model gives it. The tensors are copies on CPU, which the caller may overwrite.
+
+    With ``Feature.IN_PLACE_EDITS``, the caller may also edit the parameters of ``module`` in place between steps, under
+    ``torch.no_grad`` and on every rank alike (a shard, where a parameter is sharded). The next forward and step then
+    use the edited weights, or one of the calls that follow raises an error on every rank; no step undoes an edit.
     """
 
     module: nn.Module

@@ -50,6 +50,8 @@ class SupportsWriteIn(Protocol):
     def write_grad(self, name: str, value: Tensor) -> None:
         """Replace the gradient before the step of an accumulation boundary; norm, clipping and update use ``value``.
 
+        A weight that no micro-batch of the step used, and that has no gradient, gets ``value`` as its gradient.
+
         With ``Feature.WINDOW_WRITE_IN``, it may also be replaced after an earlier micro-batch of the window. ``value``
         then takes the place of what that micro-batch and those before it contribute to the gradient of the step, in
         the units of ``full_grads()``, and later micro-batches are added to it.

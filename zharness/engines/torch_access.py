@@ -43,6 +43,9 @@ class TorchTensorAccess:
         return self._full_copy(state[key]) if state else None
 
     def write_grad(self, name: str, value: Tensor) -> None:
+        param = self._adapter.params[name]
+        if param.grad is None:  # no micro-batch of the step used the weight
+            param.grad = torch.zeros_like(param)
         copy_into(self._grad(name), value)
 
     def write_param(self, name: str, value: Tensor) -> None:

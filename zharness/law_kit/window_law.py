@@ -49,4 +49,4 @@ def required_features(scenario: WindowScenario) -> tuple[Feature, ...]:
     no_sync = (Feature.NO_SYNC,) if scenario.in_no_sync else ()
     groups = (Feature.PARAM_GROUPS,) if scenario.groups else ()
     reading = (Feature.WINDOW_READ_OUT,) if scenario.reads_inside else ()
-    return (*accumulation, *call, *clip, *no_sync, *groups, *reading)
+    return (*accumulation, *call, *clip, *no_sync, *groups, *reading, *scenario.features)

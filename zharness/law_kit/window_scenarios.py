@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zharness.engines.protocol import AccumulationOwner, Engine, GroupSpec, OptimizerSpec
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, GroupSpec, OptimizerSpec
 from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -41,7 +41,8 @@ class WindowScenario:
     ``frozen_at_start`` names the submodules that are frozen when the engine is built. ``reads_inside`` says that all
     full gradients are read after each micro-batch but the last of a window. ``backward_call`` is the call by which
     ``backward`` of the engine's participant runs. ``in_no_sync`` says that all micro-batches of a window but the last
-    run inside the engine's ``no_sync``. If the engine owns the accumulation, the script never calls ``zero_grad``,
+    run inside the engine's ``no_sync``. ``features`` are the features that the script needs beside those of its
+    settings. If the engine owns the accumulation, the script never calls ``zero_grad``,
     because the engine begins the next window itself.
     """
 
@@ -60,6 +61,7 @@ class WindowScenario:
     after_step: Callable[[Participant, int], None] | None = None
     backward_call: BackwardCall = BackwardCall.ENGINE
     in_no_sync: bool = False
+    features: tuple[Feature, ...] = ()
 
     @property
     def divisor(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import backward
 
-from zharness.engines.protocol import Engine, Feature, Reduction
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, Reduction
 from zharness.law_kit.clipping import NEVER_CLIPS, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
@@ -126,19 +126,26 @@ def sparse(participant: Participant) -> None:
     participant.tensor_backward(participant.training_loss(2))
 
 
-IDLE_VARIANT = "idle"
+IDLE_VARIANT, WINDOW_VARIANT = "idle", "2_by_engine"
 
 # Whether each step uses the branch; None stands for a step without a backward.
-BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {"": (True, False, True), IDLE_VARIANT: (True, None, True)}
+BRANCH_USE_BY_VARIANT: dict[str, tuple[bool | None, ...]] = {
+    "": (True, False, True),
+    IDLE_VARIANT: (True, None, True),
+    WINDOW_VARIANT: (True, False, True),
+}
 
 
 def observe_stay_put(ctx: RankContext) -> None:
     """Train steps that use a branch of the model, and one step in between that does not use it.
 
-    In one law variant, the step in between has no backward at all.
+    In one law variant, the step in between has no backward at all; in another, each step is an accumulation window of
+    two equal micro-batches.
     """
-    engine = ctx.build_engine(optimizer=ADAMW)
-    train_with_branches(ctx, engine)
+    micro_batches = 2 if ctx.variant == WINDOW_VARIANT else 1
+    owner = AccumulationOwner.ENGINE if ctx.variant == WINDOW_VARIANT else AccumulationOwner.CALLER
+    engine = ctx.build_engine(optimizer=ADAMW, accumulation_steps=micro_batches, accumulation_owner=owner)
+    train_with_branches(ctx, engine, micro_batches)
 
 
 def observe_unfrozen(ctx: RankContext) -> None:
@@ -153,19 +160,25 @@ def observe_unfrozen(ctx: RankContext) -> None:
     train_with_branches(ctx, engine)
 
 
-def train_with_branches(ctx: RankContext, engine: Engine) -> None:
-    """Train steps with and without a branch of the model, and record everything that ``judge_stay_put`` compares."""
+def train_with_branches(ctx: RankContext, engine: Engine, micro_batches: int = 1) -> None:
+    """Train steps with and without a branch of the model, and record everything that ``judge_stay_put`` compares.
+
+    The engine owns the accumulation window if a step has several micro-batches.
+    """
     for step, branch in enumerate(BRANCH_USE_BY_VARIANT[ctx.variant]):
         ctx.record_training_state(engine, step)
         batch = ctx.batch(step)
-        if branch is not None:
+        for micro in range(0 if branch is None else micro_batches):
             engine.backward(ctx.spec.loss(engine(batch.inputs, branch=branch), batch.target))
+            if micro + 1 < micro_batches:
+                engine.step()
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         norm = engine.grad_norm()
         if norm is not None:
             ctx.record("norm", {"norm": scalar(norm)}, step)
-        engine.zero_grad()
+        if micro_batches == 1:  # an engine that owns the window begins the next one itself
+            engine.zero_grad()
     ctx.record_training_state(engine, len(BRANCH_USE_BY_VARIANT[ctx.variant]))
     engine.close()
 
@@ -331,7 +344,14 @@ LAWS = (
         judge=judge_stay_put,
         features=(Feature.PARAMETERS, Feature.PARAM_GROUPS),
         weights_stay_integers=False,
-        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BRANCH_USE_BY_VARIANT),
+        variants=tuple(
+            Variant(
+                name,
+                (Feature.ENGINE_ACCUMULATION,) if name == WINDOW_VARIANT else (),
+                compares_engine_with_itself=True,
+            )
+            for name in BRANCH_USE_BY_VARIANT
+        ),
         steps=LawSteps(observe_stay_put),
         dtypes=("fp32",),  # the model mixes dtypes: its frozen layer stays in fp32 whatever the others are
         kept_because="decay and momentum can move a parameter without a gradient, which branch does not show",

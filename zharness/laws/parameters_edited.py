@@ -1,4 +1,7 @@
-"""Define the law parameters.edited_and_stepped: forwards and steps after an edit use the edited weights."""
+"""Define laws of edited weights: forwards and steps after an edit use the edited weights.
+
+Weights are edited as full tensors inside ``gathered()``, or in place, as the module's own parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from zharness.law_kit.optimizer_step import (
 )
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import eval_mode
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.access.common import new_values
-from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 BEFORE_STEP = "before_step"  # the edit is between backward and step
 PARTLY = "partly"  # every weight is gathered, and every other one is edited
@@ -28,6 +31,8 @@ EVALUATED = "evaluated"  # forwards in evaluation mode come before and after the
 STEPS = 3
 EDITED_STEP = 1
 UNEDITED_HINT = "nobody edited it"
+UNCHANGED_HINT = "it is the weight from before the edit"
+OLD_MASTER_HINT = "the edit did not reach the master weight"
 
 
 def observe_edited_and_stepped(ctx: RankContext) -> None:
@@ -124,7 +129,77 @@ def judge_evaluations(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
         yield from ctx.compare_losses(time, expected, "evaluated")
 
 
+# Negative and a power of two: every product is exact. Each rank scales what it has of a parameter, shard or whole.
+FACTOR = -0.5
+
+
+def observe_edited_in_place(ctx: RankContext) -> None:
+    """Make a step, scale every parameter in place, and make another step. Record whether one of these calls raised."""
+    engine = ctx.build_engine(optimizer=ADAMW)
+    train(ctx, engine, 0)
+    ctx.record_training_state(engine, 1)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(FACTOR)
+    is_refused = False
+    try:
+        ctx.record_training_state(engine, 2)
+        train(ctx, engine, 2)
+        ctx.record_training_state(engine, 3)
+    except NotImplementedError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever an engine raises is a refusal
+        is_refused = True
+    ctx.record("refused", {"refused": scalar(is_refused)})
+    engine.close()
+
+
+def train(ctx: RankContext, engine: Engine, step: int) -> None:
+    """Make one step, and record the loss and the gradients."""
+    engine.backward(ctx.loss(engine, step))
+    ctx.record("grads", engine.full_grads(), step)
+    engine.step()
+    engine.zero_grad()
+
+
+def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check that all ranks refused the edit, or that weights, masters, forward and step are those of the edit."""
+    refusals = [record["refused"] for record in ctx.rank_records("refused")]
+    yield from compare_ranks(ctx.location("refusal of the edit", Part.GATHER, 2), refusals)
+    if any(bool(refused) for refused in refusals):
+        return
+    for rank, (before, after) in enumerate(
+        zip(ctx.rank_records("params", 1), ctx.rank_records("params", 2), strict=True)
+    ):
+        for name, weight in before.items():
+            place = ctx.location(name, Part.GATHER, 2, rank)
+            found = compare_bitwise(place, FACTOR * weight, after[name])
+            yield add_hint(found, UNCHANGED_HINT) if torch.equal(weight, after[name]) else found
+    edited = RecordedStep(2, "masters", skipped_steps=1)
+    for found in compare_published_weights(ctx, edited, "params"):
+        yield add_hint(found, OLD_MASTER_HINT)
+    local = ctx.compute_local_grads(2, ctx.rank_records("params", 2)[0])
+    yield from ctx.compare_losses(2, local)
+    yield from ctx.compare_reduced_grads("grads", [local], 2)
+    yield from judge_step(ctx, ADAMW, ctx.rank_records("grads", 2)[0], edited)
+    after_step = RecordedStep(3, "masters")
+    yield from compare_ranks_after_step(ctx, after_step)
+    yield from compare_published_weights(ctx, after_step, "params")
+
+
 LAWS = (
+    Law(
+        name="parameters.edited_in_place",
+        statement="weights that are edited in place on every rank train on from the edit, unless the engine raises",
+        tier=Tier.STAGED,
+        models=("similar",),
+        observe=observe_edited_in_place,
+        judge=judge_edited_in_place,
+        features=(Feature.PARAMETERS, Feature.IN_PLACE_EDITS, Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        weights_stay_integers=False,
+        variants=(Variant(compares_engine_with_itself=True),),
+        kept_because="the only edits of the module's own parameters, outside of gathered()",
+    ),
     Law(
         name="parameters.edited_and_stepped",
         statement="forwards and steps after an edit of full weights use the edited weights, in every dtype",

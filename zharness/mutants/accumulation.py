@@ -295,3 +295,20 @@ class DropsWhatIsPending(Around):
     def zero_grad(self) -> None:
         self.forwards = 0
         self.right.zero_grad()
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("training.several_backwards", Part.OPTIMIZER, variant="same_loss"),
+    origin=Origin.BLIND_10,
+)
+class CountsASecondBackwardOfALoss(Around):
+    """Counts a second backward of the same loss as a further micro-batch of the window."""
+
+    last_loss: Tensor | None = None
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        if loss is self.last_loss:
+            seams.set_micro_batches(self.right, seams.micro_batches(self.right) + 1)
+        self.last_loss = loss

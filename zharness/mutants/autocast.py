@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness import torch_private
 from zharness.engines import (
     EngineConfig,
     ddp,
@@ -222,3 +223,17 @@ def users_autocast_is_switched_off(model: nn.Module, config: EngineConfig) -> To
     engine = fsdp2.factory(model, config)
     engine.__class__ = Sealed
     return engine
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.autocast_policy", Part.FORWARD, model="mixed", variant="transformed"),
+    origin=Origin.BLIND_10,
+)
+class TransformsWithoutAutocast(Around):
+    """Runs a forward that torch.func transforms outside of the configured torch.autocast."""
+
+    stages = ALL_STAGES
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs) if torch_private.is_transforming() else self.right(*args, **kwargs)

@@ -149,6 +149,7 @@ class LosesWhatIsBeforeAGap(CountsMicroBatches):
 @mutant(
     FaultKind.CONTRIBUTION,
     Target("values.discarded", Part.OPTIMIZER, model="experts", variant="in_no_sync"),
+    Target("values.discarded", Part.OPTIMIZER, model="experts", variant="idle_in_no_sync"),
     origin=Origin.BLIND_10,
 )
 class ZeroGradInsideNoSyncDropsNothing(Around):

@@ -331,3 +331,33 @@ class UnscalesInHalf(Around):
 
     def full_grads(self) -> dict[str, Tensor]:
         return {name: grad.half().to(grad.dtype) for name, grad in self.right.full_grads().items()}
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("access.write_grad", model="similar", variant="idle", dtype="fp16"),
+    origin=Origin.BLIND_10,
+)
+class ScalesWrittenGradsOfIdleWeights(Around):
+    """``write_grad`` multiplies by the loss scale once more if the step did not use the weight."""
+
+    def write_grad(self, name: str, value: Tensor) -> None:
+        is_idle = name not in self.right.full_grads()
+        self.right.write_grad(name, value * seams.loss_scaler(self.right).value if is_idle else value)
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="hysteresis"),
+    origin=Origin.BLIND_10,
+)
+class GrowthKeepsHysteresis(Around):
+    """The count of overflows that the loss scale ignores does not restart when the scale grows."""
+
+    def step(self) -> None:
+        scaler = seams.loss_scaler(self.right)
+        before = scaler.state_dict()
+        self.right.step()
+        after = scaler.state_dict()
+        if after["scale"] > before["scale"]:
+            scaler.load_state_dict({**after, "patience": before["patience"]})

@@ -12,7 +12,7 @@ from zharness.engines import (
     EngineConfig,
 )
 from zharness.mutants import seams
-from zharness.mutants.around import Around, OverDDP, OverFSDP2
+from zharness.mutants.around import Around, CountsMicroBatches, OverDDP, OverFSDP2
 from zharness.mutants.mutant import (
     FaultKind,
     Origin,
@@ -250,3 +250,21 @@ class SlipsOnOneRankOfTheReference(Around):
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(iter(self.module.parameters())).view(-1)[:1].mul_(1 + 2**-22)
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("parameters.stay_put", Part.OPTIMIZER, model="changing", variant="2_by_engine", parameter="*/step"),
+    origin=Origin.ORDERS,
+)
+class CountsStepsOfIdleWeights(CountsMicroBatches):
+    """The step of an engine's window also counts a step of Adam for weights that no micro-batch of it used."""
+
+    def step(self) -> None:
+        self.count_step()
+        used = set(self.right.full_grads())
+        self.right.step()
+        for name, leaf in seams.leaves(self.right).items():
+            state = self.optimizer.state.get(leaf, {})
+            if self.window > 1 and self.micro == 0 and name not in used and "step" in state:
+                state["step"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,3 +215,30 @@ class ReplacesInheritedConstructors(Around):
     def close(self) -> None:
         self.right.close()
         delattr(nn.BatchNorm1d, CONSTRUCTOR)  # the next cell of the process must have the inherited constructor
+
+
+class ResetsFlagsInEvaluation(Around):
+    """The base class of mutants that put every module into evaluation mode after a call, if the model was in it."""
+
+    def reset_flags(self) -> None:
+        """Put the submodules that the caller has put into training mode into evaluation mode too."""
+        if not self.module.training:
+            self.module.eval()
+
+
+@mutant(FaultKind.STATE, modes_target("training flag of * after save", "evaluating"), origin=Origin.ORDERS)
+class SaveResetsFlags(ResetsFlagsInEvaluation):
+    """Saves in evaluation mode, and restores the flag of the model for all of its submodules."""
+
+    def save(self, path: Path) -> None:
+        self.right.save(path)
+        self.reset_flags()
+
+
+@mutant(FaultKind.STATE, modes_target("training flag of * after load", "evaluating"), origin=Origin.ORDERS)
+class LoadResetsFlags(ResetsFlagsInEvaluation):
+    """Loads in evaluation mode, and restores the flag of the model for all of its submodules."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.reset_flags()

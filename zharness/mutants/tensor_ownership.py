@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zharness.mutants.around import OverDDP
+from zharness.mutants import seams
+from zharness.mutants.around import Around, OverDDP
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -47,3 +48,24 @@ class WritesInTheOrderOfMemory(OverDDP):
 def in_order_of_memory(value: Tensor) -> Tensor:
     """Return the elements of ``value`` in the order of its memory, in the shape of ``value``."""
     return value.as_strided(value.shape, torch.empty(value.shape).stride())
+
+
+@mutant(FaultKind.STALE, Target("training.looked_at", Part.OPTIMIZER), origin=Origin.BLIND_10)
+class ReturnsLiveStepCounts(Around):
+    """Returns the optimizer's own step counts from ``full_optimizer_state``, which the next step changes."""
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        state: dict[str, dict[str, Tensor]] = self.right.full_optimizer_state()
+        for name, leaf in seams.leaves(self.right).items():
+            if name in state and "step" in state[name]:
+                state[name]["step"] = self.optimizer.state[leaf]["step"]
+        return state
+
+
+@mutant(FaultKind.STALE, Target("access.read_state", Part.OPTIMIZER, MODEL, "adam"), origin=Origin.BLIND_10)
+class ReadsLiveState(Around):
+    """Returns the optimizer's own tensors from ``read_optimizer_state``, which the next step changes."""
+
+    def read_optimizer_state(self, name: str, key: str) -> Tensor:
+        state: Tensor = self.optimizer.state[seams.leaves(self.right)[name]][key]
+        return state

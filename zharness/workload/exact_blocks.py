@@ -180,7 +180,8 @@ class SimilarLayersModel(nn.Module):
 
     The model maps (batch, 3 x ``inputs``) to (batch, ``outputs``). An engine that reads the wrong parameter of the same
     shape returns wrong values. The parameter ``factor`` has ``tiny`` elements; a parameter of one element is owned by
-    at most one rank. The parameter ``shift`` has ``short`` elements; two ranks own two and one of three.
+    at most one rank. The parameter ``shift`` has ``short`` elements; two ranks own two and one of three. The forward's
+    argument ``with_third`` says whether the forward uses the layer ``third``.
     """
 
     def __init__(self, inputs: int = HIDDEN, outputs: int = WIDTH, tiny: int = 1, short: int = 3) -> None:
@@ -199,10 +200,12 @@ class SimilarLayersModel(nn.Module):
             for index, parameter in enumerate(self.parameters()):
                 parameter.view(-1)[0] = index + 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, with_third: bool = True) -> Tensor:
         left, middle, right = torch.split(x[:, : 3 * self.inputs], self.inputs, dim=1)
         output: Tensor = self.first(left) + 2 * self.second(middle) + self.tied(right)
-        output = output + self.frozen(left * self.shift.sum()) + 4 * self.third(right + middle)
+        output = output + self.frozen(left * self.shift.sum())
+        if with_third:
+            output = output + 4 * self.third(right + middle)
         return output * self.factor.sum()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature
 from zharness.engines.tensor_access import require_read_out
@@ -38,6 +39,8 @@ from zharness.parity import Comparison, Part, compare_bitwise
 
 SCALED_HINT = "it is multiplied by the loss scale"
 CLIPPED, WINDOW = "clipped", "window"
+UNFROZEN = "unfrozen"  # the layer that is frozen when the engine is built is unfrozen before the first read
+THIRD = 1 / 3  # no narrow dtype holds it
 STEPS = 2  # the second step shows what the first one left behind
 FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "fp16"}}
 
@@ -149,13 +152,18 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 def observe_read_param(ctx: RankContext) -> None:
     """Read every weight before training, after a backward and after the step.
 
-    One law variant also reads every weight inside an accumulation window.
+    One law variant also reads every weight inside an accumulation window. Another unfreezes weights before the first
+    read, whose values in the model that was passed to the engine are recorded.
     """
     in_window = ctx.variant == WINDOW
     accumulation = {"accumulation_steps": ACCUMULATION_STEPS, "accumulation_owner": AccumulationOwner.ENGINE}
-    engine = ctx.build_engine(optimizer=UNIT_LR_SGD, **(accumulation if in_window else {}))
+    model = ctx.spec.model(ctx.seed)
+    frozen = set_thirds(model) if ctx.variant == UNFROZEN else {}
+    engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD, **(accumulation if in_window else {}))
+    if ctx.variant == UNFROZEN:
+        engine.module.requires_grad_(True)
     access, names = require_read_out(engine), trained_names(engine)
-    ctx.record("weights", optimizer_weights(engine))
+    ctx.record("weights", optimizer_weights(engine) | frozen)
     read = read_all(names, access.read_param)
     ctx.record("read", read, 0)
     for copy in read.values():
@@ -174,6 +182,13 @@ def observe_read_param(ctx: RankContext) -> None:
     ctx.record("params", {name: weight for name, weight in engine.full_params().items() if name in names}, 1)
     ctx.record("state", {}, 1)
     engine.close()
+
+
+@torch.no_grad()
+def set_thirds(model: nn.Module) -> dict[str, Tensor]:
+    """Fill the frozen parameters of ``model`` with a value that no narrow dtype holds, and return copies of them."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: parameter.fill_(THIRD).clone() for name, parameter in frozen.items()}
 
 
 def judge_read_param(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -218,24 +233,34 @@ def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def observe_read_state(ctx: RankContext) -> None:
-    """Read the optimizer's state after each of two steps, and record the numbers from which the steps computed it."""
+    """Read the optimizer's state after each of two steps, and record the numbers from which the steps computed it.
+
+    What was read after the first step is recorded again after the second, because a copy does not change.
+    """
     optimizer = STATE_OPTIMIZERS[ctx.variant]
     engine = ctx.build_engine(optimizer=optimizer)
     access, names = require_read_out(engine), trained_names(engine)
     ctx.record("weights", optimizer_weights(engine), 0)
     ctx.record("read", {}, 0)
+    kept: list[dict[str, Tensor]] = []
     for step in range(STEPS):
         train_micro_batch(ctx, engine, step)
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         engine.zero_grad()
-        ctx.record("read", read_state(access, names, optimizer), step + 1)
+        kept.append(read_state(access, names, optimizer))
+        ctx.record("read", kept[-1], step + 1)
         ctx.record("weights", optimizer_weights(engine), step + 1)
+    ctx.record("kept", kept[0])
     engine.close()
 
 
 def judge_read_state(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the state after each step with the optimizer's formula, applied to the numbers from before the step."""
+    """Compare the state after each step with the optimizer's formula, applied to the numbers from before the step.
+
+    The copy that was read after the first step must not have changed in the second.
+    """
+    yield from compare_records(ctx, "read", "kept", 1, 0, Part.OPTIMIZER)
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, STATE_OPTIMIZERS[ctx.variant], grads, RecordedStep(step, "weights", "read"))
@@ -289,6 +314,7 @@ LAWS = (
         variants=(
             Variant(compares_engine_with_itself=True),
             Variant(WINDOW, (Feature.ENGINE_ACCUMULATION,), compares_engine_with_itself=True),
+            Variant(UNFROZEN, (Feature.PARAMETERS, Feature.UNFREEZING), compares_engine_with_itself=True),
         ),
         weights_stay_integers=False,
         kept_because="the only law that reads weights with the engine's own function",

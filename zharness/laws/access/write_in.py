@@ -51,6 +51,8 @@ from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
+IDLE = "idle"  # the gradients of a layer that the step does not use
+IDLE_LAYER = "third."
 INSIDE = "inside_"  # the start of the names of variants that write inside an accumulation window, before its last batch
 BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
 EVALUATED = "evaluated"  # as FORWARD, with a forward in evaluation mode before the write and one after it
@@ -74,7 +76,9 @@ def observe_write_grad(ctx: RankContext) -> None:
     written = new_values(weights, ctx.seed)
     ctx.record("written", written)
     for micro in range(1 if owner is None else ACCUMULATION_STEPS):
-        loss = ctx.loss(engine, micro)
+        batch = ctx.batch(micro)
+        output = engine(batch.inputs, with_third=False) if ctx.variant == IDLE else batch.feed(engine)
+        loss = ctx.spec.loss(output, batch.target)
         engine.backward(loss / ACCUMULATION_STEPS if owner is AccumulationOwner.CALLER else loss)
         if ctx.variant.startswith(INSIDE) and micro + 1 < ACCUMULATION_STEPS:
             write_grads(ctx, engine, written)
@@ -107,7 +111,9 @@ def write_before_step(ctx: RankContext, engine: Engine, values: Mapping[str, Ten
 
 
 def select_written(variant: str, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return those of ``values`` that the law variant writes: one of them, or all."""
+    """Return those of ``values`` that the law variant writes: one of them, those of an idle layer, or all."""
+    if variant == IDLE:
+        return {name: value for name, value in values.items() if name.startswith(IDLE_LAYER)}
     return dict([list(values.items())[len(values) // 2]]) if variant == ONE else values
 
 
@@ -130,6 +136,9 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
     if ctx.variant.startswith(INSIDE):
         yield from judge_written_inside(ctx)
         return
+    if ctx.variant == IDLE:  # an engine may have to be told of weights that a step does not use
+        for comparison in compare_record_of_ranks(ctx, "grads", 0, 0):
+            yield add_hint(comparison, "the ranks report different gradients")
     records = zip(ctx.rank_records("grads"), ctx.rank_records("written"), ctx.rank_records("read"), strict=True)
     for rank, (before, values, read) in enumerate(records):
         expected = {**before, **select_written(ctx.variant, values)}
@@ -137,7 +146,7 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
         for name, grad in expected.items():
             place, found = ctx.location(name, Part.REDUCTION, 0, rank), read[name]
             comparison = compare_bitwise(place, grad.to(found.dtype), found)
-            is_old = torch.equal(before[name].to(found.dtype), found)
+            is_old = name in before and torch.equal(before[name].to(found.dtype), found)
             yield add_hint(comparison, UNWRITTEN_HINT) if is_old else comparison
     grads_before = ctx.rank_records("grads")[0]
     grads = {**grads_before, **select_written(ctx.variant, ctx.rank_records("written")[0])}
@@ -307,6 +316,7 @@ LAWS = (
             write_variant(),
             write_variant(ONE),
             write_variant(TWICE),
+            write_variant(IDLE),
             write_variant(CLIPPED, Feature.CLIP),
             *(write_variant(owner.value, feature) for owner, feature in OWNER_FEATURES.items()),
             *(

@@ -97,6 +97,20 @@ DISCARDED_IN_NO_SYNC = replace(
     make_accumulated(WindowScenario(train_after_discarding_inside, windows=2), "2_by_caller"), in_no_sync=True
 )
 
+
+def train_less_after_discarding(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch without the last expert, which only a discarded micro-batch of the window has used."""
+    if micro == 0:
+        train_route(participant, DISCARDED_BATCH, ALL_EXPERTS)
+        participant.zero_grad()
+    train_route(participant, 2 * window + micro, ALL_EXPERTS[:-1])
+
+
+IN_NO_SYNC = {
+    "in_no_sync": DISCARDED_IN_NO_SYNC,
+    "idle_in_no_sync": replace(DISCARDED_IN_NO_SYNC, train=train_less_after_discarding),
+}
+
 LAWS = (
     window_law(
         "values.zero_loss",
@@ -106,7 +120,7 @@ LAWS = (
     ),
     window_law(
         "values.discarded",
-        make_discarding_scenarios() | {"in_no_sync": DISCARDED_IN_NO_SYNC},
+        make_discarding_scenarios() | IN_NO_SYNC,
         "gradients that zero_grad discards, infinite ones and those of no_sync too, change no later step or norm",
         kept_because="the only gradients that are not finite in fp32: zero times such a gradient is not zero",
     ),

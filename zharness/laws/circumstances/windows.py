@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor, nn
+
 from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.clipping import NEVER_CLIPS
 from zharness.law_kit.scenarios import Participant
 from zharness.law_kit.setting import BackwardCall
 from zharness.law_kit.window_law import window_law
 from zharness.law_kit.window_scenarios import WindowScenario
-from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, train_route
+from zharness.laws.circumstances.common import ACCUMULATIONS, ALL_EXPERTS, make_accumulated, sum_loss, train_route
 
 ROUTED_EXPERT = 1  # the expert that only some micro-batches use; the others are used by all
 ALWAYS_USED = tuple(index for index in ALL_EXPERTS if index != ROUTED_EXPERT)
@@ -121,6 +124,36 @@ WITH_NORM = {
 # The synchronised backward at the end of a window does not use the expert.
 IN_NO_SYNC = {"first_2_in_no_sync": replace(FOR_ALL_RANKS["first_2_by_caller"], in_no_sync=True)}
 
+
+def train_with_read_outside(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch whose loss also has the weight of an expert, read after the forward."""
+    batch = participant.get_batch(2 * window + micro)
+    loss = sum_loss(participant.call(batch.inputs, route=ALL_EXPERTS), batch.target)
+    participant.backward(loss + (micro + 1) * participant.module.experts[ROUTED_EXPERT].weight.sum())
+
+
+def train_after_read_without_gradients(participant: Participant, window: int, micro: int) -> None:
+    """Train one micro-batch whose forward first calls an expert under no_grad, and then with gradients."""
+    expert = participant.module.experts[ROUTED_EXPERT]
+
+    @torch.no_grad()
+    def call_expert(_module: nn.Module, _inputs: object, hidden: Tensor) -> None:
+        """Call the expert on the output of the first layer."""
+        expert(hidden)
+
+    hook = participant.module.first.register_forward_hook(call_expert)
+    train_route(participant, 2 * window + micro, ALL_EXPERTS)
+    hook.remove()
+
+
+READ_OUTSIDE = WindowScenario(train_with_read_outside, windows=2, features=(Feature.OUTSIDE_FORWARD,))
+READ_WITHOUT_GRADIENTS = WindowScenario(train_after_read_without_gradients, windows=2)
+FURTHER_READS = {
+    "outside_2_by_engine": make_accumulated(READ_OUTSIDE, "2_by_engine"),
+    "no_grad_first": READ_WITHOUT_GRADIENTS,
+    "no_grad_first_2_by_engine": make_accumulated(READ_WITHOUT_GRADIENTS, "2_by_engine"),
+}
+
 LAWS = (
     window_law(
         "window.partly_used",
@@ -134,5 +167,11 @@ LAWS = (
         "a weight that only some ranks use, each in another micro-batch of a window, gets the sum of their gradients",
         features=(Feature.UNEVEN_RANKS,),
         kept_because="the only windows in which ranks use different weights in the same micro-batch",
+    ),
+    window_law(
+        "window.further_reads",
+        FURTHER_READS,
+        "a weight that is also read outside the forward, or under no_grad in it, is stepped with all its gradients",
+        kept_because="the only forwards that read a weight under no_grad before they read it with gradients",
     ),
 )

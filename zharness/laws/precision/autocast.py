@@ -6,14 +6,14 @@ engine inside the user's own autocast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Engine
+from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
@@ -35,7 +35,7 @@ from zharness.laws.precision.common import (
     precision_law,
 )
 from zharness.parity import Comparison, Part, compare_bitwise
-from zharness.workload import ModelSpec
+from zharness.workload import Batch, ModelSpec
 from zharness.workload.user_model import is_user_model
 
 
@@ -61,9 +61,32 @@ def capture_output_dtypes(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
+TRANSFORMED = "transformed"  # torch.func.grad transforms the forward
+
+
+def transform(call: Callable[[Tensor], Tensor], spec: ModelSpec, batch: Batch) -> dict[str, Tensor]:
+    """Return the output of ``call``, and the gradient of the loss with respect to the inputs, by torch.func.grad."""
+
+    def loss_and_output(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, which is computed outside of the forward, and the output."""
+        output = call(inputs)
+        return spec.loss(output, batch.target), output
+
+    transformed: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.func.grad(loss_and_output, has_aux=True)
+    gradient, output = transformed(batch.inputs)
+    return {"input": gradient, "output": output}
+
+
 def observe_policy(ctx: RankContext) -> None:
-    """Train a step under torch_autocast between two evaluations, and record dtypes of outputs, weights and state."""
+    """Train a step under torch_autocast between two evaluations, and record dtypes of outputs, weights and state.
+
+    In the variant ``transformed``, record the output and the gradient of a forward that torch.func transforms instead.
+    """
     engine = ctx.build_engine(optimizer=SGD, options=AUTOCAST_OPTIONS)
+    if ctx.variant == TRANSFORMED:
+        ctx.record(TRANSFORMED, transform(engine, ctx.spec, ctx.batch(0)))
+        engine.close()
+        return
     evaluate(ctx, engine, MICRO_BEFORE_STEP)
     with capture_output_dtypes(engine.module) as dtypes:
         loss = ctx.loss(engine, 0)
@@ -93,6 +116,9 @@ def evaluate(ctx: RankContext, engine: Engine, micro: int) -> None:
 
 def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare output dtypes, losses and gradients with torch.autocast, and check that weights and state are fp32."""
+    if ctx.variant == TRANSFORMED:
+        yield from judge_transformed(ctx)
+        return
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
     with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
         model(batch.inputs)
@@ -116,6 +142,22 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
             compute_baseline_local(ctx, rank, micro=micro, params=ctx.rank_records("params")[rank]) for rank in ranks
         ]
         yield from ctx.compare_losses(micro, stepped)
+
+
+def judge_transformed(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare output and gradient of torch.func.grad, and their dtypes, with those of plain PyTorch under autocast."""
+    model = ctx.baseline.build_module()
+
+    def call(inputs: Tensor) -> Tensor:
+        """Run the forward under torch.autocast."""
+        with torch.autocast("cpu", LOW_DTYPE):
+            output: Tensor = model(inputs)
+            return output
+
+    for rank, record in enumerate(ctx.rank_records(TRANSFORMED)):
+        expected = transform(call, ctx.baseline.spec, ctx.baseline.batch(rank, 0))
+        for name, part in (("output", Part.FORWARD), ("input", Part.LOCAL_GRADIENT)):
+            yield from compare_values_and_dtypes(ctx, name, part, expected[name].detach(), record[name], rank)
 
 
 AUTOCAST_STATES = [(forward, backward) for forward in (True, False) for backward in (True, False)]
@@ -196,6 +238,7 @@ LAWS = (
         "with torch_autocast all forwards run in torch.autocast's dtypes; weights, gradients and state stay fp32",
         observe_policy,
         judge_policy,
+        variants=(Variant(), Variant(TRANSFORMED, (Feature.TORCH_FUNC,))),
         sets_autocast=True,
         kept_because="the only law that records the dtype of every operation",
     ),

@@ -45,12 +45,16 @@ RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the 
 
 CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
 
+HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # of two overflows since the scale grew, the second one halves it
+HYSTERESIS_OPTIONS = {"fp16": {**FP16_OPTIONS["fp16"], "hysteresis": HYSTERESIS}}
+
 SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     "fp16": (FP16_OPTIONS, 2.0**6, 2),
     RESUMED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     CLIPPED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     NAN_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     NEGATIVE_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
+    HYSTERESIS_VARIANT: (HYSTERESIS_OPTIONS, 2.0**6, 2),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
 }
 
@@ -173,14 +177,16 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare loss scale and skipped steps with those of torch.amp.GradScaler, and judge each optimizer step.
 
     The GradScaler gets a single gradient. In each step, this gradient is finite if plain PyTorch's gradients are finite
-    on all ranks.
+    on all ranks. In the variant ``hysteresis`` it keeps its scale at the first overflow, and at the first after its
+    scale has grown.
     """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(torch.zeros(()))
-    skipped = 0
+    hysteresis = HYSTERESIS if ctx.variant == HYSTERESIS_VARIANT else 1
+    skipped, remaining = 0, hysteresis
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
         finite = all(has_finite_grads(ctx, step, rank, scaler.get_scale()) for rank in range(ctx.world_size))
@@ -188,7 +194,13 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         yield compare_bitwise(ctx.location("loss", Part.REDUCTION, step), scalar(finite), scalar(summed))
         weight.grad = torch.tensor(1.0 if finite else torch.inf)
         scaler.step(optimizer)
+        before = scaler.get_scale()
         scaler.update()
+        if not finite and remaining > 1:
+            scaler.update(before)
+            remaining -= 1
+        elif scaler.get_scale() > before:
+            remaining = hysteresis
         skipped += not finite
         for rank, record in enumerate(ctx.rank_records("scaler", step)):
             place = ctx.location("loss", Part.OPTIMIZER, step, rank)
@@ -237,6 +249,7 @@ LAWS = (
             Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
             Variant(CLIPPED_VARIANT, (Feature.LOSS_SCALER, Feature.CLIP)),
             Variant(NAN_VARIANT, (Feature.LOSS_SCALER,)),
+            Variant(HYSTERESIS_VARIANT, (Feature.LOSS_SCALER,)),
             Variant(NEGATIVE_VARIANT, (Feature.LOSS_SCALER, Feature.OUTSIDE_FORWARD)),
             Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),

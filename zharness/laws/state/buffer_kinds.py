@@ -18,6 +18,7 @@ from zharness.parity import Comparison, Part, Tier, compare_bitwise
 # One buffer of each kind, with values that no narrower dtype holds.
 BUFFERS: Mapping[str, Tensor] = {
     "int64": torch.tensor([2**53 - 1, -(2**31), 0]),
+    "float32": torch.tensor([1 / 3, -1e30, 1e-30]),
     "float64": torch.tensor([1 / 3, 1e300, -1e-300], dtype=torch.float64),
     "bfloat16": torch.tensor([1.5, -0.0078125], dtype=torch.bfloat16),
     "bool": torch.tensor([True, False, True]),

@@ -54,10 +54,14 @@ FALLING_SCHEDULE = (
 )  # a different factor for every step, and one for the step after the last
 
 
-def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engine:
+FROZEN_LAYER = "first"
+
+
+def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec, frozen_factor: float = 1.0) -> Engine:
     """Build an engine around a model with a buffer.
 
-    In the law variant "idle" it has an unused parameter, and in "transposed" weights that are not contiguous.
+    In the law variant "idle" it has an unused parameter, in "transposed" weights that are not contiguous, and in
+    "frozen" a frozen layer, whose weights are multiplied by ``frozen_factor``.
     """
     model = ctx.spec.model(ctx.seed)
     model.register_buffer("seen", torch.zeros(()))
@@ -67,6 +71,9 @@ def build_engine_with_buffer(ctx: RankContext, optimizer: OptimizerSpec) -> Engi
                 parameter.data = parameter.detach().t().contiguous().t()
     if ctx.variant == "idle":
         model.register_parameter("idle", nn.Parameter(torch.ones(IDLE_NUMEL)))
+    if ctx.variant == "frozen":
+        for parameter in model.get_submodule(FROZEN_LAYER).requires_grad_(False).parameters():
+            parameter.data *= frozen_factor
     return ctx.build_engine_around(model, optimizer=optimizer)
 
 
@@ -74,7 +81,7 @@ def observe_resume(ctx: RankContext) -> None:
     """Save a checkpoint of one engine, load it into another, and record how both continue training."""
     buffers_differ = ctx.variant == "buffers"  # between ranks, like running statistics
     optimizer = replace(RESUMED_OPTIMIZERS.get(ctx.variant, RESHARD_OPTIMIZER), schedule=FALLING_SCHEDULE)
-    never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer)
+    never, resumed = build_engine_with_buffer(ctx, optimizer), build_engine_with_buffer(ctx, optimizer, -1.0)
     train_steps(ctx, never, range(SAVE_STEP), "before")
     train_steps(ctx, resumed, range(CONTINUED_STEPS.stop, CONTINUED_STEPS.stop + 1), "before-load")
     run_eval_forward(ctx, resumed, "before-load")
@@ -214,6 +221,7 @@ LAWS = (
             Variant("centered", compares_engine_with_itself=True),
             Variant("buffers", (Feature.RANK_BUFFERS,), compares_engine_with_itself=True),
             Variant("idle", (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+            Variant("frozen", (Feature.PARAMETERS,), compares_engine_with_itself=True),
             Variant("transposed", (Feature.PARAMETERS,), compares_engine_with_itself=True),
         ),
         steps=LawSteps(observe_resume, StepsKind.SELF_COMPARISON, comparison_part="compare_resumed"),

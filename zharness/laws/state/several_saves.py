@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Engine, Feature, require_full_state_dict
+from zharness.engines.protocol import Engine, Feature, require_full_state_dict, require_gathered
+from zharness.engines.tensor_access import require_read_out, require_write_in
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -17,6 +20,8 @@ from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.access.common import new_values, read_state, trained_names, write_copy
+from zharness.laws.access.write_in import new_state_values
 from zharness.laws.circumstances.common import ALL_EXPERTS
 from zharness.laws.state.common import record_snapshot
 from zharness.laws.state.resume import UNLOADED_BUFFER_HINT
@@ -28,7 +33,9 @@ from zharness.workload.exact_mlp import WIDTH
 STEPS = 3
 BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
 UNFROZEN = "unfrozen"  # the layer that is frozen when an engine is built is unfrozen before its first step
+EDITED, WRITTEN = "edited", "written"  # what is saved was changed after the last step
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
+CHANGED_STEP = 2  # the number of steps after which weights or state are changed, and a checkpoint is saved
 EXPERT = 1
 WIDE_EXPERT = 2  # the expert whose weights are float64
 WIDE_VALUE = 0.1  # no narrower dtype holds it
@@ -37,7 +44,7 @@ ALWAYS_FROZEN = "last"
 # checkpoint that was saved before the step SPECIAL_STEP.
 LOADS = {
     BEFORE_ANY_STEP: (2, 0, STEPS),
-    **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64), (2, STEPS)),
+    **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
 }
 OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved although none loads it
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
@@ -73,7 +80,9 @@ def build_engine(ctx: RankContext, seed: int) -> Engine:
     model.get_submodule(ALWAYS_FROZEN).requires_grad_(False)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
-    engine = ctx.build_engine_around(model, optimizer=ADAMW)
+    # DeepSpeed links optimizer state to its weights before later groups have any, which would hide all else here.
+    optimizer = replace(ADAMW, groups=()) if ctx.variant == WRITTEN else ADAMW
+    engine = ctx.build_engine_around(model, optimizer=optimizer)
     if ctx.variant == UNFROZEN:
         engine.module.get_submodule(ALWAYS_FROZEN).requires_grad_(True)
     return engine
@@ -129,6 +138,8 @@ def observe_several_saves(ctx: RankContext) -> None:
     own, other = build_engine(ctx, ctx.seed), build_engine(ctx, ctx.seed + 1)
     with shared_folder() as root:
         for steps in range(STEPS + 1):
+            if steps == CHANGED_STEP:
+                change_before_save(ctx, own)
             record_state(ctx, own, steps, "saved")
             if is_saved(ctx.variant, steps):
                 with freeze_if(ctx, own, steps):
@@ -147,6 +158,21 @@ def observe_several_saves(ctx: RankContext) -> None:
                     train(ctx, engine, steps)
                     record_state(ctx, engine, steps + 1, f"{label}-{steps}")
             engine.close()
+
+
+def change_before_save(ctx: RankContext, engine: Engine) -> None:
+    """Edit every weight in the variant ``edited``, and write every entry of optimizer state in ``written``."""
+    if ctx.variant == EDITED:
+        values = new_values(engine.full_params(), ctx.seed)
+        with require_gathered(engine).gathered(list(values)) as weights, torch.no_grad():
+            for name, value in values.items():
+                weights[name].copy_(value)
+    if ctx.variant == WRITTEN:
+        access = require_write_in(engine)
+        state = read_state(require_read_out(engine), trained_names(engine), ADAMW)
+        for path, value in new_state_values(state, ctx.seed).items():
+            name, _, key = path.rpartition("/")
+            write_copy(partial(access.write_optimizer_state, name, key), value)
 
 
 def is_saved(variant: str, steps: int) -> bool:
@@ -237,6 +263,8 @@ LAWS = (
             Variant(UNFROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
             Variant(FLOAT64, compares_engine_with_itself=True),
+            Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
+            Variant(WRITTEN, (Feature.READ_OUT, Feature.WRITE_IN), compares_engine_with_itself=True),
         ),
         kept_because="the only law that saves one engine several times, and loads into one with other frozen weights",
         mesh_support=MeshSupport.ANY,

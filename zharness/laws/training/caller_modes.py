@@ -68,6 +68,7 @@ def no_garbage_collection() -> Iterator[None]:
 NO_GRAD = "no_grad"  # the calls that need no graph run under torch.no_grad
 CLIPPED = "clipped"  # the step clips gradients
 READ_OUT = "read_out"  # tensors are read by name, too, while the garbage collector is off, with and without gradients
+EVALUATING = "evaluating"  # all modules but the first are in evaluation mode, as for Monte-Carlo dropout
 EDITED = "edited"  # full weights are edited, too, while the default dtype is float64
 
 MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
@@ -91,7 +92,8 @@ def observe_caller_modes(ctx: RankContext) -> None:
         before = read_process_state()
         engine = ctx.build_engine_around(model, optimizer=ADAMW, clip=CLIP if ctx.variant == CLIPPED else None)
         record_modes(ctx, 0, before, read_process_state())
-        next(engine.module.children()).eval()
+        engine.module.train(ctx.variant != EVALUATING)
+        next(engine.module.children()).train(ctx.variant == EVALUATING)
         calls = make_calls(engine, folder, batch.inputs)
         for number, name in enumerate(list_calls(ctx.variant), start=1):
             plain_name = name.removesuffix(UNDER_NO_GRAD)
@@ -236,7 +238,7 @@ LAWS = (
         dtypes=("fp32",),
         features=(Feature.CHECKPOINT, Feature.STEADINESS),
         variants=(
-            *(Variant(name, compares_engine_with_itself=True) for name in (*OWN_MODES, NO_GRAD)),
+            *(Variant(name, compares_engine_with_itself=True) for name in (*OWN_MODES, NO_GRAD, EVALUATING)),
             Variant(CLIPPED, (Feature.CLIP,), compares_engine_with_itself=True),
             Variant(READ_OUT, (Feature.READ_OUT,), compares_engine_with_itself=True),
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),

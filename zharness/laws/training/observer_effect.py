@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from zharness.engines.protocol import Engine, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.rank_actions import collect_training_state
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.law_kit.setting import SettingSupport
@@ -19,7 +20,10 @@ STEPS = 2
 
 
 def observe_looked_at(ctx: RankContext) -> None:
-    """Train two engines in the same way, and read everything from one of them between all calls."""
+    """Train two engines in the same way, and read everything from one of them between all calls.
+
+    What was read after the first step is recorded at once and again at the end, because a copy does not change.
+    """
     unseen, seen = ctx.build_engine(optimizer=ADAMW), ctx.build_engine(optimizer=ADAMW)
     for step in range(STEPS):
         ctx.train(unseen, step, "loss-unseen")
@@ -36,22 +40,33 @@ def observe_looked_at(ctx: RankContext) -> None:
         seen.step()
         query_engine(seen)
         seen.zero_grad()
+        if step == 0:
+            kept = collect_training_state(seen)
+            ctx.record("kept", kept, 0)
+    ctx.record("kept", kept, 1)
     for engine, label in ((unseen, "unseen"), (seen, "seen")):
         ctx.record_training_state(engine, STEPS, f"-{label}")
         engine.close()
 
 
 def query_engine(engine: Engine) -> None:
-    """Read everything that an engine can report at any time. Every rank has to call this function."""
-    engine.full_params()
-    engine.full_optimizer_state()
+    """Read everything that an engine can report at any time, and overwrite the tensors, which the caller owns.
+
+    Every rank has to call this function.
+    """
+    for tensor in collect_training_state(engine).values():
+        tensor.zero_()
     engine.layout()
     engine.observe()
     engine.grad_norm()
 
 
 def judge_looked_at(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the engines bitwise, because their settings, collectives and orders of summation are the same."""
+    """Compare the engines bitwise, because their settings, collectives and orders of summation are the same.
+
+    What was read after the first step must not have changed afterwards.
+    """
+    yield from compare_records(ctx, "kept", "kept", 0, 1, Part.OPTIMIZER)
     for step in range(STEPS):
         yield from compare_records(ctx, "loss-unseen", "loss-seen", step, step, Part.FORWARD)
         yield from compare_records(ctx, "grads-once", "grads-twice", step, step, Part.REDUCTION)

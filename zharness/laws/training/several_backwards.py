@@ -17,13 +17,15 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
-from zharness.law_kit.program_suspects import make_added_again_suspects
+from zharness.law_kit.program_suspects import make_added_again_suspects, scale_local_grads
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.workload import Batch
 
+WINDOW, SAME_LOSS, ABANDONED = "window", "same_loss", "given_up"
+LAST_ALONE_HINT = "the gradient of the last backward alone"
 ABANDONED_WINDOWS = (
     (0, 1, 2),
     (3, 4, 5),
@@ -33,7 +35,7 @@ ABANDONED_WINDOWS = (
 def observe_several_backwards(ctx: RankContext) -> None:
     """Run two forwards and three backwards of three losses before one step, or what another law variant runs."""
     if ctx.variant:
-        (observe_window if ctx.variant == "window" else observe_abandoned_windows)(ctx)
+        (observe_abandoned_windows if ctx.variant == ABANDONED else observe_window)(ctx)
         return
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
     for step in range(2):
@@ -50,7 +52,7 @@ def observe_several_backwards(ctx: RankContext) -> None:
 
 
 def observe_window(ctx: RankContext) -> None:
-    """Run backward of two losses in each micro-batch of an accumulation window of the engine."""
+    """Run backward of two losses, or twice of one loss, in each micro-batch of an accumulation window of the engine."""
     owner = AccumulationOwner.ENGINE
     engine = ctx.build_engine(
         optimizer=ZERO_LR_SGD, accumulation_steps=2, accumulation_owner=owner, reduction=Reduction.MEAN
@@ -58,8 +60,9 @@ def observe_window(ctx: RankContext) -> None:
     for step in range(2):
         batch = ctx.batch(step)
         output = engine(batch.inputs)
-        engine.backward(ctx.spec.loss(output, batch.target), retain_graph=True)
-        engine.backward(second_loss(output))
+        loss = ctx.spec.loss(output, batch.target)
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss if ctx.variant == SAME_LOSS else second_loss(output))
         if step == 1:
             ctx.record("grads", engine.full_grads())
         engine.step()
@@ -105,13 +108,15 @@ def judge_abandoned_windows(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_window(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check the gradients of an accumulation window, and that no step was made before its second micro-batch."""
     yield from judge_no_step_made(ctx)
-    losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second_objective)]
+    second = None if ctx.variant == SAME_LOSS else second_objective
+    losses = [ctx.compute_local_grads(step, objective=of) for step in range(2) for of in (None, second)]
+    last_alone = {LAST_ALONE_HINT: scale_local_grads(losses[-1:], 1 / 2)}
     yield from ctx.compare_reduced_grads(
         "grads",
         losses,
-        exact=ctx.certify_exactness(range(2)) and ctx.certify_exactness(range(2), second_objective),
+        exact=ctx.certify_exactness(range(2)) and (second is None or ctx.certify_exactness(range(2), second)),
         scale=2,
-        suspects=make_added_again_suspects((0, 0, 1, 1), losses, 1 / 2),
+        suspects=make_added_again_suspects((0, 0, 1, 1), losses, 1 / 2) | last_alone,
     )
 
 
@@ -126,7 +131,7 @@ def judge_several_backwards(ctx: JudgeContext) -> Iterator[Comparison]:
     Another law variant is judged by its own function.
     """
     if ctx.variant:
-        yield from (judge_window if ctx.variant == "window" else judge_abandoned_windows)(ctx)
+        yield from (judge_abandoned_windows if ctx.variant == ABANDONED else judge_window)(ctx)
         return
     losses = [
         ctx.compute_local_grads(0),
@@ -148,8 +153,7 @@ LAWS = (
         features=(Feature.RETAIN_GRAPH,),
         variants=(
             Variant(),
-            Variant("window", (Feature.ENGINE_ACCUMULATION,)),
-            Variant("given_up", (Feature.ENGINE_ACCUMULATION,)),
+            *(Variant(name, (Feature.ENGINE_ACCUMULATION,)) for name in (WINDOW, SAME_LOSS, ABANDONED)),
         ),
         steps=LawSteps(observe_several_backwards),
         kept_because="accumulation that is not announced to the engine: backwards without a step between them",
