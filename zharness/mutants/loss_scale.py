@@ -16,7 +16,7 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams, seams_engines
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, CountsMicroBatches
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -36,6 +36,22 @@ class LosesBf16ByALossScale(Around):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss / 65536 if self.config.dtype == "bf16" else loss
         self.right.backward(scaled, retain_graph=retain_graph)
+
+
+@mutant(
+    FaultKind.LOSS_SCALE,
+    Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="2_by_engine", parameter="loss"),
+    origin=Origin.BLIND_11,
+)
+class GrowthCountsMicroBatches(CountsMicroBatches):
+    """The first micro-batch of an engine's window counts as a step after which the loss scale may grow."""
+
+    def step(self) -> None:
+        if self.window > 1 and self.micro == 0:
+            scaler = seams.loss_scaler(self.right)
+            scaler.load_state_dict({**scaler.state_dict(), "good_steps": 1})
+        self.count_step()
+        self.right.step()
 
 
 @mutant(FaultKind.LOSS_SCALE, Target("training.grads", dtype="fp16"), origin=Origin.SCALE)

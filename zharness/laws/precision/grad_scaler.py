@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts
 from zharness.law_kit.judge_context import JudgeContext
@@ -43,6 +43,8 @@ NAN_VARIANT, NEGATIVE_VARIANT = "nan", "negative"  # what the gradients of an ov
 
 RESUMED_VARIANT, RESUME_STEP = "resumed", 3  # after a skipped step, and in the middle of a growth interval
 
+WINDOW_VARIANT, WINDOW = "2_by_engine", 2  # the first micro-batch of a window overflows
+
 CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
 
 HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # of two overflows since the scale grew, the second one halves it
@@ -55,6 +57,7 @@ SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
     NAN_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     NEGATIVE_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     HYSTERESIS_VARIANT: (HYSTERESIS_OPTIONS, 2.0**6, 2),
+    WINDOW_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
 }
 
@@ -88,8 +91,18 @@ class Overflow(Enum):
     WHOLE = "all"
 
 
-def get_planned_overflow(step: int, rank: int, world_size: int) -> Overflow:
-    """Return the overflow of a rank in a step: WHOLE on the first rank in step 1, PART on the last rank in step 4."""
+def get_window(variant: str) -> int:
+    """Return the number of micro-batches of a step in a law variant."""
+    return WINDOW if variant == WINDOW_VARIANT else 1
+
+
+def get_planned_overflow(step: int, rank: int, world_size: int, micro: int) -> Overflow:
+    """Return the overflow of a rank in a micro-batch.
+
+    The first micro-batch of step 1 overflows as a WHOLE on the first rank, that of step 4 in PART on the last rank.
+    """
+    if micro > 0:
+        return Overflow.NONE
     return {(1, 0): Overflow.WHOLE, (4, world_size - 1): Overflow.PART}.get((step, rank), Overflow.NONE)
 
 
@@ -122,20 +135,33 @@ def observe_scaler(ctx: RankContext) -> None:
     """
     options, _, _ = SCALER_SETTINGS[ctx.variant]
     clip = CLIP_NORM if ctx.variant == CLIPPED_VARIANT else None
-    engine = ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options, clip=clip)
+    window = get_window(ctx.variant)
+    owner = AccumulationOwner.ENGINE if window > 1 else AccumulationOwner.CALLER
+    engine = ctx.build_engine(
+        optimizer=SCHEDULED_ADAMW,
+        options=options,
+        clip=clip,
+        accumulation_steps=window,
+        accumulation_owner=owner,
+    )
     for step in range(STEPS):
         if ctx.variant == RESUMED_VARIANT and step == RESUME_STEP:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
         ctx.record_training_state(engine, step)
-        overflow, batch = get_planned_overflow(step, ctx.rank, ctx.world_size), ctx.batch(step)
-        loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow, ctx.variant), batch.target)
-        engine.backward(apply_loss_overflow(loss, overflow, ctx.variant, engine.module))
+        for micro in range(window):
+            overflow = get_planned_overflow(step, ctx.rank, ctx.world_size, micro)
+            batch = ctx.batch(step * window + micro)
+            loss = ctx.spec.loss(run_overflowing_forward(engine, batch.inputs, overflow, ctx.variant), batch.target)
+            engine.backward(apply_loss_overflow(loss, overflow, ctx.variant, engine.module))
+            if micro + 1 < window:
+                engine.step()
         ctx.record("grads", engine.full_grads(), step)
         engine.step()
         if clip is not None:
             norm = engine.grad_norm()
             ctx.record("norm", {"norm": scalar(torch.nan if norm is None else norm)}, step)
-        engine.zero_grad()
+        if window == 1:  # an engine that owns the window begins the next one itself
+            engine.zero_grad()
         observations = engine.observe()
         scaler_state = (observations.loss_scale, observations.skipped_steps)
         scale, skipped = (value if isinstance(value, (int, float)) else -1 for value in scaler_state)
@@ -164,12 +190,14 @@ def save_and_resume(ctx: RankContext, engine: Engine, target: Engine) -> Engine:
 def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> bool:
     """Return whether plain PyTorch's gradients of one rank's scaled loss are finite at the engine's weights."""
     low = replace(ctx.baseline, dtype=ctx.dtype if ctx.variant == "autocast" else torch.float16)
-    model, batch = low.build_module(ctx.rank_records("params", step)[0]), ctx.baseline.batch(rank, step)
-    overflow = get_planned_overflow(step, rank, ctx.world_size)
-    with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
-        output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
-    loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
-    (loss * torch.tensor(scale)).backward()  # type: ignore[no-untyped-call]
+    model, window = low.build_module(ctx.rank_records("params", step)[0]), get_window(ctx.variant)
+    for micro in range(window):
+        batch = ctx.baseline.batch(rank, step * window + micro)
+        overflow = get_planned_overflow(step, rank, ctx.world_size, micro)
+        with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
+            output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
+        loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
+        (loss * torch.tensor(scale / window)).backward()  # type: ignore[no-untyped-call]
     return all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
@@ -248,6 +276,7 @@ LAWS = (
             Variant("fp16", (Feature.LOSS_SCALER,)),
             Variant(RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
             Variant(CLIPPED_VARIANT, (Feature.LOSS_SCALER, Feature.CLIP)),
+            Variant(WINDOW_VARIANT, (Feature.LOSS_SCALER, Feature.ENGINE_ACCUMULATION)),
             Variant(NAN_VARIANT, (Feature.LOSS_SCALER,)),
             Variant(HYSTERESIS_VARIANT, (Feature.LOSS_SCALER,)),
             Variant(NEGATIVE_VARIANT, (Feature.LOSS_SCALER, Feature.OUTSIDE_FORWARD)),
