@@ -69,7 +69,8 @@ class DeepSpeedTensorReader:
             for name, param in self.params.items():
                 if param.requires_grad and param.dtype in (torch.bfloat16, torch.float16):
                     master = self._stage0_master(param) if self.stage == 0 else safe_get_full_fp32_param(param)
-                    masters[name] = snapshot(master.to(self._master_dtype(master)))
+                    if master is not None:  # a weight that was frozen when the engine was built has no master
+                        masters[name] = snapshot(master.to(self._master_dtype(master)))
         return masters
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
