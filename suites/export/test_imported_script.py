@@ -11,9 +11,11 @@ from suites.export.test_export import cells_to_export, get_claims, make_record
 from suites.warm import programs
 from zharness.cell import Cell
 from zharness.engines import registry
+from zharness.export.header import render_docstring
 from zharness.export.imported_script import MAX_LINES, add_steps, render_imported_cell_script
 from zharness.export.script_run import describe_other_release
 from zharness.releases.repros import parse_repro
+from zharness.run.claims import NO_RELEASE
 
 BROKEN = "training.grads[zharness.mutants:never_reduces-zero0-w2-fp32-mlp]"
 
@@ -58,3 +60,12 @@ def test_a_script_says_that_another_release_is_installed_than_the_one_that_faile
     )
     assert not describe_other_release("deepspeed==0.19.8")
     assert not describe_other_release("deepspeed")
+
+
+def test_an_engine_without_a_release_gets_a_header_that_can_be_read(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    engine, law = "suites.model.local_norms:reference", "training.grads"
+    script.write_text(
+        render_docstring("It fails.", engine, NO_RELEASE, 2, law, "why", "why", "ok: it holds", script.name, [])
+    )
+    assert parse_repro(script).affects == ">=0"

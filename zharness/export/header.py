@@ -9,6 +9,7 @@ from enum import Enum
 
 from zharness.engines import registry
 from zharness.laws import Law
+from zharness.run.claims import NO_RELEASE
 from zharness.run.record import Record, Verdict
 
 WIDTH = 120
@@ -77,7 +78,7 @@ def render_docstring(
         "engine": name_of_engine,
         "symptom": textwrap.shorten(" ".join(cause.split()) or "none", WIDTH - len("symptom: "), placeholder=" ..."),
         "reported": report_url or "no report known",
-        "affects": f"=={version.partition('+')[0]}",
+        "affects": ">=0" if version == NO_RELEASE else f"=={version.partition('+')[0]}",
         "fixed": "not yet",
         "ranks": str(ranks),
         "law": law,

@@ -11,6 +11,8 @@ from zharness.errors import UsageError
 from zharness.run.observe_and_judge import probe_capabilities
 from zharness.world import RankOutcome, RankServer
 
+NO_RELEASE = "(no release)"  # the version of an engine whose package has none
+
 
 def get_claims(engine: str, stage: int, open_server: Callable[[], AbstractContextManager[RankServer]]) -> Capabilities:
     """Return the capabilities that ``engine`` claims at ``stage``. Raises UsageError if the engine cannot be built.
@@ -40,4 +42,4 @@ def make_usage_error(failure: RankOutcome, fallback_message: str) -> UsageError:
 
 def get_engine_version(engine: str) -> str:
     """Return the release or version of ``engine``, or ``(no release)`` if its package has no version."""
-    return registry.resolve_version(engine) or "(no release)"
+    return registry.resolve_version(engine) or NO_RELEASE
