@@ -35,7 +35,6 @@ HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
     "was permuted by five mutants",
     "record it 5 mutants",  # the number of a floor
     "27,917 cells all 280 mutants",
-    "second run of a perceptron's 13 laws",
     "two models could draw a factor of zero",
     "7 bugs are gone on 2.13.0",  # its sum is checked below
     "Two laws play long programs",
