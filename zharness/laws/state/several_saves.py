@@ -27,7 +27,6 @@ from zharness.workload.exact_mlp import WIDTH
 
 STEPS = 3
 BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
-UNFROZEN = "unfrozen"  # the layer that is frozen when an engine is built is unfrozen before its first step
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
 EXPERT = 1
 WIDE_EXPERT = 2  # the expert whose weights are float64
@@ -35,10 +34,7 @@ WIDE_VALUE = 0.1  # no narrower dtype holds it
 ALWAYS_FROZEN = "last"
 # The number of steps of each checkpoint, in the order in which the checkpoints are loaded. That of STEPS overwrites the
 # checkpoint that was saved before the step SPECIAL_STEP.
-LOADS = {
-    BEFORE_ANY_STEP: (2, 0, STEPS),
-    **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64), (2, STEPS)),
-}
+LOADS = {BEFORE_ANY_STEP: (2, 0, STEPS), "": (2, STEPS), FROZEN: (2, STEPS), IDLE: (2, STEPS), FLOAT64: (2, STEPS)}
 OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved although none loads it
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
 PARTS = {
@@ -73,10 +69,7 @@ def build_engine(ctx: RankContext, seed: int) -> Engine:
     model.get_submodule(ALWAYS_FROZEN).requires_grad_(False)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
-    engine = ctx.build_engine_around(model, optimizer=ADAMW)
-    if ctx.variant == UNFROZEN:
-        engine.module.get_submodule(ALWAYS_FROZEN).requires_grad_(True)
-    return engine
+    return ctx.build_engine_around(model, optimizer=ADAMW)
 
 
 @contextmanager
@@ -234,7 +227,6 @@ LAWS = (
             Variant(compares_engine_with_itself=True),
             Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),
             Variant(FROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
-            Variant(UNFROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
             Variant(FLOAT64, compares_engine_with_itself=True),
         ),
