@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.law_kit.dtypes import DTYPES
-from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
@@ -77,25 +77,6 @@ class SavesWeightsFromBeforeAWrite(Around):
         self.right.save(path)
         for name, value in written.items():
             self.right.write_param(name, value)
-
-
-@mutant(
-    FaultKind.STATE,
-    Target("state.several_saves", Part.OPTIMIZER, model="experts", variant="unfrozen", parameter="last.*"),
-    origin=Origin.BLIND_11,
-)
-class LoadDropsLateState(SpoiledLoad):
-    """A load sets the momentum of weights that were frozen when the engine was built to zero."""
-
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        super().__init__(model, config)
-        self.late = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
-
-    def spoil(self) -> None:
-        state = self.right.full_optimizer_state()
-        for name in self.late:
-            if "exp_avg" in state.get(name, {}):
-                self.right.write_optimizer_state(name, "exp_avg", torch.zeros_like(state[name]["exp_avg"]))
 
 
 @mutant(

@@ -32,7 +32,6 @@ from zharness.workload.exact_mlp import WIDTH
 
 STEPS = 3
 BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
-UNFROZEN = "unfrozen"  # the layer that is frozen when an engine is built is unfrozen before its first step
 EDITED, WRITTEN = "edited", "written"  # what is saved was changed after the last step
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
 CHANGED_STEP = 2  # the number of steps after which weights or state are changed, and a checkpoint is saved
@@ -44,7 +43,7 @@ ALWAYS_FROZEN = "last"
 # checkpoint that was saved before the step SPECIAL_STEP.
 LOADS = {
     BEFORE_ANY_STEP: (2, 0, STEPS),
-    **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
+    **dict.fromkeys(("", FROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
 }
 OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved although none loads it
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
@@ -82,10 +81,7 @@ def build_engine(ctx: RankContext, seed: int) -> Engine:
         model.register_buffer(name, value.clone())
     # DeepSpeed links optimizer state to its weights before later groups have any, which would hide all else here.
     optimizer = replace(ADAMW, groups=()) if ctx.variant == WRITTEN else ADAMW
-    engine = ctx.build_engine_around(model, optimizer=optimizer)
-    if ctx.variant == UNFROZEN:
-        engine.module.get_submodule(ALWAYS_FROZEN).requires_grad_(True)
-    return engine
+    return ctx.build_engine_around(model, optimizer=optimizer)
 
 
 @contextmanager
@@ -260,7 +256,6 @@ LAWS = (
             Variant(compares_engine_with_itself=True),
             Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),
             Variant(FROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
-            Variant(UNFROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
             Variant(FLOAT64, compares_engine_with_itself=True),
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
