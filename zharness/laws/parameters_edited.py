@@ -163,7 +163,8 @@ def train(ctx: RankContext, engine: Engine, step: int) -> None:
 
 
 def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Check that all ranks refused the edit, or that weights, masters, forward and step are those of the edit."""
+    """Check the step before the edit, and that all ranks refused the edit, or that what follows is that of the edit."""
+    yield from compare_published_weights(ctx, RecordedStep(1, "masters"), "params")
     refusals = [record["refused"] for record in ctx.rank_records("refused")]
     yield from compare_ranks(ctx.location("refusal of the edit", Part.GATHER, 2), refusals)
     if any(bool(refused) for refused in refusals):
