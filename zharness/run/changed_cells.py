@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from zharness.errors import UsageError
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_functions import find_changed_functions
 from zharness.run.engine_sources import MODULE_LEVEL
@@ -40,6 +41,11 @@ def select_changed_cells(planned: Sequence[PlannedCell], selection: ChangeSelect
     for engine in dict.fromkeys(cell.cell.engine for cell in runnable):
         changed = find_changed_functions(engine, selection.base)
         own = [cell for cell in runnable if cell.cell.engine == engine]
+        if not any(cell.cell.id in reach for cell in own):
+            raise UsageError(
+                f"{selection.reach_file} has none of the cells of {engine}; expected a record of this engine, by "
+                "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
+            )
         chosen = find_reaching_cells(own, reach, changed)
         cells += order_cells(chosen, reach)
         sentences.append(describe_selection(engine, selection.base, changed, own, chosen, reach))

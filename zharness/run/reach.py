@@ -50,7 +50,9 @@ def observe_with_reach(
     from coverage import Coverage
 
     modules = list_source_modules(info(cell.engine))
-    measurement = Coverage(data_file=None, include=list(find_source_files(modules)), config_file=False)
+    # An empty list would let coverage.py measure every file.
+    files = list(find_source_files(modules)) or ["no source"]
+    measurement = Coverage(data_file=None, include=files, config_file=False)
     measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
     measurement.start()
     try:
@@ -77,9 +79,16 @@ def read_functions(path: str) -> list[FunctionLines]:
 
 
 def shorten_path(path: Path, modules: tuple[str, ...]) -> str:
-    """Return the path of a source file from the folder of its top-level package on, with slashes."""
+    """Return the path of a source file from the folder of its top-level package on, with slashes.
+
+    The path of a module that is in no package is the name of its file. A package without ``__init__.py`` begins at the
+    last folder that has its name.
+    """
     packages = {module.partition(".")[0] for module in modules}
-    start = next(number for number, part in enumerate(path.parts) if part in packages and is_top_level(path, number))
+    named = [number for number, part in enumerate(path.parts) if part in packages]
+    start = next((number for number in named if is_top_level(path, number)), None)
+    if start is None:
+        start = len(path.parts) - 1 if path.stem in packages or not named else named[-1]
     return "/".join(path.parts[start:])
 
 
