@@ -1,5 +1,6 @@
 """The loop of `zharness check`: the order of cells, and the pools of ranks that it ends."""
 
+import time
 from collections.abc import Container
 
 import pytest
@@ -72,3 +73,19 @@ def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.
         "2 of 9 cells in 15 s, 0 unexpected",
         "4 of 9 cells in 31 s, 1 unexpected",
     ]
+
+
+class SlowRunnerDouble(RunnerDouble):
+    """Takes longer for cells of the broken law than for others."""
+
+    def run(self, planned: PlannedCell) -> Record:
+        time.sleep(0.5 if planned.cell.law == self.broken_law else 0.1)
+        return super().run(planned)
+
+
+def test_cells_that_are_running_when_the_seconds_are_over_are_reported() -> None:
+    cells = [make_cell(0, 2, "training.modes"), *(make_cell(stage, 2) for stage in range(4)), make_cell(1, 4)]
+    runners = [SlowRunnerDouble("training.modes") for _ in range(2)]
+    records = list(run_cells(cells, runners, stop=Stop(seconds=0.05)))
+    assert Verdict.FAIL in [record.verdict for record in records]
+    assert len(records) < len(cells)

@@ -70,6 +70,14 @@ class Stop:
     failures: int = 0
     seconds: float = 0.0
 
+    def is_reached(self, failures: int, seconds: float) -> bool:
+        """Return whether a run stops after this number of unexpected outcomes and these seconds."""
+        return bool(self.failures and failures >= self.failures) or self.is_over(seconds)
+
+    def is_over(self, seconds: float) -> bool:
+        """Return whether a run stops after these seconds, whatever its outcomes are."""
+        return bool(self.seconds) and seconds >= self.seconds
+
 
 NEVER = Stop()
 
@@ -266,7 +274,8 @@ def requested_engines(request: Request) -> list[str]:
 def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER) -> Iterator[Record]:
     """Run the cells, each on a free runner, and yield records as cells end.
 
-    After ``stop``, no other cell starts, and cells that are running are not reported. A runner ends a pool of ranks
+    After ``stop``, no other cell starts. Cells that are running then are reported if the seconds are over, as they may
+    be the first that fail, but not after the number of unexpected outcomes. A runner ends a pool of ranks
     that no later cell needs. On an interrupt the runners' servers are closed first, which wakes the threads that wait
     for their ranks.
     """
@@ -290,12 +299,20 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
 
     threads, unexpected, began = ThreadPoolExecutor(max_workers=len(runners)), 0, time.monotonic()
     try:
-        for future in as_completed([threads.submit(run_on_free_runner, cell) for cell in cells]):
+        futures = [threads.submit(run_on_free_runner, cell) for cell in cells]
+        left = set(futures)
+        for future in as_completed(futures):
+            left.remove(future)
             record = future.result()
             yield record
             unexpected += not record.is_expected
-            is_over = stop.seconds and time.monotonic() - began >= stop.seconds
-            if is_over or (stop.failures and unexpected >= stop.failures):
+            seconds = time.monotonic() - began
+            if stop.is_over(seconds):
+                threads.shutdown(wait=False, cancel_futures=True)
+                running = [each for each in left if not each.cancelled()]
+                yield from (each.result() for each in as_completed(running))
+                return
+            if stop.is_reached(unexpected, seconds):
                 return
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind
