@@ -73,6 +73,13 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, compla
         find_project_file(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["tool = 3\n", "[tool]\nzharness = 'x'\n"])
+def test_a_pyproject_without_tables_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"pyproject.toml: got (tool|zharness) = .*; expected a table"):
+        find_project_file(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
