@@ -216,11 +216,20 @@ def run_request(
         cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
+
+        def save_reach(records: Sequence[Record]) -> None:
+            """Write what the cells of ``records`` have reached, if the options ask for it."""
+            if reach_folder is not None and options.reach_file is not None:
+                write_reach(reach_folder, records, options.reach_file)
+
         finished = run_cells(options.order_cells(cells), runners, options.stop)
-        records = collect_records(finished, open_sink(), cells)
+        try:
+            records = collect_records(finished, open_sink(), cells)
+        except RunInterrupted as interrupted:
+            save_reach(interrupted.records)
+            raise
+        save_reach(records)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
-        if reach_folder is not None and options.reach_file is not None:
-            write_reach(reach_folder, records, options.reach_file)
     if selected is not None or len(records) < len(cells):
         # The cells that did not run might need the expected failures that none has needed.
         return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, cells)])
