@@ -116,6 +116,16 @@ def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
         read_reach(path)
 
 
+def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path) -> None:
+    path = tmp_path / "reach.jsonl"
+    cell = "training.grads[deepspeed@/home/a/DeepSpeed-zero2-w2-fp32-mlp]"
+    lines = ({"functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for engine in ("deepspeed", "deepspeed@.", "deepspeed==0.19.8"):
+        planned = PlannedCell(Cell("training.grads", engine, 2, 2, "fp32", "mlp"))
+        assert list(find_reaching_cells([planned], read_reach(path), {"f:a"})) == [planned]
+
+
 def commit_all(folder: Path) -> None:
     """Make a repository of ``folder``, with all its files in one commit."""
     for command in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):

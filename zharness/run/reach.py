@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.engines.registry import info
+from zharness.engines.registry import info, split_release
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
     MODULE_LEVEL,
@@ -119,13 +119,23 @@ def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error}") from error
 
 
+def name_in_record(cell: Cell) -> str:
+    """Return the id of ``cell`` without the release or the checkout of its engine.
+
+    A record of a checkout also serves another checkout of the same engine, elsewhere or on another machine.
+    """
+    return replace(cell, engine=split_release(cell.engine)[0]).id
+
+
 def read_reach(path: Path) -> dict[str, CellReach]:
-    """Read the record ``path``: what each cell reached, by the cell's id. Raises UsageError if it is no record."""
+    """Read the record ``path``: what each cell reached, by ``name_in_record``. Raises UsageError if it is no record."""
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         names = head["functions"]
         return {
-            line["cell"]: CellReach(frozenset(names[number] for number in line["functions"]), line["seconds"])
+            name_in_record(Cell.parse(line["cell"])): CellReach(
+                frozenset(names[number] for number in line["functions"]), line["seconds"]
+            )
             for line in lines
         }
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
