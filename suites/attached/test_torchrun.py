@@ -268,6 +268,15 @@ def test_cells_run_on_the_ranks_of_the_launch(tmp_path: Path) -> None:
     assert not done.leftovers
 
 
+def test_a_run_stops_early_and_refuses_to_select_cells_for_a_change(tmp_path: Path) -> None:
+    arguments = ("zharness", "check", "training.grads", "--model", "mlp", "--engine", "zharness.mutants:never_reduces")
+    stopped = run_one_agent(2, *arguments, "--world-size", "2,1", "-x", cwd=tmp_path)
+    assert "STOPPED after 1 of 2 cells" in stopped.output, stopped.output
+    refused = run_one_agent(2, *arguments, "--record-reach", "reach.jsonl", cwd=tmp_path)
+    assert refused.statuses == (1,), refused.output  # that of torchrun
+    assert "--changed and --record-reach do not work under torchrun" in refused.output
+
+
 def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> None:
     engine = """
     from zharness.engines.reference import factory as reference

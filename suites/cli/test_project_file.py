@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from suites.warm import programs
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.project_file import find_project_file
-from zharness.report.first_project_file import find_signature
+from zharness.report.first_project_file import find_signature, write_project_file
+from zharness.run.expected_failures import read_expected_failures
+from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records
 
 BROKEN = "zharness.mutants:never_reduces"
@@ -36,6 +39,43 @@ def test_init_makes_a_red_run_green_until_something_changes(tmp_path: Path) -> N
     assert "exists; delete it" in again.stderr
     for record in load_records([tmp_path / "red.jsonl"]).records:
         assert find_signature(record) in record.cause or not record.verdict.is_broken
+
+
+def make_record(text: str, verdict: Verdict = Verdict.CRASH) -> Record:
+    cause = "" if verdict is Verdict.PASS else "rank 0 raised: KeyError: the shard is lost"
+    return Record(Cell.parse(text), 0, verdict, "", "", cause=cause)
+
+
+def test_an_entry_covers_no_cell_that_passes(tmp_path: Path) -> None:
+    failed = ("zero2-w2-fp32-mlp", "zero3-w2-fp32-gated", "zero3-w2-bf16-mlp")
+    passed = ("zero1-w2-fp32-mlp", "zero2-w2-fp32-gated", "zero3-w2-fp32-mlp")
+    records = [make_record(f"training.grads[ddp-{text}]") for text in failed]
+    records += [make_record(f"training.grads[ddp-{text}]", Verdict.PASS) for text in passed]
+    write_project_file(records, tmp_path)
+    entries = read_expected_failures([tmp_path / "zharness.toml"])
+    for record in records:
+        is_covered = any(entry.covers_cell(record.cell, "1.0") for entry in entries)
+        assert is_covered is (record.verdict is Verdict.CRASH), record.cell.id
+
+
+def test_the_options_are_those_of_the_records(tmp_path: Path) -> None:
+    records = [make_record("mesh.replicas[fsdp2-zero3-w4.rep2.tp2-bf16-exact]")]
+    write_project_file(records, tmp_path)
+    found = find_project_file(tmp_path)
+    assert found is not None
+    options = {
+        "engine": "fsdp2",
+        "stage": [3],
+        "world-size": [4],
+        "mesh": ["rep2", "tp2"],
+        "dtype": ["bf16"],
+        "laws": "1.0",
+    }
+    assert found.commands["check"] == options
+    (entry,) = read_expected_failures([tmp_path / "zharness.toml"])
+    assert entry.covers_cell(records[0].cell, "1.0")
+    with pytest.raises(UsageError, match="got records of 2 meshes"):
+        write_project_file([*records, make_record("training.grads[fsdp2-zero3-w2-fp32-mlp]")], tmp_path / "other")
 
 
 def test_a_project_file_is_found_up_to_the_root_of_the_repository(tmp_path: Path) -> None:
@@ -70,6 +110,13 @@ def test_pyproject_may_have_the_options(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "zharness.toml").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=complaint):
+        find_project_file(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["tool = 3\n", "[tool]\nzharness = 'x'\n"])
+def test_a_pyproject_without_tables_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"pyproject.toml: got (tool|zharness) = .*; expected a table"):
         find_project_file(tmp_path)
 
 

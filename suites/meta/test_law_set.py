@@ -93,6 +93,12 @@ def test_a_pinned_run_leaves_out_what_is_newer_or_stricter(monkeypatch: pytest.M
     assert planned.left_out == list_later_changes("1.0", parse_versions(RECORD))
 
 
+def test_a_pin_that_leaves_every_law_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zharness.law_set.read_versions", lambda: parse_versions(RECORD))
+    with pytest.raises(UsageError, match="the law set 1.0 has none of the laws training.modes"):
+        plan_with_coverage(Request(("training.modes",), law_set="1.0"), claims_of_registry)
+
+
 def test_a_pin_does_not_limit_a_cell_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zharness.law_set.read_versions", lambda: parse_versions(RECORD))
     cell = Cell("training.modes", "reference", 0, 2, "fp32", "stateful")

@@ -177,6 +177,43 @@ def test_every_shape_and_dtype_is_read_as_it_was_written() -> None:
         assert torch.equal(found[name].nan_to_num(), tensor.nan_to_num())
 
 
+def test_the_attributes_of_modules_are_in_the_name(folder: Path) -> None:
+    spec = model_spec(MODEL)
+
+    def key(**attributes: object) -> str:
+        model = spec.model(0)
+        vars(model).update(attributes)
+        return baseline_cache.compute_key(spec, model, spec.micro_batch(0, 0, 0), ())
+
+    mask = torch.tensor([1.0, 0.0])
+    kinds = (
+        {},
+        {"scale": 2},
+        {"scale": [2, 3]},
+        {"scale": [2, 4]},
+        {"scale": {"a": (mask,)}},
+        {"scale": {"a": (-mask,)}},
+    )
+    assert len({key(**attributes) for attributes in kinds}) == len(kinds)
+    assert key(scale={"a": (mask,)}) == key(scale={"a": (mask.clone(),)})
+    assert key(scale=object()) == key(scale=object())
+
+
+def test_what_two_runs_and_a_full_disk_do_to_a_folder(tmp_path: Path) -> None:
+    kept = BaselineCache(tmp_path)
+    kept.store("a", {"x": torch.ones(2)})
+    unfinished = tmp_path / f"b.1{baseline_cache.UNFINISHED}"
+    unfinished.write_bytes(b"")
+    kept.remove_old_entries()
+    assert unfinished.exists(), "another run may still write it"
+    os.utime(unfinished, (0, 0))
+    kept.remove_old_entries()
+    assert not unfinished.exists()
+    (tmp_path / f"removed{baseline_cache.SUFFIX}").symlink_to(tmp_path / "nothing")
+    assert kept.list_entries().keys() == {f"a{baseline_cache.SUFFIX}"}
+    BaselineCache(tmp_path / "gone").store("a", {"x": torch.ones(2)})
+
+
 def test_functions_are_the_same_if_their_variables_are() -> None:
     assert describe(scale_by(2.0)) == describe(scale_by(2.0)) != describe(scale_by(4.0))
     with pytest.raises(UnknownDependencyError):

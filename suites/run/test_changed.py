@@ -70,6 +70,10 @@ DIFF = """\
 +++ /dev/null
 @@ -1 +0,0 @@
 -c
+--- /dev/null
++++ b/p/c.py
+@@ -0,0 +1 @@
++d
 """
 LAWS = ("training.grads", "training.sgd_step")
 
@@ -85,12 +89,14 @@ def test_a_line_belongs_to_the_innermost_function() -> None:
     assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
     assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
     assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
-    assert name_functions(SOURCE, range(14, 16)) == {"Engine.step"}
+    assert name_functions(SOURCE, range(14, 16), "engine.py") == {"Engine.step"}
+    with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
+        name_functions("def", range(1, 2), "engine.py")
 
 
 def test_a_diff_has_the_lines_of_both_sides() -> None:
     hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
-    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], [])]
+    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
 
 
 def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_round() -> None:
@@ -110,13 +116,80 @@ def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
         read_reach(path)
 
 
+def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path) -> None:
+    path = tmp_path / "reach.jsonl"
+    cell = "training.grads[deepspeed@/home/a/DeepSpeed-zero2-w2-fp32-mlp]"
+    lines = ({"functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for engine in ("deepspeed", "deepspeed@.", "deepspeed==0.19.8"):
+        planned = PlannedCell(Cell("training.grads", engine, 2, 2, "fp32", "mlp"))
+        assert list(find_reaching_cells([planned], read_reach(path), {"f:a"})) == [planned]
+
+
+def commit_all(folder: Path) -> None:
+    """Make a repository of ``folder``, with all its files in one commit."""
+    for command in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
+        subprocess.run(["git", *command], cwd=folder, check=True)  # noqa: S607
+
+
+def find_changes(folder: Path) -> set[str]:
+    """Return the functions of the package ``toys`` in ``folder`` that differ from its last commit."""
+    script = "from zharness.run.changed_functions import *; print(*find_changed_functions('toys.engine:make', 'HEAD'))"
+    found = programs.run("-c", script, folder=folder)
+    assert found.returncode == 0, found.stderr
+    return set(found.stdout.split())
+
+
+def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    for name in ("__init__", "engine", "deleted", "renamed"):
+        (tmp_path / "toys" / f"{name}.py").write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
+    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"))
+    commit_all(tmp_path)
+    subprocess.run(["git", "config", "diff.mnemonicPrefix", "true"], cwd=tmp_path, check=True)  # noqa: S607
+    assert find_changes(tmp_path) == set()
+    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER O WITH ACUTE}\n".encode("latin-1"))
+    (tmp_path / "toys" / "engine.py").write_text("def engine():\n    return 2\n", encoding="utf-8")
+    (tmp_path / "toys" / "deleted.py").unlink()
+    subprocess.run(["git", "mv", "toys/renamed.py", "toys/new.py"], cwd=tmp_path, check=True)  # noqa: S607
+    files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
+    assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
+
+
+def test_the_source_of_an_engine_may_be_a_single_file(tmp_path: Path) -> None:
+    (tmp_path / "my_engine.py").write_text(ENGINE, encoding="utf-8")
+    check = (
+        "-m",
+        "zharness",
+        "check",
+        "training.grads",
+        "--engine",
+        "my_engine:Engine",
+        "--stage",
+        "0",
+        "--model",
+        "mlp",
+    )
+    recorded = programs.run(*check, "--record-reach", "reach.jsonl", folder=tmp_path)
+    assert recorded.returncode == 0, recorded.stdout + recorded.stderr
+    functions = set().union(*(cell.functions for cell in read_reach(tmp_path / "reach.jsonl").values()))
+    assert "my_engine.py:correct" in functions
+    commit_all(tmp_path)
+    (tmp_path / "my_engine.py").write_text(ENGINE.replace("return grads", "return dict(grads)"), encoding="utf-8")
+    found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "(my_engine.py:correct); cells that reach them: 1 of 1" in found.stdout
+    other = programs.run(*check, "--world-size", "1", "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
+    assert other.returncode == 2, other.stdout
+    assert "reach.jsonl has none of the cells of my_engine:Engine" in other.stderr
+
+
 def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
     package = tmp_path / "shop"
     package.mkdir()
     (package / "__init__.py").write_text("", encoding="utf-8")
     (package / "engine.py").write_text(ENGINE, encoding="utf-8")
-    for command in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)  # noqa: S607
+    commit_all(tmp_path)
     check = ("-m", "zharness", "check", *LAWS, "--engine", "shop.engine:Engine", "--stage", "0", "--model", "mlp")
     recorded = programs.run(*check, "--record-reach", "reach.jsonl", folder=tmp_path)
     assert recorded.returncode == 0, recorded.stdout + recorded.stderr

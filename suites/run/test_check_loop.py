@@ -1,6 +1,7 @@
 """The loop of `zharness check`: the order of cells, and the pools of ranks that it ends."""
 
 from collections.abc import Container
+from threading import Event
 
 import pytest
 
@@ -72,3 +73,26 @@ def test_a_run_without_a_terminal_prints_a_line_every_15_seconds(capsys: pytest.
         "2 of 9 cells in 15 s, 0 unexpected",
         "4 of 9 cells in 31 s, 1 unexpected",
     ]
+
+
+class WaitingRunnerDouble(RunnerDouble):
+    """Keeps the cells of the broken law running until the test lets them end."""
+
+    def __init__(self, broken_law: str, may_end: Event) -> None:
+        super().__init__(broken_law)
+        self.may_end = may_end
+
+    def run(self, planned: PlannedCell) -> Record:
+        if planned.cell.law == self.broken_law:
+            self.may_end.wait()
+        return super().run(planned)
+
+
+def test_cells_that_are_running_when_the_seconds_are_over_are_reported() -> None:
+    may_end = Event()
+    cells = [make_cell(0, 2, "training.modes"), make_cell(0, 2), make_cell(1, 2)]
+    runners = [WaitingRunnerDouble("training.modes", may_end) for _ in range(2)]
+    records = run_cells(cells, runners, stop=Stop(seconds=1e-9))
+    assert next(records).verdict is Verdict.PASS
+    may_end.set()
+    assert Verdict.FAIL in [record.verdict for record in records]

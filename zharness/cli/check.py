@@ -172,7 +172,9 @@ def check(
     if (base is None) != (reach_input is None):
         raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
     if reach_output is not None:
-        require_writable_folder(reach_output)
+        from zharness.run.files import require_writable
+
+        require_writable(reach_output)
     if law_set:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
@@ -217,9 +219,3 @@ def check(
         *(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
     )
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
-
-
-def require_writable_folder(path: Path) -> None:
-    """Raise UsageError if the folder of ``path`` does not exist, before a long run."""
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {path}: the folder {path.parent} does not exist")

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib.metadata import distributions
@@ -36,11 +36,13 @@ from zharness.workload.user_model import IN_PROCESS_PACKAGE, UserModel
 FOLDER_VARIABLE = "ZHARNESS_BASELINE_CACHE"
 FORMAT = "zharness baseline 1\n"
 KEPT_SECONDS = 30 * 24 * 3600.0  # an entry that no run has read for so long is removed
-SUFFIX = ".baseline"
+UNFINISHED_SECONDS = 24 * 3600.0  # no run writes one file for so long
+SUFFIX, UNFINISHED = ".baseline", ".unfinished"
 PACKAGE = Path(__file__).parents[1]
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 SITE_FOLDERS = {"site-packages", "dist-packages"}
 LOSS = "the loss"
+INTERNAL = frozenset(vars(nn.Module()))  # attributes of every module, such as its dictionary of parameters
 CACHE_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n"  # https://bford.info/cachedir/
 Numbers = Mapping[str, Tensor]
 
@@ -66,20 +68,39 @@ class BaselineCache:
         return decode(content)
 
     def store(self, key: str, numbers: Numbers) -> None:
-        """Write ``numbers`` under ``key``; a process that reads meanwhile finds the whole file or none."""
-        unfinished = self.folder / f"{key}.{os.getpid()}.unfinished"
-        unfinished.write_bytes(encode(numbers))
-        unfinished.replace(self.folder / f"{key}{SUFFIX}")
+        """Write ``numbers`` under ``key``; a process that reads meanwhile finds the whole file or none.
+
+        Nothing is kept if the disk is full or the folder is gone: the next run computes the numbers again.
+        """
+        unfinished = self.folder / f"{key}.{os.getpid()}{UNFINISHED}"
+        try:
+            unfinished.write_bytes(encode(numbers))
+            unfinished.replace(self.folder / f"{key}{SUFFIX}")
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
 
     def list_entries(self) -> dict[str, os.stat_result]:
         """Return the size and times of every entry."""
-        return {path.name: path.stat() for path in self.folder.glob(f"*{SUFFIX}")}
+        return self._list_files(SUFFIX)
+
+    def _list_files(self, ending: str) -> dict[str, os.stat_result]:
+        """Return the size and times of each file whose name has this ending."""
+        found = {}
+        for path in self.folder.glob(f"*{ending}"):
+            with suppress(FileNotFoundError):  # another run has removed it since
+                found[path.name] = path.stat()
+        return found
 
     def remove_old_entries(self) -> None:
-        """Remove the entries that no run has read or written for ``KEPT_SECONDS``."""
-        for name, found in self.list_entries().items():
-            if found.st_mtime < time.time() - KEPT_SECONDS:
-                (self.folder / name).unlink(missing_ok=True)
+        """Remove the entries that no run has read or written for ``KEPT_SECONDS``.
+
+        Files that a killed run has not finished are removed after ``UNFINISHED_SECONDS``.
+        """
+        for ending, seconds in ((SUFFIX, KEPT_SECONDS), (UNFINISHED, UNFINISHED_SECONDS)):
+            for name, found in self._list_files(ending).items():
+                if found.st_mtime < time.time() - seconds:
+                    (self.folder / name).unlink(missing_ok=True)
 
 
 def encode(numbers: Numbers) -> bytes:
@@ -123,9 +144,9 @@ def compute_key(spec: ModelSpec, model: nn.Module, batch: Batch, arguments: tupl
     for text in (spec.name, repr(model), *map(describe, arguments), describe_environment(), *describe_sources()):
         digest.update(text.encode() + b"\0")
     for name, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+        attributes = {key: describe_attribute(value) for key, value in vars(module).items() if key not in INTERNAL}
         hooks = [len(module._forward_pre_hooks), len(module._forward_hooks), len(module._backward_hooks)]
-        digest.update(json.dumps([name, plain, hooks], sort_keys=True).encode())
+        digest.update(json.dumps([name, module.training, attributes, hooks], sort_keys=True).encode())
     named = (*model.named_parameters(), *model.named_buffers())
     drawn = [("batch", tensor) for tensor in collect_tensors((batch.inputs, batch.target))]
     for name, tensor in (*named, *drawn):
@@ -133,6 +154,17 @@ def compute_key(spec: ModelSpec, model: nn.Module, batch: Batch, arguments: tupl
         digest.update(raw_bytes(tensor))
     digest.update(f"{batch.seed} {structure_of(batch.inputs)} {structure_of(batch.target)}".encode())
     return digest.hexdigest()
+
+
+def describe_attribute(value: Any) -> str:
+    """Return a text for the plain values and tensors in an attribute of a module; other objects have their class."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(raw_bytes(value)).hexdigest()}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {describe_attribute(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(describe_attribute, value))}]"
+    return repr(value) if isinstance(value, (bool, int, float, complex, str, torch.dtype)) else type(value).__qualname__
 
 
 def require_factory(spec: ModelSpec) -> None:

@@ -7,14 +7,28 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from zharness.cell import Cell
 from zharness.engines.registry import split_release
 from zharness.errors import UsageError
 from zharness.law_set import read_versions
 from zharness.project_file import FILE_NAME
 from zharness.report.failure_groups import group_failures, remove_cell_details
-from zharness.run.record import Record
+from zharness.run.expected_failures import parse_entry
+from zharness.run.record import Record, Verdict
 
+DEFAULT_WORLD_SIZE, DEFAULT_DTYPE = 2, "fp32"
+# The keys of an entry that narrow it, and the fields of a cell.
+AXES = {
+    "stages": "stage",
+    "variants": "variant",
+    "models": "model",
+    "dtypes": "dtype",
+    "world_sizes": "world_size",
+    "meshes": "mesh",
+    "engine_variants": "engine_variant",
+}
 MIN_SIGNATURE = 12  # characters; a shorter text would match other failures, too
 _PLACEHOLDER = re.compile(r"\b(?:NAME|N|CONFIGURATION)\b")
 _RANK = re.compile(r"^rank \d+ raised: ")
@@ -48,32 +62,79 @@ def write_project_file(records: Sequence[Record], folder: Path) -> tuple[Path, i
 
 
 def render_options(records: Sequence[Record]) -> str:
-    """Return the table ``[check]``: the stages of the records, and the newest version of the law set."""
-    stages = sorted({record.cell.stage for record in records})
-    return f"[check]\nstage = {json.dumps(stages)}\nlaws = {quote(read_versions()[-1].name)}\n"
+    """Return the table ``[check]``: the newest version of the law set, and what of the records is no default.
+
+    These are the stages, the mesh, and world sizes and dtypes if no record has the default.
+    """
+    cells = [record.cell for record in records]
+    sizes, dtypes = sorted({cell.world_size for cell in cells}), sorted({cell.dtype for cell in cells})
+    meshes = sorted({cell.mesh.label for cell in cells})
+    if len(meshes) > 1:
+        raise UsageError(f"got records of {len(meshes)} meshes; expected those of one mesh")
+    options = {
+        "stage": sorted({cell.stage for cell in cells}),
+        "world-size": [] if DEFAULT_WORLD_SIZE in sizes else sizes,
+        "mesh": [part for part in meshes[0].split(".") if part],
+        "dtype": [] if DEFAULT_DTYPE in dtypes else dtypes,
+        "laws": read_versions()[-1].name,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in options.items() if value]
+    return "\n".join(("[check]", *lines, ""))
 
 
 def render_entries(records: Sequence[Record]) -> Iterator[str]:
-    """Yield a table ``[[expected_failure]]`` for each cause of unexpected failures in ``records``."""
+    """Yield a table ``[[expected_failure]]`` for each cause of unexpected failures in ``records``, or several."""
     failed = [record for record in records if record.verdict.is_broken and not record.is_expected]
+    passed = [record.cell for record in records if record.verdict is Verdict.PASS]
     for group in group_failures(failed):
-        first = group[0]
-        keys = {
-            "law": sorted({record.cell.law for record in group}),
-            "variants": list_narrowing([record.cell.variant for record in group]),
-            "engine_variants": list_narrowing([record.cell.engine_variant for record in group]),
-            "upstream": "no report known",
-            "reason": first.cause,
-            "verdict": first.verdict.value,
-            "signatures": list(dict.fromkeys(map(find_signature, group))),
-        }
-        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items() if value]
-        yield "\n".join(("[[expected_failure]]", *lines, ""))
+        for keys in make_entries(group, passed):
+            lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items() if value]
+            yield "\n".join(("[[expected_failure]]", *lines, ""))
 
 
-def list_narrowing(values: Sequence[str]) -> list[str]:
-    """Return the different ``values`` that narrow an entry, or no value if one of them is the default."""
-    return sorted(set(values)) if all(values) else []
+def make_entries(group: Sequence[Record], passed: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    """Yield entries that cover the records of ``group``, of one cause, and no cell of ``passed`` that shows them stale.
+
+    One entry is narrowed by one axis after the other until it fits. If it never does, the parts of the group that have
+    one value of an axis get entries of their own.
+    """
+    cells = [record.cell for record in group]
+    for count in range(len(AXES) + 1):
+        keys = make_entry(group, tuple(AXES)[:count])
+        entry = parse_entry({"engine": split_release(cells[0].engine)[0], **keys}, "")
+        if not any(entry.covers_cell(cell, "") and entry.is_stale_on(cell) for cell in passed):
+            yield keys
+            return
+    for axis in ("law", *AXES):
+        values = sorted({read_axis(cell, axis) for cell in cells})
+        if len(values) > 1:
+            for value in values:
+                yield from make_entries([each for each in group if read_axis(each.cell, axis) == value], passed)
+            return
+    yield keys  # the same cell has failed and passed
+
+
+def make_entry(group: Sequence[Record], narrowed: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of an entry for the records of ``group``, with their values on each axis of ``narrowed``.
+
+    Variants and meshes are also named if none of them is the default.
+    """
+    first = group[0]
+    values = {axis: sorted({read_axis(record.cell, axis) for record in group}) for axis in AXES}
+    named = (axis for axis in ("variants", "meshes", "engine_variants") if "" not in values[axis])
+    return {
+        "law": sorted({record.cell.law for record in group}),
+        **{axis: values[axis] for axis in dict.fromkeys((*narrowed, *named))},
+        "upstream": "no report known",
+        "reason": first.cause,
+        "verdict": first.verdict.value,
+        "signatures": list(dict.fromkeys(map(find_signature, group))),
+    }
+
+
+def read_axis(cell: Cell, axis: str) -> Any:
+    """Return the value of ``cell`` for a key of an entry."""
+    return cell.mesh.label if axis == "meshes" else getattr(cell, AXES.get(axis, axis))
 
 
 def find_signature(record: Record) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from zharness.errors import UsageError
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_functions import find_changed_functions
 from zharness.run.engine_sources import MODULE_LEVEL
-from zharness.run.reach import CellReach, read_reach
+from zharness.run.reach import CellReach, name_in_record, read_reach
 
 MAX_NAMED = 5  # functions in a sentence
 MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
@@ -40,6 +41,11 @@ def select_changed_cells(planned: Sequence[PlannedCell], selection: ChangeSelect
     for engine in dict.fromkeys(cell.cell.engine for cell in runnable):
         changed = find_changed_functions(engine, selection.base)
         own = [cell for cell in runnable if cell.cell.engine == engine]
+        if not any(name_in_record(cell.cell) in reach for cell in own):
+            raise UsageError(
+                f"{selection.reach_file} has none of the cells of {engine}; expected a record of this engine, by "
+                "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
+            )
         chosen = find_reaching_cells(own, reach, changed)
         cells += order_cells(chosen, reach)
         sentences.append(describe_selection(engine, selection.base, changed, own, chosen, reach))
@@ -62,7 +68,7 @@ def describe_selection(
     missed = changed - frozenset().union(*reaching.values())
     if missed:
         parts.append(f"functions that no cell reaches: {len(missed)}{name_some(missed)}")
-    unknown = sum(cell.cell.id not in reach for cell in cells)
+    unknown = sum(name_in_record(cell.cell) not in reach for cell in cells)
     if unknown:
         parts.append(f"cells that are not in the record, and do not run: {unknown}")
     return "; ".join(parts)
@@ -84,7 +90,7 @@ def find_reaching_cells(
     modules = {name.removesuffix(MODULE_LEVEL) for name in changed if name.endswith(f":{MODULE_LEVEL}")}
     reaching = {}
     for cell in cells:
-        functions = reach[cell.cell.id].functions if cell.cell.id in reach else frozenset()
+        functions = reach[name_in_record(cell.cell)].functions if name_in_record(cell.cell) in reach else frozenset()
         files = {name[: name.rindex(":") + 1] for name in functions} if modules else set()
         found = frozenset(functions & changed) | frozenset(f"{name}{MODULE_LEVEL}" for name in modules & files)
         if found:
@@ -104,7 +110,7 @@ def order_cells(
     def rate(cell: PlannedCell) -> float:
         """Return how promising a cell is."""
         rarity = sum(1 / counts[name] for name in reaching[cell])
-        return rarity / max(MIN_SECONDS, reach[cell.cell.id].seconds)
+        return rarity / max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
 
     queues: dict[tuple[str, str], list[PlannedCell]] = {}
     for cell in sorted(reaching, key=lambda cell: -rate(cell)):

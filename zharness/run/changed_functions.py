@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,20 @@ from zharness.errors import UsageError
 from zharness.run.engine_sources import find_functions_of_lines, find_source_files, list_functions, list_source_modules
 from zharness.run.reach import shorten_path
 
+# The prefixes and the quotes of paths are options of git that a user may have set otherwise.
+DIFF = (
+    *("-c", "core.quotePath=false", "diff", "--unified=0", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--no-renames", "--src-prefix=a/", "--dst-prefix=b/"),
+)
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """The lines of one change in a file: those that the commit has, and those that the working tree has."""
+    """The lines of one change in a file: those that the commit has, and those that the working tree has.
+
+    ``path`` is that of the working tree, or that of the commit for a file that was deleted.
+    """
 
     path: str
     old_lines: range
@@ -28,8 +36,9 @@ class Hunk:
 def find_changed_functions(engine: str, base: str) -> set[str]:
     """Return the functions of an engine's source that differ from the commit ``base``, named as in a record of reach.
 
-    Lines outside of all functions count as a function ``<module>`` of their file. Raises UsageError if the source is
-    not in a git repository, or if ``base`` is no commit.
+    Lines outside of all functions count as a function ``<module>`` of their file. A file that was renamed counts as
+    deleted under its old name and as new under the new one. Raises UsageError if the source is not in a git
+    repository, or if ``base`` is no commit.
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
@@ -40,42 +49,55 @@ def find_changed_functions(engine: str, base: str) -> set[str]:
     if not sources:
         raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
     root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
-    diff = run_git(root, engine, "diff", "--unified=0", "--no-color", "--no-ext-diff", "--no-renames", base, "--")
+    diff = run_git(root, engine, *DIFF, base, "--", "*.py")
     by_path = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
+    folders = {str(Path(path).parent) for path in by_path}
     changed = set[str]()
     for hunk in parse_diff(diff):
-        if hunk.path in by_path:
-            path = by_path[hunk.path]
+        was_deleted = not (root / hunk.path).exists() and is_below(hunk.path, folders)
+        if hunk.path in by_path or was_deleted:
+            path = by_path.get(hunk.path, root / hunk.path)
             old = run_git(root, engine, "show", f"{base}:{hunk.path}") if hunk.old_lines else ""
-            names = name_functions(old, hunk.old_lines) | name_functions(path.read_text("utf-8"), hunk.new_lines)
+            new = path.read_text("utf-8") if hunk.new_lines else ""
+            names = name_functions(old, hunk.old_lines, hunk.path) | name_functions(new, hunk.new_lines, hunk.path)
             changed |= {f"{shorten_path(path, modules)}:{name}" for name in names}
     return changed
 
 
+def is_below(path: str, folders: Set[str]) -> bool:
+    """Return whether ``path`` is in one of ``folders`` or below it."""
+    return any(str(parent) in folders for parent in Path(path).parents)
+
+
 def parse_diff(diff: str) -> Iterator[Hunk]:
-    """Yield the hunks of a diff without context lines, of the files that the working tree still has."""
+    """Yield the hunks of a diff that has no context lines, and the prefixes a/ and b/."""
     path = ""
     for line in diff.splitlines():
-        if line.startswith("+++ "):
-            path = line.removeprefix("+++ b/") if line.startswith("+++ b/") else ""
+        if line.startswith("--- "):
+            path = line.removeprefix("--- a/")  # of a new file, whose path follows, it is /dev/null
+        elif line.startswith("+++ b/"):
+            path = line.removeprefix("+++ b/")
         elif path and (match := _HUNK.match(line)):
             old, old_count, new, new_count = (int(text) if text is not None else 1 for text in match.groups())
             yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
 
 
-def name_functions(source: str, lines: range) -> set[str]:
-    """Return the functions of a file's ``source`` that have ``lines``, their signatures included."""
+def name_functions(source: str, lines: range, path: str) -> set[str]:
+    """Return the functions of the ``source`` of the file ``path`` that have ``lines``, their signatures included."""
     try:
         return find_functions_of_lines(list_functions(source), set(lines), with_signatures=True)
     except SyntaxError as error:
-        raise UsageError(f"a changed file is not valid Python: {error}") from error
+        raise UsageError(f"{path}, which the change touches, is not valid Python: {error}") from error
 
 
 def run_git(folder: Path, engine: str, *arguments: str) -> str:
     """Return the output of git in ``folder``. Raises UsageError if git fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        # A repository may have files in any encoding.
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         raise UsageError(f"--changed needs git: {error}") from error
     if done.returncode:

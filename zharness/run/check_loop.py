@@ -70,6 +70,14 @@ class Stop:
     failures: int = 0
     seconds: float = 0.0
 
+    def is_reached(self, failures: int, seconds: float) -> bool:
+        """Return whether a run stops after this number of unexpected outcomes and these seconds."""
+        return bool(self.failures and failures >= self.failures) or self.is_over(seconds)
+
+    def is_over(self, seconds: float) -> bool:
+        """Return whether a run stops after these seconds, whatever its outcomes are."""
+        return bool(self.seconds) and seconds >= self.seconds
+
 
 NEVER = Stop()
 
@@ -208,11 +216,20 @@ def run_request(
         cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)
+
+        def save_reach(records: Sequence[Record]) -> None:
+            """Write what the cells of ``records`` have reached, if the options ask for it."""
+            if reach_folder is not None and options.reach_file is not None:
+                write_reach(reach_folder, records, options.reach_file)
+
         finished = run_cells(options.order_cells(cells), runners, options.stop)
-        records = collect_records(finished, open_sink(), cells)
+        try:
+            records = collect_records(finished, open_sink(), cells)
+        except RunInterrupted as interrupted:
+            save_reach(interrupted.records)
+            raise
+        save_reach(records)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
-        if reach_folder is not None and options.reach_file is not None:
-            write_reach(reach_folder, records, options.reach_file)
     if selected is not None or len(records) < len(cells):
         # The cells that did not run might need the expected failures that none has needed.
         return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, cells)])
@@ -266,7 +283,8 @@ def requested_engines(request: Request) -> list[str]:
 def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER) -> Iterator[Record]:
     """Run the cells, each on a free runner, and yield records as cells end.
 
-    After ``stop``, no other cell starts, and cells that are running are not reported. A runner ends a pool of ranks
+    After ``stop``, no other cell starts. Cells that are running then are reported if the seconds are over, as they may
+    be the first that fail, but not after the number of unexpected outcomes. A runner ends a pool of ranks
     that no later cell needs. On an interrupt the runners' servers are closed first, which wakes the threads that wait
     for their ranks.
     """
@@ -290,12 +308,20 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
 
     threads, unexpected, began = ThreadPoolExecutor(max_workers=len(runners)), 0, time.monotonic()
     try:
-        for future in as_completed([threads.submit(run_on_free_runner, cell) for cell in cells]):
+        futures = [threads.submit(run_on_free_runner, cell) for cell in cells]
+        left = set(futures)
+        for future in as_completed(futures):
+            left.remove(future)
             record = future.result()
             yield record
             unexpected += not record.is_expected
-            is_over = stop.seconds and time.monotonic() - began >= stop.seconds
-            if is_over or (stop.failures and unexpected >= stop.failures):
+            seconds = time.monotonic() - began
+            if stop.is_over(seconds):
+                threads.shutdown(wait=False, cancel_futures=True)
+                running = [each for each in left if not each.cancelled()]
+                yield from (each.result() for each in as_completed(running))
+                return
+            if stop.is_reached(unexpected, seconds):
                 return
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind

@@ -51,14 +51,19 @@ def list_source_modules(engine_info: EngineInfo) -> tuple[str, ...]:
 def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
     """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
 
-    A module that the installed release lacks has none. Nothing is imported: some packages replace functions of torch
-    when they are imported, and plain PyTorch could not run beside the engine any more.
+    A module that the installed release lacks has none, and neither has one that is not written in Python. Nothing is
+    imported: some packages replace functions of torch when they are imported, and plain PyTorch could not run beside
+    the engine any more.
     """
     found: dict[str, None] = {}
     for name in modules:
         package, *inner = name.split(".")
         spec = importlib.util.find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
+        if spec is None:
+            continue
+        if spec.submodule_search_locations is None and spec.origin is not None and spec.origin.endswith(".py"):
+            found[spec.origin] = None  # a module that is a single file, and no package
+        for folder in spec.submodule_search_locations or ():
             path = Path(folder, *inner)
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
             found |= dict.fromkeys(str(file) for file in files if file.is_file())

@@ -105,6 +105,11 @@ def plan_with_coverage(request: Request, claims: ClaimsLookup) -> Plan:
             if request.depth > 1:
                 coverings[engine] = plan_covering_cells(engine, request, laws, claims, matrix, is_whole)
                 cells.extend(PlannedCell(cell) for cell in coverings[engine].cells)
+    if not cells and left_out and not list(leave_out(find_laws(globs), left_out)):
+        raise UsageError(
+            f"there is nothing to run: the law set {request.law_set} has none of the laws {', '.join(globs)}; "
+            f"`zharness laws diff {request.law_set}` lists what it leaves out"
+        )
     if not cells:
         raise UsageError(
             f"there is nothing to run: none of the laws ({', '.join(request.patterns) or 'all'}) applies to "

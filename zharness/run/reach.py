@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities
-from zharness.engines.registry import info
+from zharness.engines.registry import info, split_release
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
     MODULE_LEVEL,
@@ -50,7 +50,9 @@ def observe_with_reach(
     from coverage import Coverage
 
     modules = list_source_modules(info(cell.engine))
-    measurement = Coverage(data_file=None, include=list(find_source_files(modules)), config_file=False)
+    # An empty list would let coverage.py measure every file.
+    files = list(find_source_files(modules)) or ["no source"]
+    measurement = Coverage(data_file=None, include=files, config_file=False)
     measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
     measurement.start()
     try:
@@ -77,9 +79,16 @@ def read_functions(path: str) -> list[FunctionLines]:
 
 
 def shorten_path(path: Path, modules: tuple[str, ...]) -> str:
-    """Return the path of a source file from the folder of its top-level package on, with slashes."""
+    """Return the path of a source file from the folder of its top-level package on, with slashes.
+
+    The path of a module that is in no package is the name of its file. A package without ``__init__.py`` begins at the
+    last folder that has its name.
+    """
     packages = {module.partition(".")[0] for module in modules}
-    start = next(number for number, part in enumerate(path.parts) if part in packages and is_top_level(path, number))
+    named = [number for number, part in enumerate(path.parts) if part in packages]
+    start = next((number for number in named if is_top_level(path, number)), None)
+    if start is None:
+        start = len(path.parts) - 1 if path.stem in packages or not named else named[-1]
     return "/".join(path.parts[start:])
 
 
@@ -110,13 +119,23 @@ def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error}") from error
 
 
+def name_in_record(cell: Cell) -> str:
+    """Return the id of ``cell`` without the release or the checkout of its engine.
+
+    A record of a checkout also serves another checkout of the same engine, elsewhere or on another machine.
+    """
+    return replace(cell, engine=split_release(cell.engine)[0]).id
+
+
 def read_reach(path: Path) -> dict[str, CellReach]:
-    """Read the record ``path``: what each cell reached, by the cell's id. Raises UsageError if it is no record."""
+    """Read the record ``path``: what each cell reached, by ``name_in_record``. Raises UsageError if it is no record."""
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         names = head["functions"]
         return {
-            line["cell"]: CellReach(frozenset(names[number] for number in line["functions"]), line["seconds"])
+            name_in_record(Cell.parse(line["cell"])): CellReach(
+                frozenset(names[number] for number in line["functions"]), line["seconds"]
+            )
             for line in lines
         }
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:

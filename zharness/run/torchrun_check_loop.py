@@ -16,6 +16,7 @@ from zharness.run.check_loop import (
     RunOptions,
     RunReporter,
     describe_coverage,
+    describe_stop,
     find_stale_failures,
     open_optional_record_file,
     requested_engines,
@@ -39,8 +40,10 @@ def run_torchrun_check(
 ) -> int:
     """Run ``request`` on the ranks of ``launch``; return the exit code, which is the same on every rank.
 
-    Raises UsageError on rank 0 only.
+    Raises UsageError on rank 0 only, but on every rank for options that do not go together with torchrun.
     """
+    if options.changes is not None or options.reach_file is not None:
+        raise UsageError("--changed and --record-reach do not work under torchrun; run `zharness check` without it")
     if launch.rank:
         follower = Follower(launch)
         follower.answer_leader(lambda _: None)
@@ -95,10 +98,18 @@ class TorchrunCheck:
             self.planned_count = len(cells)
             unmatched_failures = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
             self.record_file = open_optional_record_file(self.exit_stack, self.reporter.jsonl)
+            began = time.monotonic()
             finished = map(runner.run, self.options.order_cells(cells))
             for record in write_with_progress(finished, self.record_file, len(cells)):
                 self.records.append(record)
+                unexpected = sum(not each.is_expected for each in self.records)
+                if self.options.stop.is_reached(unexpected, time.monotonic() - began):
+                    break
         records = sort_as_planned(self.records, cells)
+        if len(records) < len(cells):
+            return self.reporter.report_run(
+                records, time.monotonic() - self.start_time, coverage=describe_stop(records, cells)
+            )
         unmatched_failures += find_stale_failures(request, self.options, records)
         return self.reporter.report_run(
             records,
