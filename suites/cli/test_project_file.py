@@ -16,6 +16,16 @@ from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records
 
 BROKEN = "zharness.mutants:never_reduces"
+MODEL = """
+import torch
+from torch import nn
+
+def factory():
+    return nn.Linear(8, 4), lambda generator: (torch.randn(4, 8, generator=generator),), loss
+
+def loss(output, batch):
+    return output.square().mean()
+"""
 LAWS = ("training.grads", "training.one_hot_rank", "--depth", "1")
 
 
@@ -39,6 +49,16 @@ def test_init_makes_a_red_run_green_until_something_changes(tmp_path: Path) -> N
     assert "exists; delete it" in again.stderr
     for record in load_records([tmp_path / "red.jsonl"]).records:
         assert find_signature(record) in record.cause or not record.verdict.is_broken
+
+
+def test_the_expected_failures_are_also_those_of_models(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(MODEL, encoding="utf-8")
+    entry = ('law = "training.*"', "user_models = true", 'upstream = "#1"', 'reason = "r"', 'verdict = "fail"')
+    tables = (f'engine = "{BROKEN}"', "[[expected_failure]]", *entry, 'signatures = ["step 0, reduction"]')
+    (tmp_path / "zharness.toml").write_text("\n".join(tables), encoding="utf-8")
+    options = ("--engine", BROKEN, "--only", "training.grads")
+    found = programs.run("-m", "zharness", "model", "my_model:factory", *options, folder=tmp_path)
+    assert "1 excused" in found.stdout, found.stdout + found.stderr
 
 
 def make_record(text: str, verdict: Verdict = Verdict.CRASH) -> Record:

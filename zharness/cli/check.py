@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.project_options import read_project_failures
 from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
-from zharness.project_file import find_project_file
 
 SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 
@@ -186,7 +186,6 @@ def check(
     from zharness.run.changed_cells import ChangeSelection
     from zharness.run.check_loop import RunOptions, Stop, run_check
     from zharness.run.engine_sources import require_coverage
-    from zharness.run.expected_failures import read_expected_failures
     from zharness.run.plan import ARRAY_WORLD_SIZES
     from zharness.run.runner import WithheldPolicy
     from zharness.world import Isolation
@@ -208,9 +207,7 @@ def check(
         law_set,
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    project = find_project_file(Path.cwd())
-    own_file = (project.path,) if project and project.has_expected_failures else ()
-    user_failures = read_expected_failures((*expected_failures, *own_file))
+    user_failures = read_project_failures(expected_failures)
     if reach_output is not None:
         require_coverage("--record-reach")
     changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None

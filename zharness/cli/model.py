@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
+from zharness.cli.project_options import read_project_failures
 
 
 @click.command()
@@ -160,7 +161,7 @@ def model(
                 f"got {request.model!r} as the factory of a model; expected package.module:factory, where "
                 "package.module can be imported from the current directory"
             )
-    options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED)
+    options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED, read_project_failures())
     outputs = ModelOutputs(jsonl, html, junitxml, against)
     with use_cache(baseline_cache, lambda line: click.echo(line, err=True)):
         return run_model_matrix(matrix, options, outputs, prepare_rank_environment)

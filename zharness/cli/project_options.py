@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zharness.errors import UsageError
 from zharness.project_file import COMMANDS, ProjectFile, find_project_file
+
+if TYPE_CHECKING:
+    from zharness.run.expected_failures import ExpectedFailure
 
 
 def set_defaults(context: click.Context, group: click.Group) -> None:
@@ -26,6 +29,16 @@ def set_defaults(context: click.Context, group: click.Group) -> None:
     if project.commands[name]:
         shown = ", ".join(f"{key} = {value!r}" for key, value in project.commands[name].items())
         click.echo(f"options from {project.path}: {shown}", err=True)
+
+
+def read_project_failures(further_files: Sequence[Path] = ()) -> tuple[ExpectedFailure, ...]:
+    """Read the expected failures of ``further_files`` and then those of the project's file. Raises UsageError."""
+    from zharness.run.expected_failures import read_expected_failures
+
+    project = find_project_file(Path.cwd())
+    return read_expected_failures(
+        (*further_files, *([project.path] if project and project.has_expected_failures else []))
+    )
 
 
 def convert_options(project: ProjectFile, command: click.Command) -> dict[str, Any]:
