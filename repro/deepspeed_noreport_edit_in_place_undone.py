@@ -67,11 +67,8 @@ def main():
     engine.backward(output.sum())
     engine.step()
     if weight.item() == INITIAL - GRADIENT:
-        print(
-            f"repro: REPRODUCED: the weight after the step is {weight.item()} as if nobody had edited it\n",
-            end="",
-            flush=True,
-        )
+        message = f"the weight after the step is {weight.item()} as if nobody had edited it"
+        print(f"repro: REPRODUCED: {message}\n", end="", flush=True)
         return 1
     assert weight.item() == EDITED - GRADIENT, weight.item()
     print(OK, flush=True)

@@ -19,7 +19,7 @@ from zharness.report.failures import render_failures
 from zharness.run import PlannedCell, Record, Verdict
 from zharness.run.expected_failures import ExpectedFailure, parse_expected_failures
 from zharness.run.matching_failures import find_expected_failure
-from zharness.run.observe_and_judge import Judgement
+from zharness.run.observe_and_judge import Judgement, observe
 from zharness.run.outcomes import outcome_name, records_exit_code
 from zharness.run.record import parse_record
 from zharness.run.runner import Runner
@@ -130,7 +130,7 @@ def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
     runner = object.__new__(Runner)
     runner.__dict__.update(
         seed=0, timeout=1.0, isolation=Isolation.POOLED, user_expected_failures=(), _free_evidence_dirs=[],
-        _pools=set(),
+        _pools=set(), _observe=observe,
         _servers={"reference": ranks}, _judge_server=judges,
         _claims={("reference", 3): engines.capabilities("reference", 3)},
     )  # fmt: skip
