@@ -95,7 +95,7 @@ def test_a_pinned_run_leaves_out_what_is_newer_or_stricter(monkeypatch: pytest.M
 
 def test_a_pin_that_leaves_every_law_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zharness.law_set.read_versions", lambda: parse_versions(RECORD))
-    with pytest.raises(UsageError, match="the law set 1.0 has none of the laws training.modes"):
+    with pytest.raises(UsageError, match=r"the law set 1\.0 has none of the laws training\.modes"):
         plan_with_coverage(Request(("training.modes",), law_set="1.0"), claims_of_registry)
 
 
