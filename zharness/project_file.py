@@ -50,12 +50,10 @@ def find_project_file(folder: Path) -> ProjectFile | None:
             require_keys(content, (*COMMANDS, "engine", "releases", "expected_failure"), path)
             return ProjectFile(path, commands, "expected_failure" in content)
         path = candidate / "pyproject.toml"
-        if path.is_file() and (
-            content := require_table(require_table(read_toml(path), "tool", path), "zharness", path)
-        ):
-            require_keys(content, (*COMMANDS, "engine"), path)
-            shared = {key: content[key] for key in ("engine",) if key in content}
-            return ProjectFile(path, {name: {**shared, **require_table(content, name, path)} for name in COMMANDS})
+        if path.is_file() and (own := require_table(require_table(read_toml(path), "tool", path), "zharness", path)):
+            require_keys(own, (*COMMANDS, "engine"), path)
+            shared = {key: own[key] for key in ("engine",) if key in own}
+            return ProjectFile(path, {name: {**shared, **require_table(own, name, path)} for name in COMMANDS})
     return None
 
 

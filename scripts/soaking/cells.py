@@ -57,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default=",".join(DTYPES), help="(%(default)s)")
     parser.add_argument(
-        "--settings", action="store_true", help="draw the cells of `zharness check --depth 3` that have a setting"
+        "--settings", action="store_true", help="draw the cells of `zharness check --depth 4` that have a setting"
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks of one cell (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (%(default)s)")
@@ -87,13 +87,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan_matrix(options: argparse.Namespace, runner: Runner) -> list[PlannedCell]:
-    """Return every cell that its engine supports, or with ``--settings`` those of the covering array at depth 3."""
+    """Return every cell that its engine supports, or with ``--settings`` those of the covering array at depth 4."""
     request = Request(
         tuple(options.checks),
         engines=tuple(options.engines or ENGINES),
         world_sizes=parse_integers(options.world_size),
         dtypes=tuple(options.dtype.split(",")),
-        depth=3 if options.settings else 1,
+        depth=4 if options.settings else 1,
     )
     requests = list(iter_mesh_requests(request, options.meshes, runner)) if options.meshes else [request]
     planned = (cell for each in requests for cell in plan(each, runner.claims))

@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "check --world-size 0": ("world size 0 cannot be started here", "allowed: 1 to"),
     "check --world-size 99999": ("world size 99999 cannot be started", "allowed: 1 to"),
     "check --world-size ''": ("got ''", "expected integers separated by commas"),
-    "check --depth 9": ("9 is not in the range 1<=x<=3",),
+    "check --depth 9": ("9 is not in the range 1<=x<=4",),
     "program 'x(2) linear(2) | f b' --world-size 0": ("world size 0 cannot be started", "allowed: 1 to"),
     "hunt reference --stage 9": ("unknown stage '9'", "allowed: 0, 1, 2, 3"),
     "shrink 'training.grads[ddp-zero0-w2-fp32-mlp]' --seconds -1": ("-1.0 is not in the range",),

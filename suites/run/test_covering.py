@@ -13,11 +13,10 @@ from zharness.engines import AccumulationOwner, EngineOption, Feature
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
 from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
-from zharness.law_set import name_law_variant
 from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
-from zharness.run.covering import list_pairs, pair_kind
+from zharness.run.covering import Depth, list_pairs, name_in_pairs, pair_kind
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
 
@@ -82,30 +81,32 @@ def test_a_request_with_a_wrong_option_is_refused_before_anything_runs(variant: 
         plan(Request(("training.grads",), engine_variant=variant), claims_of_registry)
 
 
-@pytest.mark.parametrize("engine", ["reference", "fsdp2"])
-def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "depth"), [("reference", Depth.LAWS), ("reference", Depth.LAW_VARIANTS), ("fsdp2", Depth.LAW_VARIANTS)]
+)
+def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str, depth: Depth) -> None:
     request = Request(
-        engines=(engine,), depth=2, array_world_sizes=ARRAY_WORLD_SIZES, array_dtypes=("fp32", "bf16", "fp16")
+        engines=(engine,), depth=depth, array_world_sizes=ARRAY_WORLD_SIZES, array_dtypes=("fp32", "bf16", "fp16")
     )
     planned = plan_with_coverage(request, claims_of_registry)
     covering = planned.coverings[engine]
     runnable = [cell.cell for cell in planned.cells if not cell.unsupported_reason]
     assert set(covering.cells) <= set(runnable)
-    assert set().union(*map(list_pairs, runnable)) == covering.covered == covering.coverable
+    pairs = set().union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in runnable))
+    assert pairs == covering.covered == covering.coverable
     for law, option in product(
         ("training.grads", "state.resume", "backward.recurrent"), claims_of_registry(engine, 3).variants
     ):
         alone = plan(Request((law,), (engine,), (3,), engine_variant=option), claims_of_registry)
-        for variant in {cell.cell.variant for cell in alone if not cell.unsupported_reason}:
-            pair = frozenset((name_law_variant(law, variant), ("option", option)))
-            assert pair in covering.covered, (law, variant, option)
+        for name in {name_in_pairs(cell.cell, depth) for cell in alone if not cell.unsupported_reason}:
+            assert frozenset((name, ("option", option))) in covering.covered, (name, option)
     assert frozenset(("training.grads", ("window", "4_by_caller"))) in covering.covered
     models = {value for pair in covering.covered for value in pair if isinstance(value, tuple) and value[0] == "model"}
     assert all(frozenset((model, ("window", "1"))) in covering.covered for model in models)
     assert any(pair_kind(pair) == "model x option" for pair in covering.covered)
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [2, 3, 4])
 def test_a_variant_is_not_combined_with_an_array(depth: int) -> None:
     with pytest.raises(UsageError, match=f"got the variant 'overlap_comm' and depth {depth}; .* use depth 1"):
         plan(Request(("training.grads",), engine_variant="overlap_comm", depth=depth), claims_of_registry)
@@ -118,7 +119,7 @@ def test_pairs_that_the_array_gave_up_are_covered_and_the_others_have_a_reason()
         assert frozenset((("option", option), value)) in covering.covered, (option, value)
     reasons = "\n".join(covering.uncoverable)
     assert re.search(r"not coverable: \d+ option x option: the options exclude each other", reasons)
-    assert re.search(r"not coverable: \d+ law variant x option: fsdp2 does not claim gradient clipping", reasons)
+    assert re.search(r"not coverable: \d+ law x option: fsdp2 does not claim gradient clipping", reasons)
     assert re.search(r"not coverable: 2 call x window: no law that the engine supports is stated for both", reasons)
     assert "in no cell of the array" not in reasons
     assert f"option x window: {NO_LAW}" not in reasons
@@ -130,13 +131,13 @@ def test_every_kind_of_pair_is_counted() -> None:
     (sentence,) = (
         covering.describe() for covering in plan_with_coverage(request, claims_of_registry).coverings.values()
     )
-    with_law = ("law variant x option", "law variant x window", "law variant x world size")
+    with_law = ("law x option", "law x window", "law x world size")
     for kind in (*with_law, "option x option", "option x window"):
         assert kind in sentence, sentence
 
 
-def test_depth_three_runs_every_law_under_every_setting() -> None:
-    request = Request(("training.grads",), depth=3, array_world_sizes=ARRAY_WORLD_SIZES)
+def test_depth_four_runs_every_law_under_every_setting() -> None:
+    request = Request(("training.grads",), depth=4, array_world_sizes=ARRAY_WORLD_SIZES)
     covering = plan_with_coverage(request, claims_of_registry).coverings["reference"]
     options = claims_of_registry("reference", 3).engine_options
     pairs = {
@@ -151,7 +152,7 @@ def test_depth_three_runs_every_law_under_every_setting() -> None:
 def test_a_law_alone_is_covered_without_pairs_of_other_values() -> None:
     laws = [law.name for law in find_laws(("training.grads",))]
     cells = plan(Request(tuple(laws), depth=2, array_world_sizes=ARRAY_WORLD_SIZES), claims_of_registry)
-    every = plan(Request(tuple(laws), depth=3, array_world_sizes=ARRAY_WORLD_SIZES), claims_of_registry)
+    every = plan(Request(tuple(laws), depth=4, array_world_sizes=ARRAY_WORLD_SIZES), claims_of_registry)
     assert 20 < len(cells) < len(every)
 
 

@@ -79,10 +79,10 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 )
 @click.option(
     "--depth",
-    type=click.IntRange(1, 3),
-    help="1: run each law under one setting. 2: also run cells that cover pairs of law variants, options, accumulation "
-    "windows, calls of backward, world sizes and dtypes. 3: run every law variant under every setting of the covering "
-    "array. The default is 2 if all laws run, else 1.",
+    type=click.IntRange(1, 4),
+    help="1: run each law under one setting. 2: also run cells that cover pairs of laws, options, accumulation "
+    "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
+    "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
 )
 @click.option(
     "--laws",

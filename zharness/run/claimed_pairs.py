@@ -7,18 +7,18 @@ from collections.abc import Sequence, Set
 from itertools import combinations, product
 
 from zharness.engines.options import find_exclusion
-from zharness.run.covering import Axes, LawVariant, Pair, Value, pair_kind
+from zharness.run.covering import Axes, CoveredLaw, Pair, Value, pair_kind
 
 NO_LAW = "no law that the engine supports is stated for both"
 
 
 def describe_uncoverable_pairs(
-    axes: Axes, laws: Sequence[LawVariant], coverable: Set[Pair], with_values: bool
+    axes: Axes, laws: Sequence[CoveredLaw], coverable: Set[Pair], with_values: bool
 ) -> list[str]:
     """Return a sentence for each reason why claimed pairs are not in ``coverable``, the most frequent first.
 
-    The pairs are those of a law variant and a value that the engine claims at some stage, and with ``with_values`` also
-    those of two such values. A law variant that needs a feature that the engine refuses everywhere has no pairs.
+    The pairs are those of a law and a value that the engine claims at some stage, and with ``with_values`` also
+    those of two such values. A law that needs a feature that the engine refuses everywhere has no pairs.
     """
     reasons = Counter[tuple[str, str]]()
     for law in laws:
@@ -34,7 +34,7 @@ def describe_uncoverable_pairs(
     return [f"not coverable: {count} {kind}: {reason}" for (kind, reason), count in reasons.most_common()]
 
 
-def explain_law_pair(axes: Axes, law: LawVariant, value: Value) -> str:
+def explain_law_pair(axes: Axes, law: CoveredLaw, value: Value) -> str:
     """Return why no cell of ``law`` has ``value``, from one cell for each stage with this value and defaults."""
     axis, chosen = value
     reasons = [

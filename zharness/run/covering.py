@@ -1,11 +1,11 @@
-"""Choose cells that cover pairs of a law variant and a value of an axis, and pairs of values of two axes.
+"""Choose cells that cover pairs of a law, or a variant of it, and a value of an axis, and pairs of values of two axes.
 
 The axes are the engine's options, the stage, the accumulation window, the call of backward, the world size and the
 dtype. allpairspy builds a covering array of settings, in which every compatible pair of values occurs; a pair of
-options that allpairspy leaves out gets a setting of its own. Each law variant then takes the settings that cover the
-most pairs that no earlier cell covered. If a law or an engine does not support some values of a setting, defaults
-replace these values. The model of a cell is one of its law's models, taken in turns; a pair of a model and another
-value counts if some cell of a law variant and a setting has it.
+options that allpairspy leaves out gets a setting of its own. Each law, or each variant of a law, then takes the
+settings that cover the most pairs that no earlier cell covered. If a law or an engine does not support some values of a
+setting, defaults replace these values. The model of a cell is one of its law's models, taken in turns; a pair of a
+model and another value counts if some cell of a law and a setting has it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache, cached_property
 from heapq import heapify, heapreplace
 from itertools import chain, combinations, pairwise, product
@@ -29,29 +30,40 @@ from zharness.laws import Law
 from zharness.run.configuration import cell_setting
 
 Value = tuple[str, object]  # the name of an axis, and a value on it
-Pair = frozenset[object]  # two values, or the name of a law variant and a value
+Pair = frozenset[object]  # two values, or the name of a law or law variant and a value
 
 RelaxedSetting = tuple[str, int, str]  # the label of a setting, a world size and a dtype
 
-LAW_VARIANT = "law variant"  # the kind of a pair's item that is a name and not a value
 WINDOWS = (
     (1, AccumulationOwner.CALLER),
     *((steps, owner) for steps in (2, 4) for owner in (AccumulationOwner.ENGINE, AccumulationOwner.CALLER)),
 )
 
 
+class Depth(IntEnum):
+    """How many cells a run without the name of a cell has. Each depth has the cells of those before it."""
+
+    MATRIX = 1  # each law under one setting
+    LAWS = 2  # each law also meets each value of each axis, and each two values meet
+    LAW_VARIANTS = 3  # each variant of each law meets each value
+    SETTINGS = 4  # each variant of each law runs every setting of the array
+
+
 @dataclass(frozen=True)
-class LawVariant:
-    """One variant of a law, and the names of the models on which its cells run."""
+class CoveredLaw:
+    """A law, or one variant of it, that has to meet each value.
+
+    ``name`` is its name in pairs. ``subjects`` are the models and law variants of its cells, which take turns.
+    """
 
     law: Law
-    variant: str
-    models: tuple[str, ...]
+    name: str
+    subjects: tuple[tuple[str, str], ...]
 
-    @property
-    def name(self) -> str:
-        """The name of the law and of the variant, as in ``state.resume-adamw``."""
-        return name_law_variant(self.law.name, self.variant)
+
+def name_in_pairs(cell: Cell, depth: Depth) -> str:
+    """Return the name of a cell's law in the pairs that are covered at ``depth``."""
+    return cell.law if depth is Depth.LAWS else name_law_variant(cell.law, cell.variant)
 
 
 @dataclass(frozen=True)
@@ -105,14 +117,14 @@ class Axes:
         required = setting.required_features()
         return any(all(claims.refusal(f) is None for f in required) for claims in self.claims_at.values())
 
-    def place_values(self, law_variant: LawVariant, stage: int, values: Sequence[Value]) -> Cell:
-        """Return a cell of ``law_variant`` at ``stage`` with ``values``, the law's first model, and defaults."""
+    def place_values(self, covered: CoveredLaw, stage: int, values: Sequence[Value]) -> Cell:
+        """Return a cell of ``covered`` at ``stage`` with ``values``, the first model and variant, and defaults."""
         chosen = dict(values)
         defaults = ("1", BackwardCall.ENGINE.value)
         names = [name for axis, name in values if axis in ("option", "window", "call") and name not in defaults]
         size, dtype = chosen.get("world size", self.world_sizes[0]), chosen.get("dtype", self.dtypes[0])
-        law, label = law_variant.law.name, SEPARATOR.join(map(str, names))
-        model, variant = law_variant.models[0], law_variant.variant
+        law, label = covered.law.name, SEPARATOR.join(map(str, names))
+        model, variant = covered.subjects[0]
         return Cell(law, self.engine, stage, cast(int, size), str(dtype), model, variant, label)
 
     def are_compatible(self, stage: int, names: Sequence[str], world_size: int, dtype: str) -> bool:
@@ -143,9 +155,9 @@ def _list_values(engine_variant: str, stage: int, world_size: int, dtype: str, m
     )
 
 
-def list_pairs(cell: Cell) -> set[Pair]:
-    """Return the pairs that ``cell`` covers: its law variant with each value, and each two of its values."""
-    values, name = list_values(cell), name_law_variant(cell.law, cell.variant)
+def list_pairs(cell: Cell, name: str) -> set[Pair]:
+    """Return the pairs that ``cell`` covers: ``name``, that of its law, with each value, and each two of its values."""
+    values = list_values(cell)
     return {frozenset((name, value)) for value in values} | list_value_pairs(values)
 
 
@@ -172,7 +184,7 @@ def build_settings(axes: Axes) -> list[Cell]:
 
     rows = AllPairs((*(options,) * count, *others), filter_func=is_compatible)
     cells = [make_setting_cell(axes.engine, row[:count], row[count:]) for row in rows]
-    covered = set().union(*map(list_pairs, cells))
+    covered = set().union(*(list_value_pairs(list_values(cell)) for cell in cells))
     # allpairspy gives up a pair if its first attempts to complete the row run into the filter.
     for stage, *names in product(axes.claims_at, options, options):
         columns = [*[""] * (count - len(names)), *names]
@@ -184,9 +196,10 @@ def build_settings(axes: Axes) -> list[Cell]:
         first = next(found, None)
         if first is not None:
             cell = make_setting_cell(axes.engine, columns, first)
-            if not list_pairs(cell) <= covered:
+            pairs = list_value_pairs(list_values(cell))
+            if not pairs <= covered:
                 cells.append(cell)
-                covered |= list_pairs(cell)
+                covered |= pairs
     return cells
 
 
@@ -226,32 +239,34 @@ class Covering:
 
 
 def pair_kind(pair: Pair) -> str:
-    """Return the kind of a pair, as in ``law variant x option``; pairs of other axes are ``other``."""
-    axes = sorted(item[0] if isinstance(item, tuple) else LAW_VARIANT for item in pair)
-    named = LAW_VARIANT in axes or "option" in axes
+    """Return the kind of a pair, as in ``law x option``; pairs of other axes are ``other``."""
+    axes = sorted(item[0] if isinstance(item, tuple) else "law" for item in pair)
+    named = "law" in axes or "option" in axes
     return " x ".join(axes) if named else "other"
 
 
-def cover_pairs(axes: Axes, laws: Sequence[LawVariant], matrix: Sequence[Cell], depth: int, is_whole: bool) -> Covering:
+def cover_pairs(
+    axes: Axes, laws: Sequence[CoveredLaw], matrix: Sequence[Cell], depth: Depth, is_whole: bool
+) -> Covering:
     """Choose cells that cover pairs, in addition to the cells of ``matrix``.
 
-    At depth 2, the cells cover each pair of a law variant and a value. If ``is_whole``, which means that ``laws`` are
-    the variants of all laws, they also cover each pair of values. At depth 3, each law variant runs every setting of
-    the array, so that it meets each pair of values.
+    The cells cover each pair of one of ``laws`` and a value. If ``is_whole``, which means that ``laws`` are all laws,
+    they also cover each pair of values. At Depth.SETTINGS, each of ``laws`` runs every setting of the array, so that it
+    meets each pair of values.
     """
     settings = [(cell, list(relax_setting(axes, cell))) for cell in build_settings(axes)]
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
-    covered: set[Pair] = set().union(*map(list_pairs, matrix))
-    if depth > 2:
+    covered: set[Pair] = set().union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in matrix))
+    if depth is Depth.SETTINGS:
         cells = list(chain.from_iterable(candidates.values()))
-        coverable = frozenset(covered.union(*map(list_pairs, cells)))
+        coverable = frozenset(covered.union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in cells)))
         return Covering(tuple(cells), coverable, coverable)
     chosen = dict[Cell, None]()
     for number, law in enumerate(laws):
         met = {value for value in axes.values if frozenset((law.name, value)) in covered}
         for cell in choose_for_law(candidates[law.name], met, first=number):
             chosen[cell] = None
-            covered |= list_pairs(cell)
+            covered |= list_pairs(cell, law.name)
     if is_whole:
         # One cell for each combination of values is enough, whatever its law.
         distinct = {list_values(cell): cell for cell in chain.from_iterable(reversed(candidates.values()))}
@@ -259,15 +274,15 @@ def cover_pairs(axes: Axes, laws: Sequence[LawVariant], matrix: Sequence[Cell], 
         placed = list(find_missing_cells(axes, laws, offered))
         for cell in choose_for_pairs([*distinct.values(), *placed], covered):
             chosen[cell] = None
-            covered |= list_pairs(cell)
+            covered |= list_pairs(cell, name_in_pairs(cell, depth))
     # Each pair that some candidate has is covered now, so that the covered pairs are all that can be.
     return Covering(tuple(chosen), frozenset(covered), frozenset(covered))
 
 
 def choose_for_law(cells: Sequence[Cell], met: Set[Value], first: int) -> Iterator[Cell]:
-    """Yield the one of ``cells``, all of one law variant, that has the most values it has not met, until none has any.
+    """Yield the one of ``cells``, all of one law, that has the most values it has not met, until none has any.
 
-    Among equals, the first one from position ``first`` on is taken, so that law variants take different settings.
+    Among equals, the first one from position ``first`` on is taken, so that laws take different settings.
     """
     bits = dict[Value, int]()
     masks = [sum(1 << bits.setdefault(value, len(bits)) for value in list_values(cell)) for cell in cells]
@@ -301,7 +316,7 @@ def choose_for_pairs(cells: Sequence[Cell], covered: Set[Pair]) -> Iterator[Cell
         heapreplace(heap, (-len(left), position))
 
 
-def find_missing_cells(axes: Axes, laws: Sequence[LawVariant], offered: Set[Pair]) -> Iterator[Cell]:
+def find_missing_cells(axes: Axes, laws: Sequence[CoveredLaw], offered: Set[Pair]) -> Iterator[Cell]:
     """Yield a runnable cell for each two values that can occur in one cell and that are not in ``offered``.
 
     The array lacks such a pair if allpairspy gave it up, or if each law replaced one of the values by a default.
@@ -319,19 +334,19 @@ def find_missing_cells(axes: Axes, laws: Sequence[LawVariant], offered: Set[Pair
 
 
 def project_settings(
-    axes: Axes, law_variant: LawVariant, settings: Sequence[tuple[Cell, Sequence[RelaxedSetting]]]
+    axes: Axes, covered: CoveredLaw, settings: Sequence[tuple[Cell, Sequence[RelaxedSetting]]]
 ) -> Iterator[Cell]:
-    """Yield a runnable cell of ``law_variant`` for each setting; defaults replace values that it does not support.
+    """Yield a runnable cell of ``covered`` for each setting; defaults replace values that it does not support.
 
     Each setting comes with its relaxed settings, in the order in which they are tried.
     """
-    law, models, found = law_variant.law, law_variant.models, set[Cell]()
+    law, subjects, found = covered.law, covered.subjects, set[Cell]()
     for number, (setting, relaxed_settings) in enumerate(settings):
-        first_model = number % len(models)
+        first = number % len(subjects)
         cells = (
-            Cell(law.name, axes.engine, setting.stage, world_size, dtype, model, law_variant.variant, label)
+            Cell(law.name, axes.engine, setting.stage, world_size, dtype, model, variant, label)
             for label, world_size, dtype in relaxed_settings
-            for model in (*models[first_model:], *models[:first_model])
+            for model, variant in (*subjects[first:], *subjects[:first])
         )
         runnable = next((cell for cell in cells if not axes.find_refusal(law, cell)), None)
         if runnable is not None and runnable not in found:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zharness.law_set import name_law_variant
 from zharness.laws import Law
-from zharness.run.covering import LawVariant
+from zharness.run.covering import CoveredLaw, Depth
 from zharness.workload import MODELS
 from zharness.workload.user_model import is_user_model
 
@@ -24,12 +24,19 @@ def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple
             yield from ((name, variant) for variant in law.workload_variants)
 
 
-def list_law_variants(law: Law, requested_models: tuple[str, ...]) -> Iterator[LawVariant]:
-    """Yield each variant of ``law`` that has cells on ``requested_models``; if none is requested, on any model."""
-    models = dict[str, list[str]]()
-    for model, variant in select_models(law, requested_models):
-        models.setdefault(variant, []).append(model)
-    yield from (LawVariant(law, variant, tuple(names)) for variant, names in models.items())
+def list_covered_laws(law: Law, requested_models: tuple[str, ...], depth: Depth) -> Iterator[CoveredLaw]:
+    """Yield what has to meet each value at ``depth``: ``law``, or each variant of it.
+
+    Nothing is yielded if the law has no cells on ``requested_models``; if none is requested, all models count.
+    """
+    subjects = list(select_models(law, requested_models))
+    if depth is Depth.LAWS:
+        if subjects:
+            yield CoveredLaw(law, law.name, tuple(subjects))
+        return
+    for variant in dict.fromkeys(variant for _, variant in subjects):
+        own = tuple(subject for subject in subjects if subject[1] == variant)
+        yield CoveredLaw(law, name_law_variant(law.name, variant), own)
 
 
 def leave_out(laws: Iterable[Law], left_out: Collection[str]) -> Iterator[Law]:

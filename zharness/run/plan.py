@@ -19,8 +19,8 @@ from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.run.cell_planner import CellPlanner, PlannedCell, plan_cell
 from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, is_config_file, load_configuration
-from zharness.run.covering import Axes, Covering, cover_pairs
-from zharness.run.law_variants import leave_out, list_law_variants, select_models
+from zharness.run.covering import Axes, Covering, Depth, cover_pairs
+from zharness.run.law_variants import leave_out, list_covered_laws, select_models
 from zharness.run.mesh_claims import needs_mesh, require_mesh, require_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
@@ -34,11 +34,11 @@ ClaimsLookup = Callable[[str, int], Capabilities]
 class Request:
     """The cells to run: glob patterns of laws or whole cell ids, and the values of each axis of the matrix.
 
-    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` of 2 or
-    3, cells are added that cover pairs of law variants, engine options, accumulation windows, calls of backward, world
-    sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that they
-    take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells. ``law_set`` is the
-    version of the law set whose law variants run; it does not limit cells that are named by their ids.
+    For each axis (engine, stage, world size, dtype, model), an empty tuple selects all values. With a ``depth`` above 1
+    (``Depth``), cells are added that cover pairs of laws, engine options, accumulation windows, calls of backward,
+    world sizes and dtypes (``zharness.run.covering``); ``array_world_sizes`` and ``array_dtypes`` are the values that
+    they take. ``mesh`` has the axes of parallelism beside data parallelism, and applies to all cells. ``law_set`` is
+    the version of the law set whose law variants run; it does not limit cells that are named by their ids.
     """
 
     patterns: tuple[str, ...] = ()
@@ -208,11 +208,10 @@ def plan_covering_cells(
         min(capabilities.joined_options for capabilities in claims_at.values()),
     )
     runnable = [planned.cell for planned in matrix if not planned.unsupported_reason]
-    variants = [variant for law in laws for variant in list_law_variants(law, request.models)]
-    covering = cover_pairs(axes, variants, runnable, request.depth, is_whole)
-    return replace(
-        covering, uncoverable=tuple(describe_uncoverable_pairs(axes, variants, covering.coverable, is_whole))
-    )
+    depth = Depth(request.depth)
+    covered = [each for law in laws for each in list_covered_laws(law, request.models, depth)]
+    covering = cover_pairs(axes, covered, runnable, depth, is_whole)
+    return replace(covering, uncoverable=tuple(describe_uncoverable_pairs(axes, covered, covering.coverable, is_whole)))
 
 
 def select_stages(engine: str, requested_stages: tuple[int, ...], claims: ClaimsLookup) -> tuple[int, ...]:
