@@ -157,8 +157,12 @@ def _list_values(engine_variant: str, stage: int, world_size: int, dtype: str, m
 
 def list_pairs(cell: Cell, name: str) -> set[Pair]:
     """Return the pairs that ``cell`` covers: ``name``, that of its law, with each value, and each two of its values."""
-    values = list_values(cell)
-    return {frozenset((name, value)) for value in values} | list_value_pairs(values)
+    return list_law_pairs(name, [cell]) | list_value_pairs(list_values(cell))
+
+
+def list_law_pairs(name: str, cells: Sequence[Cell]) -> set[Pair]:
+    """Return the pairs of ``name``, that of a law, and each value of its ``cells``."""
+    return {frozenset((name, value)) for value in set[Value]().union(*map(list_values, cells))}
 
 
 @cache
@@ -257,10 +261,14 @@ def cover_pairs(
     settings = [(cell, list(relax_setting(axes, cell))) for cell in build_settings(axes)]
     candidates = {law.name: list(project_settings(axes, law, settings)) for law in laws}
     covered: set[Pair] = set().union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in matrix))
+    # One cell for each combination of values is enough for pairs of values, whatever its law.
+    distinct = {list_values(cell): cell for cell in chain.from_iterable(reversed(candidates.values()))}
+    offered = covered.union(
+        *(list_law_pairs(law.name, candidates[law.name]) for law in laws),
+        *(list_value_pairs(values) for values in distinct),
+    )
     if depth is Depth.SETTINGS:
-        cells = list(chain.from_iterable(candidates.values()))
-        coverable = frozenset(covered.union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in cells)))
-        return Covering(tuple(cells), coverable, coverable)
+        return Covering(tuple(chain.from_iterable(candidates.values())), frozenset(offered), frozenset(offered))
     chosen = dict[Cell, None]()
     for number, law in enumerate(laws):
         met = {value for value in axes.values if frozenset((law.name, value)) in covered}
@@ -268,15 +276,12 @@ def cover_pairs(
             chosen[cell] = None
             covered |= list_pairs(cell, law.name)
     if is_whole:
-        # One cell for each combination of values is enough, whatever its law.
-        distinct = {list_values(cell): cell for cell in chain.from_iterable(reversed(candidates.values()))}
-        offered = covered.union(*(list_value_pairs(values) for values in distinct))
         placed = list(find_missing_cells(axes, laws, offered))
+        offered = offered.union(*(list_pairs(cell, name_in_pairs(cell, depth)) for cell in placed))
         for cell in choose_for_pairs([*distinct.values(), *placed], covered):
             chosen[cell] = None
             covered |= list_pairs(cell, name_in_pairs(cell, depth))
-    # Each pair that some candidate has is covered now, so that the covered pairs are all that can be.
-    return Covering(tuple(chosen), frozenset(covered), frozenset(covered))
+    return Covering(tuple(chosen), frozenset(covered), frozenset(offered))
 
 
 def choose_for_law(cells: Sequence[Cell], met: Set[Value], first: int) -> Iterator[Cell]:

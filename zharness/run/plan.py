@@ -174,13 +174,13 @@ def plan_engine_cells(engine: str, request: Request, laws: list[Law], claims: Cl
     require_variant(engine, request.engine_variant, engine_stages, claims)
     require_mesh(engine, request.mesh, request.world_sizes, claims(engine, engine_stages[0]))
     for stage in request.stages or engine_stages:
-        capabilities = claims(engine, stage) if stage in engine_stages else None
+        planner = CellPlanner(claims(engine, stage)) if stage in engine_stages else None
         for law in laws:
             for cell in expand_law_cells(law, engine, stage, request):
-                if capabilities is None:
+                if planner is None:
                     yield PlannedCell(cell, f"{engine} has no stage {stage}")
                 else:
-                    yield plan_cell(law, cell, capabilities)
+                    yield planner.plan_cell(law, cell)
 
 
 def plan_covering_cells(
