@@ -44,17 +44,20 @@ def find_project_file(folder: Path) -> ProjectFile | None:
         path = candidate / FILE_NAME
         if path.is_file():
             content = read_toml(path)
-            # The keys engine and releases are those of a file of expected failures; engine is also an option.
-            shared = {key: content[key] for key in ("engine",) if key in content}
-            commands = {name: {**shared, **require_table(content, name, path)} for name in COMMANDS}
+            # The keys engine and releases are those of a file of expected failures.
             require_keys(content, (*COMMANDS, "engine", "releases", "expected_failure"), path)
-            return ProjectFile(path, commands, "expected_failure" in content)
+            return ProjectFile(path, read_commands(content, path), "expected_failure" in content)
         path = candidate / "pyproject.toml"
         if path.is_file() and (own := require_table(require_table(read_toml(path), "tool", path), "zharness", path)):
             require_keys(own, (*COMMANDS, "engine"), path)
-            shared = {key: own[key] for key in ("engine",) if key in own}
-            return ProjectFile(path, {name: {**shared, **require_table(own, name, path)} for name in COMMANDS})
+            return ProjectFile(path, read_commands(own, path))
     return None
+
+
+def read_commands(content: Mapping[str, Any], path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the options of each command; ``engine`` above the tables is an option of all commands."""
+    shared = {key: content[key] for key in ("engine",) if key in content}
+    return {name: {**shared, **require_table(content, name, path)} for name in COMMANDS}
 
 
 def list_folders(folder: Path) -> Iterator[Path]:

@@ -152,7 +152,7 @@ def compute_key(spec: ModelSpec, model: nn.Module, batch: Batch, arguments: tupl
     for name, tensor in (*named, *drawn):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape), tensor.requires_grad]).encode())
         digest.update(raw_bytes(tensor))
-    digest.update(f"{batch.seed} {structure_of(batch.inputs)} {structure_of(batch.target)}".encode())
+    digest.update(f"{batch.seed} {describe_structure(batch.inputs)} {describe_structure(batch.target)}".encode())
     return digest.hexdigest()
 
 
@@ -174,14 +174,14 @@ def require_factory(spec: ModelSpec) -> None:
         raise UnknownDependencyError(spec.name)
 
 
-def structure_of(inputs: Any) -> str:
+def describe_structure(inputs: Any) -> str:
     """Return how the tensors of a micro-batch are nested, and its other values. Raises UnknownDependencyError."""
     if isinstance(inputs, Tensor):
         return "tensor"
     if isinstance(inputs, Mapping):
-        return repr([(key, structure_of(value)) for key, value in inputs.items()])
+        return repr([(key, describe_structure(value)) for key, value in inputs.items()])
     if isinstance(inputs, (list, tuple)):
-        return repr([type(inputs).__name__, *map(structure_of, inputs)])
+        return repr([type(inputs).__name__, *map(describe_structure, inputs)])
     return describe(inputs)
 
 

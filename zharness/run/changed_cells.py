@@ -90,7 +90,8 @@ def find_reaching_cells(
     modules = {name.removesuffix(MODULE_LEVEL) for name in changed if name.endswith(f":{MODULE_LEVEL}")}
     reaching = {}
     for cell in cells:
-        functions = reach[name_in_record(cell.cell)].functions if name_in_record(cell.cell) in reach else frozenset()
+        recorded = reach.get(name_in_record(cell.cell))
+        functions = recorded.functions if recorded is not None else frozenset()
         files = {name[: name.rindex(":") + 1] for name in functions} if modules else set()
         found = frozenset(functions & changed) | frozenset(f"{name}{MODULE_LEVEL}" for name in modules & files)
         if found:

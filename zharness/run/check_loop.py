@@ -70,9 +70,9 @@ class Stop:
     failures: int = 0
     seconds: float = 0.0
 
-    def is_reached(self, failures: int, seconds: float) -> bool:
-        """Return whether a run stops after this number of unexpected outcomes and these seconds."""
-        return bool(self.failures and failures >= self.failures) or self.is_over(seconds)
+    def has_failed(self, failures: int) -> bool:
+        """Return whether a run stops after this number of unexpected outcomes."""
+        return bool(self.failures) and failures >= self.failures
 
     def is_over(self, seconds: float) -> bool:
         """Return whether a run stops after these seconds, whatever its outcomes are."""
@@ -89,8 +89,8 @@ class RunOptions:
     ``timeout`` is the time limit in seconds for the ranks of one cell. ``seed`` is mixed into the seed of every cell.
     ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
     in which cells run; None keeps the order of the matrix. ``stop`` says when a run stops early. If ``changes`` is not
-    None, the cells that reach a changed function of an engine run, and no others. ``reach_file`` is
-    the file into which the functions that each cell reaches are written, or None.
+    None, the cells that reach a changed function of an engine run, and no others. ``reach_file`` is the file into which
+    the functions that each cell reaches are written, or None.
     """
 
     timeout: float = 60.0
@@ -315,13 +315,12 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
             record = future.result()
             yield record
             unexpected += not record.is_expected
-            seconds = time.monotonic() - began
-            if stop.is_over(seconds):
+            if stop.is_over(time.monotonic() - began):
                 threads.shutdown(wait=False, cancel_futures=True)
                 running = [each for each in left if not each.cancelled()]
                 yield from (each.result() for each in as_completed(running))
                 return
-            if stop.is_reached(unexpected, seconds):
+            if stop.has_failed(unexpected):
                 return
     except BaseException:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would stop the clean-up and leave ranks behind

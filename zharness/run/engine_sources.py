@@ -95,12 +95,8 @@ def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, 
 
     ``with_signatures`` says whether the lines of a signature belong to the function or to what is around it.
     """
-    names = set()
-    for line in lines:
-        holders = [
-            function.name
-            for function in functions
-            if (function.first_line if with_signatures else function.first_body_line) <= line <= function.last_line
-        ]
-        names.add(holders[-1] if holders else MODULE_LEVEL)
-    return names
+    names = dict[int, str]()
+    for function in functions:  # an inner function comes later, and takes its lines from the outer one
+        first = function.first_line if with_signatures else function.first_body_line
+        names.update(dict.fromkeys(range(first, function.last_line + 1), function.name))
+    return {names.get(line, MODULE_LEVEL) for line in lines}

@@ -98,12 +98,12 @@ class TorchrunCheck:
             self.planned_count = len(cells)
             unmatched_failures = describe_unmatched_failures(cells, runner.claims, self.options.user_expected_failures)
             self.record_file = open_optional_record_file(self.exit_stack, self.reporter.jsonl)
-            began = time.monotonic()
+            stop, unexpected, began = self.options.stop, 0, time.monotonic()
             finished = map(runner.run, self.options.order_cells(cells))
             for record in write_with_progress(finished, self.record_file, len(cells)):
                 self.records.append(record)
-                unexpected = sum(not each.is_expected for each in self.records)
-                if self.options.stop.is_reached(unexpected, time.monotonic() - began):
+                unexpected += not record.is_expected
+                if stop.has_failed(unexpected) or stop.is_over(time.monotonic() - began):
                     break
         records = sort_as_planned(self.records, cells)
         if len(records) < len(cells):

@@ -32,14 +32,13 @@ def observe_one_folder(ctx: RankContext) -> None:
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
         engine.save(folder)
-        match ctx.variant:
-            case "loaded_between":
-                engine.load(folder)
-                train_steps(ctx, engine, range(1, 2), "between")
-            case "edited_between":
-                edit_weights(engine)
-            case "written_between":
-                write_weights(engine)
+        if ctx.variant == LOADED:
+            engine.load(folder)
+            train_steps(ctx, engine, range(1, 2), "between")
+        elif ctx.variant == EDITED:
+            edit_weights(engine)
+        elif ctx.variant == WRITTEN:
+            write_weights(engine)
         record_snapshot(ctx, engine, 0, "saved")
         engine.save(folder)
         train_steps(ctx, engine, range(2, 3), "after")
