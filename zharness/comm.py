@@ -66,7 +66,8 @@ class Comm:
         self._observer = observer
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._gloo = dist.get_backend(group) == "gloo"
+        self._backend = dist.get_backend(group)
+        self._gloo = self._backend == "gloo"
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # broadcast's group_src is torch 2.6
         self._tallies: dict[tuple[Collective, torch.dtype], Tally] = {}
 
@@ -93,8 +94,8 @@ class Comm:
 
     @property
     def transfer_device(self) -> torch.device:
-        """Return the device on which the group's backend takes tensors: the CPU with gloo, else the current GPU."""
-        return torch.device("cpu") if self._gloo else torch.device("cuda", torch.cuda.current_device())
+        """Return a device on which the group's backend takes tensors: the current GPU with NCCL, else the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce ``tensor``, which may have any shape, in place over all ranks, and return it."""

@@ -22,6 +22,7 @@ FLOORS = {
     "project_file": 0,
     "torch_private": 0,
     "comm": 0,
+    "device": 0,
     "mesh": 0,
     "step_summary": 0,
     "cell": 1,

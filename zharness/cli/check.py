@@ -65,6 +65,19 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     is_flag=True,
     help="Also run cells that need a feature that the engine does not claim, and report the cells that pass.",
 )
+@click.option(
+    "--device",
+    type=NameChoice(["cpu", "cuda"]),
+    show_default="that of ZHARNESS_DEVICE, else cpu",
+    help="Device of ranks and plain PyTorch (docs/gpu.md). Ranks share a GPU if there are fewer GPUs than ranks.",
+)
+@click.option(
+    "--backend",
+    type=NameChoice(["gloo", "nccl", "staged"]),
+    show_default="that of ZHARNESS_BACKEND, else gloo on a CPU, nccl with a GPU for each rank, and staged",
+    help="Backend of torch.distributed. staged exchanges host copies by gloo, and shows a collective that is not "
+    "waited for, also on a CPU.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed for the weights and the data of every cell.")
 @click.option(
     "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."
@@ -146,6 +159,8 @@ def check(
     engine_variant: str,
     expected_failures: tuple[Path, ...],
     probe_withheld: bool,
+    device: str | None,
+    backend: str | None,
     seed: int,
     timeout: float,
     isolation: str,
@@ -178,6 +193,7 @@ def check(
     if law_set:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
+    from zharness.device import choose_backend, choose_job_count, request_device, require_usable_gpus
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
@@ -191,7 +207,11 @@ def check(
     from zharness.world import Isolation
     from zharness.world.launch import default_world_size, detect_launch
 
+    request_device(device or "", backend or "")
     sizes = world_sizes or (default_world_size(),)
+    choose_backend(max(sizes))  # raises UsageError for a backend that cannot have so many ranks
+    jobs = choose_job_count(max(sizes)) if jobs is None else jobs
+    require_usable_gpus((max(sizes) + 1) * jobs)
     request = Request(
         patterns,
         engines or ("reference",),
@@ -213,6 +233,6 @@ def check(
     changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None
     stop = Stop(max_failures or 0, max_seconds or (SECONDS_OF_A_CHANGE if changes else 0.0))
     options = RunOptions(
-        *(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
+        *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
     )
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zharness.device import is_gpu_requested
 from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.world import assert_together, exchange
-from zharness.world.rank import is_gpu_requested
 
 _assert_close = torch.testing.assert_close  # the test that calls it chooses the tolerances
 

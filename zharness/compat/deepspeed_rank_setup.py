@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from zharness.compat.launcher_variables import delete_launcher_variables
+from zharness.device import rank_device
 from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.errors import UsageError
 from zharness.pytest_ranks.fixtures import make_shared_tmp_path
 from zharness.pytest_ranks.rank_protocol import RANKS_BASE_DIR
 from zharness.world import current_rank, exchange
-from zharness.world.rank import rank_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def prepare_rank(settings: DistributedSettings, *, is_pooled: bool = False) -> I
     A rank of a pool that keeps its process group gets no new ``MASTER_PORT``, because a changed environment would end
     the pool.
     """
-    device = rank_device(current_rank().rank, current_rank().world_size)
+    device = rank_device(current_rank().rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NCCL_DEBUG", raising=False)
         if not (is_pooled and settings.init_distributed):

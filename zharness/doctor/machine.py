@@ -7,12 +7,13 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from zharness.device.gpu_facts import Gpu, is_mps_running, read_gpus
 from zharness.doctor.finding import Finding, Severity, format_bytes, make_finding, ok_finding
 from zharness.world.limits import CGROUP_ROOT, RANK_BYTES, cgroup_memory_left, free_memory, largest_world_size
 
@@ -35,6 +36,7 @@ def inspect_machine(cache_dir: Path) -> Iterator[Finding]:
     yield inspect_loopback()
     yield from inspect_backends()
     yield inspect_devices()
+    yield from inspect_gpus(read_gpus())
     yield inspect_release_cache(cache_dir)
 
 
@@ -151,6 +153,22 @@ def inspect_devices() -> Finding:
     text = f"cpu, {count} GPUs; ranks use {device} (ZHARNESS_DEVICE)"
     remedy = "unset ZHARNESS_DEVICE, or make GPUs visible to this process (CUDA_VISIBLE_DEVICES)"
     return make_finding("devices", text, Severity.PROBLEM, device == "cuda" and count == 0, remedy)
+
+
+def inspect_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Yield what ranks need of each GPU that nvidia-smi lists, and whether CUDA's multi-process service runs."""
+    for gpu in gpus:
+        text = (
+            f"{gpu.name}, driver {gpu.driver}, compute mode {gpu.compute_mode}, {gpu.free_mib} of {gpu.total_mib} MiB "
+            f"free: room for about {gpu.largest_context_count} processes (a cell has one for each rank and one judge)"
+        )
+        remedy = "ranks cannot share it: set it back with 'nvidia-smi -c DEFAULT'"
+        yield make_finding(f"GPU {gpu.index}", text, Severity.PROBLEM, not gpu.is_shared, remedy)
+    if gpus:
+        running = is_mps_running()
+        text = "running: an illegal access in one rank ends every rank on the GPU" if running else "not running"
+        remedy = "stop it ('echo quit | nvidia-cuda-mps-control'), so that a cell that breaks leaves the others alone"
+        yield make_finding("CUDA's multi-process service", text, Severity.WARNING, running, remedy)
 
 
 def inspect_release_cache(folder: Path) -> Finding:

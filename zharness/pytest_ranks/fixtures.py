@@ -42,9 +42,9 @@ def make_comm() -> Comm:
 
 def make_device() -> torch.device:
     """Return the device of this rank; in pytest's own process, the device that a single rank would have."""
-    from zharness.world.rank import rank_device
+    from zharness.device import rank_device
 
-    return rank_device(current_rank().rank, current_rank().world_size) if is_rank() else rank_device(0, 1)
+    return rank_device(current_rank().rank if is_rank() else 0)
 
 
 def make_shared_tmp_path(request: pytest.FixtureRequest) -> Path:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zharness.cell import Cell
+from zharness.device import is_gpu_requested
 from zharness.engines import Capabilities
 from zharness.errors import UsageError, WorldError
 from zharness.run import observe_and_judge
@@ -39,7 +40,6 @@ from zharness.run.verdicts import (
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
-from zharness.world.rank import is_gpu_requested
 from zharness.world.server import RankEnvironment
 
 JUDGE_TIMEOUT = 600.0  # seconds; the judge runs no engine, so it hangs only if the harness has a bug

@@ -31,6 +31,7 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import PrefixStore, get_debug_level, set_debug_level
 
+from zharness.device import rank_device
 from zharness.world import witness
 from zharness.world.current_rank import CurrentRank, clear_current_rank, set_current_rank
 from zharness.world.deadline import GRACE_SECONDS
@@ -42,7 +43,6 @@ from zharness.world.rank import (
     choose_debug_level,
     inherited_function_placeholder,
     outcome_from_exception,
-    rank_device,
 )
 from zharness.world.store import LaunchStore, StoreChannel
 from zharness.world.task import Group, RankTask
@@ -163,7 +163,7 @@ class LaunchedRank:
             return
         set_debug_level(level)
         store = PrefixStore(f"group/{assignment.serial}", self.store.torch_store)
-        form_process_group(rank, task.world_size, rank_device(rank, task.world_size), store)
+        form_process_group(rank, task.world_size, rank_device(rank), store)
 
     def destroy_group(self) -> None:
         """Destroy the default process group if there is one. Call this method once every rank has ended the task."""

@@ -14,7 +14,10 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
 
+from zharness.device import POISON_VARIABLE, BackendName, choose_backend
 from zharness.torch_private import skip_construction_log_of_ddp
+from zharness.world.staged_group import register_staged_backend
+from zharness.world.staged_work import Poison
 
 # The server enforces the deadline of a task, and extends it for builds and debuggers. The time-out of collectives is
 # longer than any such deadline, so that it never fires first.
@@ -27,13 +30,16 @@ def form_process_group(rank: int, world_size: int, device: torch.device, store: 
     """Initialize the default process group; the ranks meet in ``store``. Collective."""
     if get_debug_level() == DebugLevel.DETAIL:
         skip_construction_log_of_ddp()
+    backend = choose_backend(world_size)
+    if backend is BackendName.STAGED:
+        register_staged_backend(Poison(os.environ.get(POISON_VARIABLE, Poison.ON.value)))
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend.value,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend is BackendName.NCCL else None,
     )
 
 

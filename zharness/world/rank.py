@@ -23,6 +23,7 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, set_debug_level, set_debug_level_from_env
 
+from zharness.device import is_gpu_requested, local_device_index, rank_device, require_reproducible_kernels
 from zharness.errors import WorldError
 from zharness.world.cores import use_batch_scheduling
 from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
@@ -174,6 +175,7 @@ def run_rank(
     channel = ServerChannel(slot, pipes)
     set_current_rank(CurrentRank(slot.rank, slot.world_size, channel, slot.scratch_dir))
     torch.set_num_threads(1)
+    require_reproducible_kernels()
     if not is_gpu_requested():
         use_batch_scheduling()
     try:
@@ -288,7 +290,7 @@ def set_launcher_variables(slot: RankSlot) -> None:
     """Set the environment variables that torchrun would set, and make gloo use the loopback interface."""
     os.environ.update(
         RANK=str(slot.rank),
-        LOCAL_RANK=str(slot.rank),
+        LOCAL_RANK=str(local_device_index(slot.rank)),
         WORLD_SIZE=str(slot.world_size),
         LOCAL_WORLD_SIZE=str(slot.world_size),
         LOCAL_SIZE=str(slot.world_size),
@@ -316,7 +318,7 @@ def form_group(task: RankTask, slot: RankSlot) -> None:
         return
     set_debug_level(level)
     store = FileStore(str(slot.scratch_dir / f"rendezvous.{task.serial}"), slot.world_size)
-    form_process_group(slot.rank, slot.world_size, rank_device(slot.rank, slot.world_size), store)
+    form_process_group(slot.rank, slot.world_size, rank_device(slot.rank), store)
 
 
 def choose_debug_level(task: RankTask) -> DebugLevel:
@@ -332,11 +334,6 @@ def choose_debug_level(task: RankTask) -> DebugLevel:
     return DebugLevel.DETAIL if is_checked else DebugLevel.OFF
 
 
-def is_gpu_requested() -> bool:
-    """Return whether the environment variable ``ZHARNESS_DEVICE`` is ``cuda``. Does not initialize CUDA."""
-    return os.environ.get("ZHARNESS_DEVICE", "cpu") == "cuda"
-
-
 def seed_torch(seed: int) -> None:
     """Seed torch's random generators; if no GPU is used, seed only the CPU generator.
 
@@ -347,16 +344,3 @@ def seed_torch(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-
-
-def rank_device(rank: int, world_size: int) -> torch.device:
-    """Return the device of ``rank``, and make it torch's current device if it is a GPU.
-
-    If ``ZHARNESS_DEVICE`` is ``cuda``, each rank uses one GPU; otherwise all ranks use the CPU. The device follows from
-    an environment variable, because probing for GPUs before a fork would make CUDA unusable in the forked ranks.
-    """
-    if not is_gpu_requested():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
-    torch.cuda.set_device(device)
-    return device

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zharness.device import look_for_gpus_by_nvml, require_usable_gpus
 from zharness.errors import UsageError, WorldError
 from zharness.world.cores import pin_to_cores
 from zharness.world.limits import check_world_size, raise_file_limit
@@ -68,6 +69,8 @@ class RankServer:
         Raises UsageError if this process has initialized CUDA, because forked processes could not use CUDA then.
         """
         refuse_cuda()
+        look_for_gpus_by_nvml()
+        require_usable_gpus(1)
         context = multiprocessing.get_context("fork")
         self._pipe, server_pipe = context.Pipe()
         # The server removes this directory when it ends, also if this process is killed.

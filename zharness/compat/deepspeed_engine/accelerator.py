@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zharness.world.rank import is_gpu_requested
+from zharness.device import is_gpu_requested
 
 
 class Accelerator:

@@ -1,0 +1,72 @@
+"""What ranks need of a GPU, read from a stand-in for nvidia-smi."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from zharness.device import DEVICE_VARIABLE, choose_job_count, require_usable_gpus
+from zharness.device.gpu_facts import read_gpus
+from zharness.doctor.finding import Severity
+from zharness.doctor.machine import inspect_gpus
+from zharness.errors import UsageError
+
+
+def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str, status: int = 0) -> None:
+    """Put an nvidia-smi that prints ``lines`` in front of the PATH, and let torch see one GPU."""
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\necho '{lines}'\nexit {status}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_a_shared_gpu_with_room_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA H100 80GB HBM3, 580.159.04, Default, 80994, 81559")
+    require_usable_gpus(48)
+    [gpu] = read_gpus()
+    assert (gpu.name, gpu.driver, gpu.free_mib) == ("NVIDIA H100 80GB HBM3", "580.159.04", 80994)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert choose_job_count(2) == 16
+    found, service = inspect_gpus([gpu])
+    assert found.severity is service.severity is Severity.OK
+    assert "room for about 134 processes" in found.observation
+
+
+def test_little_memory_bounds_the_jobs_and_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096")
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert choose_job_count(2) == 2
+    with pytest.raises(UsageError, match=r"12 processes need about 7200 MiB .* GPU 0 has 4000 MiB free: use fewer"):
+        require_usable_gpus(12)
+
+
+def test_a_gpu_in_exclusive_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Exclusive_Process, 4000, 4096")
+    with pytest.raises(UsageError, match=r"GPU 0 is in compute mode Exclusive_Process, .* 'nvidia-smi -c DEFAULT'"):
+        require_usable_gpus(2)
+    assert next(inspect_gpus(read_gpus())).severity is Severity.PROBLEM
+
+
+def test_no_visible_gpu_and_no_cuda_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "no devices", status=6)
+    assert read_gpus() == ()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"torch sees no GPU: .* CUDA_VISIBLE_DEVICES"):
+        require_usable_gpus(2)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UsageError, match="this build of torch has no CUDA"):
+        require_usable_gpus(2)
+
+
+def test_the_multi_process_service_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096")
+    (tmp_path / "control").touch()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    *_, service = inspect_gpus(read_gpus())
+    assert service.severity is Severity.WARNING
+    assert "an illegal access in one rank ends every rank" in service.observation

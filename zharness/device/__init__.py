@@ -1,0 +1,128 @@
+"""Choose the device of each rank, the backend of its process groups, and the device of plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+
+import torch
+
+from zharness.device.gpu_facts import find_gpu_problem, read_gpus
+from zharness.errors import UsageError
+
+DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
+
+
+class BackendName(Enum):
+    """The backends of torch.distributed that ranks can use; ``staged`` is that of ``staged_group.py``."""
+
+    GLOO = "gloo"
+    NCCL = "nccl"
+    STAGED = "staged"
+
+
+def request_device(device: str, backend: str) -> None:
+    """Let this process's ranks use ``device`` and ``backend``; an empty name changes nothing."""
+    for variable, value in ((DEVICE_VARIABLE, device), (BACKEND_VARIABLE, backend)):
+        if value:
+            os.environ[variable] = value
+
+
+def require_usable_gpus(processes: int) -> None:
+    """Raise UsageError if ranks use GPUs and ``processes`` processes cannot compute there. Does not start CUDA."""
+    if not is_gpu_requested():
+        return
+    problem = find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), read_gpus(), processes)
+    if problem:
+        raise UsageError(f"{DEVICE_VARIABLE} is cuda, but {problem}")
+
+
+def choose_job_count(world_size: int) -> int:
+    """Return how many cells of ``world_size`` ranks run at a time: one per core, as far as the GPUs' memory goes."""
+    cores = max(1, os.cpu_count() or 1)
+    if not is_gpu_requested():
+        return cores
+    contexts = sum(gpu.largest_context_count for gpu in read_gpus())
+    return min(cores, max(1, contexts // (world_size + 1)))
+
+
+def is_gpu_requested() -> bool:
+    """Return whether the environment variable ``ZHARNESS_DEVICE`` is ``cuda``. Does not initialize CUDA."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu") == "cuda"
+
+
+def compute_device_type() -> str:
+    """Return the type of the device on which ranks and plain PyTorch compute: ``cpu`` or ``cuda``."""
+    return "cuda" if is_gpu_requested() else "cpu"
+
+
+def rank_device(rank: int) -> torch.device:
+    """Return the device of ``rank``, and make it torch's current device if it is a GPU.
+
+    If ``ZHARNESS_DEVICE`` is ``cuda``, ranks take the GPUs in turn, so that ranks share one if there are fewer;
+    otherwise all ranks use the CPU. The device follows from an environment variable, because probing for GPUs before a
+    fork would make CUDA unusable in the forked ranks.
+    """
+    if not is_gpu_requested():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_device_index(rank))
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_reproducible_kernels() -> None:
+    """Set torch to the kernels of a GPU that give the same numbers again; call this before CUDA starts.
+
+    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run, and
+    cuBLAS adds in another order on another stream without a workspace of fixed size.
+    """
+    if is_gpu_requested():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+
+
+def look_for_gpus_by_nvml() -> None:
+    """Let ``torch.cuda.is_available`` ask NVML: the driver, which it asks by default, cannot be used after a fork."""
+    if is_gpu_requested():
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def local_device_index(rank: int) -> int:
+    """Return the index of the GPU of ``rank``, which ranks share if there are fewer GPUs; on the CPU, ``rank``.
+
+    This is the value of LOCAL_RANK, from which DeepSpeed, accelerate and Lightning take their device.
+    """
+    return rank % max(torch.cuda.device_count(), 1) if is_gpu_requested() else rank
+
+
+def choose_backend(world_size: int) -> BackendName:
+    """Return the backend of a world: that of ``ZHARNESS_BACKEND``, else gloo on the CPU, and NCCL or staged on GPUs.
+
+    NCCL needs one GPU for each rank. Raises UsageError for an unknown name, and for NCCL without enough GPUs.
+    """
+    requested, count = os.environ.get(BACKEND_VARIABLE, ""), torch.cuda.device_count() if is_gpu_requested() else 0
+    if not requested:
+        if not is_gpu_requested():
+            return BackendName.GLOO
+        return BackendName.NCCL if world_size <= count else BackendName.STAGED
+    names = [name.value for name in BackendName]
+    if requested not in names:
+        raise UsageError(f"{BACKEND_VARIABLE} is {requested!r}; expected one of {', '.join(names)}")
+    backend = BackendName(requested)
+    if backend is BackendName.NCCL and world_size > count:
+        raise UsageError(
+            f"{BACKEND_VARIABLE} is nccl, which needs one GPU for each of {world_size} ranks, and ranks have {count} "
+            f"GPUs; with {BACKEND_VARIABLE}=staged ranks share a GPU"
+        )
+    return backend
+
+
+def on_compute_device() -> AbstractContextManager[object]:
+    """Return a context in which torch creates tensors on the first GPU if ranks use GPUs, else on the CPU.
+
+    Plain PyTorch then runs the kernels that the ranks run. Ranks do not use this context: an engine would be in it too.
+    """
+    return torch.device("cuda", 0) if is_gpu_requested() else nullcontext()

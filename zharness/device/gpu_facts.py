@@ -1,0 +1,87 @@
+"""Read what ranks on GPUs need from the driver, without starting CUDA: GPUs, compute mode, free memory and MPS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+QUERY = "index,name,driver_version,compute_mode,memory.free,memory.total"
+# A CUDA context with cuBLAS's workspace takes 0.5 GiB of an H100, and the tensors of a law next to nothing.
+CONTEXT_MIB = 600
+SHARED_MODE = "Default"
+NVIDIA_SMI_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi describes it; memory is in MiB."""
+
+    index: int
+    name: str
+    driver: str
+    compute_mode: str
+    free_mib: int
+    total_mib: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several processes may use the GPU at once."""
+        return self.compute_mode == SHARED_MODE
+
+    @property
+    def largest_context_count(self) -> int:
+        """Return how many processes fit into the free memory."""
+        return self.free_mib // CONTEXT_MIB
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that nvidia-smi lists; the tuple is empty if there is no nvidia-smi or no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
+    return tuple(parse_gpu(line) for line in done.stdout.splitlines() if line) if done.returncode == 0 else ()
+
+
+def parse_gpu(line: str) -> Gpu:
+    """Return the GPU that one line of nvidia-smi's output describes; memory that is not known counts as 0."""
+    index, name, driver, mode, *memory = (part.strip() for part in line.split(","))
+    free, total = (int(part) if part.isdigit() else 0 for part in memory)
+    return Gpu(int(index), name, driver, mode, free, total)
+
+
+def is_mps_running() -> bool:
+    """Return whether the daemon of CUDA's multi-process service answers in this environment's folder."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))  # noqa: S108 - CUDA's own default
+    return (folder / "control").exists()
+
+
+def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ...], processes: int) -> str:
+    """Return why ``processes`` processes cannot compute on the GPUs, with a remedy, or an empty string.
+
+    ``cuda_version`` is that of torch's build, and ``visible`` the number of GPUs that torch may use.
+    """
+    if cuda_version is None:
+        return "this build of torch has no CUDA: install one that has (pip install torch, on Linux)"
+    if visible == 0:
+        return (
+            "torch sees no GPU: see that nvidia-smi lists one and that CUDA_VISIBLE_DEVICES, if it is set, names it; "
+            "or unset ZHARNESS_DEVICE"
+        )
+    shares_gpu = processes > visible
+    for gpu in gpus:
+        if shares_gpu and not gpu.is_shared:
+            return (
+                f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, in which one process has it for itself: set "
+                "it back with 'nvidia-smi -c DEFAULT'"
+            )
+        if gpu.free_mib and processes > gpu.largest_context_count * max(len(gpus), 1):
+            return (
+                f"{processes} processes need about {processes * CONTEXT_MIB} MiB for their CUDA contexts, and GPU "
+                f"{gpu.index} has {gpu.free_mib} MiB free: use fewer --jobs or a smaller --world-size, or end what "
+                "else uses the GPU (nvidia-smi lists it)"
+            )
+    return ""

@@ -1,0 +1,390 @@
+"""Define the backend ``staged``: collectives of ranks that share a GPU, exchanged by gloo between host copies.
+
+NCCL refuses two ranks on one GPU. This backend takes tensors of GPUs and of the CPU in every collective of
+torch.distributed, and orders streams as NCCL does (``staged_work.py``). On the CPU it is the same code without streams.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.device import is_gpu_requested
+from zharness.torch_private import suspend_transforms, unwrap_functorch
+from zharness.world.staged_work import Exchange, Executor, Poison, Request, StagedWork, flatten_to_bytes
+
+BACKEND = "staged"
+Op = dist.ReduceOp
+# gloo adds no booleans; NCCL does, and counts them as bytes.
+REDUCED_AS = {torch.bool: torch.uint8}
+
+
+def register_staged_backend(poison: Poison) -> None:
+    """Register ``staged`` with torch.distributed, once for each process."""
+    if BACKEND.upper() in dist.Backend._plugins:
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> StagedGroup:
+        """Create the process group of one set of ranks."""
+        return StagedGroup(store, rank, size, timeout, poison)
+
+    dist.Backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
+
+
+# torch types the methods of its groups by overloads for convenience, which nothing calls on a Python group.
+ProcessGroupBase: Any = dist.ProcessGroup
+
+
+class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
+    """A process group whose tensors are copied to the host, exchanged by gloo, and delivered to whoever waits."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, poison: Poison) -> None:
+        super().__init__(rank, size)
+        self._poison = poison
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._executor = Executor(f"{BACKEND} {rank}")
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        """Store the name by which functional collectives find the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name by which functional collectives find the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+        """Store what the group is for."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """Return what the group is for."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Return the devices whose tensors the group takes; that of ranks is the first."""
+        return [torch.device(name) for name in (("cuda", "cpu") if is_gpu_requested() else ("cpu", "cuda"))]
+
+    def shutdown(self) -> None:
+        """End the thread of the group."""
+        self._executor.stop()
+
+    abort = shutdown
+
+    def _submit(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        start: Callable[[Sequence[Tensor]], Exchange],
+    ) -> StagedWork:
+        """Issue a collective and return its handle."""
+        return self._executor.submit_collective(self._make_work(name, inputs, outputs, start))
+
+    def _make_work(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        start: Callable[[Sequence[Tensor]], Exchange],
+    ) -> StagedWork:
+        """Return the handle of a collective on the plain tensors inside of torch.func's wrappers."""
+        plain_inputs, plain_outputs = ([unwrap_functorch(tensor) for tensor in some] for some in (inputs, outputs))
+        with suspend_transforms():
+            return StagedWork(Request(name, plain_inputs, plain_outputs, start), self._poison)
+
+    def _reduce_in_place(self, name: str, tensors: Sequence[Tensor], op: Any) -> StagedWork:
+        """Issue an all-reduce of each of ``tensors``."""
+        return self._submit(name, tensors, tensors, lambda host: self._start_all_reduces(host, tensors, op))
+
+    def _start_all_reduces(self, host: Sequence[Tensor], like: Sequence[Tensor], op: Any) -> Exchange:
+        """All-reduce host tensors, whose dtypes are those of ``like``."""
+        typed = [prepare_operand(flat, tensor.dtype, op, self.size()) for flat, tensor in zip(host, like, strict=True)]
+        works = [
+            self._gloo.allreduce([tensor], make_options(dist.AllreduceOptions, reduceOp=exchange_op(op)))
+            for tensor in typed
+            if tensor.numel()  # gloo divides by it
+        ]
+        return Exchange(works, lambda: [finish_reduction(tensor, op, self.size()) for tensor in typed])
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
+        """Reduce each of ``tensors`` in place."""
+        return self._reduce_in_place("all_reduce", tensors, read_op(opts))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
+        """Reduce each of ``tensors`` in place."""
+        return self._reduce_in_place("all_reduce_coalesced", tensors, read_op(opts))
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> StagedWork:
+        """Reduce each of ``tensors`` in place on the root; other ranks keep theirs."""
+        outputs = tensors if opts.rootRank == self.rank() else []
+        op = read_op(opts)
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            exchange = self._start_all_reduces(host, tensors, op)
+            return exchange if outputs else Exchange(exchange.works, list)
+
+        return self._submit("reduce", tensors, outputs, start)
+
+    def _gather_all(self, name: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> StagedWork:
+        """Issue one all-gather for each of ``inputs``; ``outputs`` has each one's list of tensors, one a rank."""
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            parts = [[torch.empty_like(flat) for _ in range(self.size())] for flat in host]
+            works = [self._gloo.allgather([row], [flat]) for row, flat in zip(parts, host, strict=True) if flat.numel()]
+            return Exchange(works, lambda: [part for row in parts for part in row])
+
+        return self._submit(name, inputs, [tensor for row in outputs for tensor in row], start)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> StagedWork:
+        """Gather the tensor of every rank into a list on every rank."""
+        del opts
+        return self._gather_all("all_gather", outputs, inputs)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> StagedWork:
+        """Gather several tensors; ``outputs`` has one list for each rank, of one tensor for each input."""
+        del opts
+        return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs)
+
+    def _gather_joined(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> StagedWork:
+        """Issue one all-gather for each of ``inputs``, whose output is one tensor of the rows of all ranks."""
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            joined = [flat.new_empty(self.size() * flat.numel()) for flat in host]
+            works = [
+                self._gloo.allgather([list(whole.chunk(self.size()))], [flat])
+                for whole, flat in zip(joined, host, strict=True)
+                if flat.numel()
+            ]
+            return Exchange(works, lambda: joined)
+
+        return self._submit(name, inputs, outputs, start)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StagedWork:
+        """Gather the tensor of every rank into one tensor on every rank."""
+        del opts
+        return self._gather_joined("all_gather_into_tensor", [output], [tensor])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> StagedWork:
+        """Gather several tensors, each into one tensor."""
+        del opts
+        return self._gather_joined("all_gather_into_tensor_coalesced", outputs, inputs)
+
+    def _reduce_and_scatter(
+        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, op: Any
+    ) -> StagedWork:
+        """Issue reduce-scatters: every ``rows`` of ``inputs`` in turn are joined, reduced and cut into one part a rank.
+
+        ``rows`` is 1 if an input already holds the parts of all ranks, else the number of ranks.
+        """
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            joined = [torch.cat(list(host[at : at + rows])) for at in range(0, len(host), rows)]
+            exchange = self._start_all_reduces(joined, outputs, op)
+            return Exchange(
+                exchange.works, lambda: [whole.chunk(self.size())[self.rank()] for whole in exchange.finish()]
+            )
+
+        return self._submit(name, inputs, outputs, start)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> StagedWork:
+        """Reduce a list of one tensor for each rank, and keep this rank's."""
+        flat_inputs = [tensor for row in inputs for tensor in row]
+        return self._reduce_and_scatter("reduce_scatter", outputs, flat_inputs, self.size(), read_op(opts))
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StagedWork:
+        """Reduce one tensor of the parts of all ranks, and keep this rank's part."""
+        return self._reduce_and_scatter("reduce_scatter_tensor", [output], [tensor], 1, read_op(opts))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> StagedWork:
+        """Reduce several tensors of the parts of all ranks, and keep this rank's part of each."""
+        return self._reduce_and_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, 1, read_op(opts))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
+        """Overwrite a tensor with the root's."""
+        root = 0 if opts is None else opts.rootRank
+        index = 0 if opts is None else opts.rootTensor
+        outputs = [] if root == self.rank() else [tensors[index]]
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            works = [
+                self._gloo.broadcast([flat], make_options(dist.BroadcastOptions, rootRank=root))
+                for flat in host
+                if flat.numel()
+            ]
+            return Exchange(works, lambda: list(host) if outputs else [])
+
+        return self._submit("broadcast", [tensors[index]], outputs, start)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> StagedWork:
+        """Gather the tensor of every rank on the root."""
+        is_root = opts.rootRank == self.rank()
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            parts = [torch.empty_like(host[0]) for _ in range(self.size())] if is_root else []
+            if not host[0].numel():  # gloo divides by the number of elements
+                return Exchange([], lambda: parts)
+            work = self._gloo.gather(
+                [parts] if is_root else [], [host[0]], make_options(dist.GatherOptions, rootRank=opts.rootRank)
+            )
+            return Exchange([work], lambda: parts)
+
+        return self._submit("gather", inputs, list(outputs[0]) if is_root else [], start)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> StagedWork:
+        """Give each rank its tensor of the root's list."""
+        is_root = opts.rootRank == self.rank()
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            part = torch.empty(outputs[0].nbytes, dtype=torch.uint8)
+            if not part.numel():  # gloo divides by the number of elements
+                return Exchange([], lambda: [part])
+            work = self._gloo.scatter(
+                [part], [list(host)] if is_root else [], make_options(dist.ScatterOptions, rootRank=opts.rootRank)
+            )
+            return Exchange([work], lambda: [part])
+
+        return self._submit("scatter", list(inputs[0]) if is_root else [], outputs, start)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> StagedWork:
+        """Send the i-th part of a tensor to rank i; the splits count rows, and are equal if they are empty."""
+        del opts
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            received = torch.empty(output.nbytes, dtype=torch.uint8)
+            works = [
+                self._gloo.alltoall_base(
+                    received,
+                    host[0],
+                    count_bytes(output, output_splits, self.size()),
+                    count_bytes(tensor, input_splits, self.size()),
+                )
+            ]
+            return Exchange(works, lambda: [received])
+
+        return self._submit("all_to_all_single", [tensor], [output], start)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StagedWork:
+        """Send the i-th of ``inputs`` to rank i."""
+        del opts
+        sizes = [output.nbytes for output in outputs]
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            received = torch.empty(sum(sizes), dtype=torch.uint8)
+            work = self._gloo.alltoall_base(received, torch.cat(list(host)), sizes, [flat.numel() for flat in host])
+            return Exchange([work], lambda: torch.split(received, sizes))
+
+        return self._submit("all_to_all", inputs, outputs, start)
+
+    def barrier(self, opts: Any = None) -> StagedWork:
+        """Wait for all ranks."""
+        del opts
+        return self._submit("barrier", [], [], lambda _: Exchange([self._gloo.barrier()], list))
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> StagedWork:
+        """Send a tensor to a rank of the group."""
+
+        def start(host: Sequence[Tensor]) -> Exchange:
+            return Exchange([self._gloo.send([host[0]], destination, tag)], list)
+
+        return self._executor.submit_point_to_point(self._make_work("send", tensors, [], start))
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> StagedWork:
+        """Receive a tensor from a rank of the group."""
+        return self._receive(tensors, lambda buffer: self._gloo.recv([buffer], source, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> StagedWork:
+        """Receive a tensor from any rank of the group."""
+        return self._receive(tensors, lambda buffer: self._gloo.recv_anysource([buffer], tag))
+
+    def _receive(self, tensors: Sequence[Tensor], receive: Callable[[Tensor], Any]) -> StagedWork:
+        """Issue a receive into the only one of ``tensors``."""
+
+        def start(_: Sequence[Tensor]) -> Exchange:
+            buffer = torch.empty(tensors[0].nbytes, dtype=torch.uint8)
+            return Exchange([receive(buffer)], lambda: [buffer])
+
+        return self._executor.submit_point_to_point(self._make_work("recv", [], tensors, start))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Do nothing: collectives of a coalescing block are issued one by one."""
+
+    def _end_coalescing(self, device: torch.device) -> StagedWork:
+        """Return the handle of nothing, which ends after what was issued before."""
+        return self._submit("coalesced collectives", [], [], lambda _: Exchange([], list))
+
+    # The names of torch 2.11 and older.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def make_options(options_type: type, **values: Any) -> Any:
+    """Return options of a collective with these values."""
+    options = options_type()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def read_op(opts: Any) -> Any:
+    """Return the reduction that ``opts`` asks for; SUM is the default."""
+    return Op(Op.SUM) if opts is None else opts.reduceOp
+
+
+def exchange_op(op: Any) -> Any:
+    """Return the reduction that gloo runs for ``op``: SUM for the mean and for sums of scaled operands."""
+    return Op.SUM if op == Op.AVG or op == Op.PREMUL_SUM else op
+
+
+def prepare_operand(flat: Tensor, dtype: torch.dtype, op: Any, size: int) -> Tensor:
+    """Return a host tensor of bytes as the operand of gloo, scaled as NCCL scales: floats before the sum."""
+    tensor = flat.view(REDUCED_AS.get(dtype, dtype))
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if op == Op.PREMUL_SUM:
+        factor: float | Tensor = op.__getstate__()[1]
+        return tensor * factor
+    return tensor / size if op == Op.AVG and tensor.is_floating_point() else tensor
+
+
+def finish_reduction(tensor: Tensor, op: Any, size: int) -> Tensor:
+    """Return the bytes of a reduced host tensor; the mean of integers is rounded towards zero."""
+    if op == Op.AVG and not tensor.is_floating_point():
+        tensor = torch.div(tensor, size, rounding_mode="trunc")
+    return flatten_to_bytes(tensor)
+
+
+def count_bytes(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return the bytes of each rank's part of ``tensor``; ``splits`` are rows, or equal parts if empty."""
+    if not splits:
+        return [tensor.nbytes // size] * size
+    row = tensor.nbytes // len(tensor) if len(tensor) else 0
+    return [row * split for split in splits]
