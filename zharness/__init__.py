@@ -3,7 +3,7 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, mesh, names, law_set, project_file, comm, step_summary, torch_private
+    0  errors, device, mesh, names, law_set, project_file, comm, step_summary, torch_private
     1  cell, world, workload, reference
     2  engines
     3  pytest_ranks, parity
@@ -40,14 +40,15 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
-   (``world/rank.py``, ``world/process_group.py``) within the machine's limits
-   (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
+   (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs (``device/__init__.py``) within the machine's
+   limits (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
 4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``, ``law_kit/backward_calls.py``) around a model (``workload/models.py``,
-   ``workload/nested_tensors.py``, ``workload/nets.py``, ``workload/synchronized_norm.py``). ``comm.py`` has the
-   collectives of ranks, ``torch_private.py`` the private parts of torch. ``parity/snapshot.py`` writes the evidence,
-   ``parity/contamination.py`` what the engine changed in the process.
+   ``workload/generators.py``, ``workload/nested_tensors.py``, ``workload/nets.py``,
+   ``workload/synchronized_norm.py``). ``comm.py`` has the collectives of ranks, ``torch_private.py`` the private parts
+   of torch. ``parity/snapshot.py`` writes the evidence, ``parity/contamination.py`` what the engine changed in the
+   process.
 5. The reference engine, in step 4. ``reference/initialize.py`` reads the JSON
    (``reference/deepspeed_json/settings.py``,
    ``reference/deepspeed_json/schema.py``, ``reference/deepspeed_json/sections.py``,

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from zharness.device import compute_device_type
 from zharness.engines.deepspeed_access import DeepSpeedTensorAccess
 from zharness.engines.deepspeed_build import (
     BACKWARDS_PER_STEP,
@@ -268,8 +269,9 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 _LAZY_MODULES = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def warm_up(device_type: str = "cpu") -> None:
+def warm_up(device_type: str | None = None) -> None:
     """Import and load in the rank server what DeepSpeed imports and loads lazily, so that no rank does so itself."""
+    device_type = device_type or compute_device_type()
     deepspeed = import_deepspeed(device_type)
     for name in _LAZY_MODULES:
         with suppress(ModuleNotFoundError):  # a release without the module does not need it

@@ -32,6 +32,7 @@ from zharness.engines.fsdp2_options import (
     build_mesh,
     build_offload_policy,
     build_precision_policy,
+    find_unknown_options,
     require_method,
     reshard_after_forward,
 )
@@ -120,6 +121,7 @@ CAPABILITIES = Capabilities(
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
     mesh_axes=frozenset({REPLICATE, TENSOR}),
+    unknown_options=find_unknown_options(),
 )
 
 

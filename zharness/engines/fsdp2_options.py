@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -204,6 +206,22 @@ def reshard_after_forward(config: EngineConfig) -> bool | int | None:
     """Return the argument ``reshard_after_forward`` of ``fully_shard``: by default, whether the stage is 3."""
     value = config.options.get("reshard_after_forward", config.stage == 3)
     return None if value == AUTO else cast("bool | int", value)
+
+
+@cache
+def find_unknown_options() -> Mapping[str, str]:
+    """Return the options whose method this release of FSDPModule lacks, each with the reason.
+
+    The methods are read from torch's source, because importing FSDP2 takes a second.
+    """
+    source = Path(torch.__file__).parent / "distributed" / "fsdp" / "_fully_shard" / "_fully_shard.py"
+    text = source.read_text() if source.is_file() else ""
+    methods = {"reset_iter_state": "reset_iter_state", **{name: f"set_{name}" for name in SETTERS}}
+    return {
+        option: f"FSDPModule of torch {torch.__version__} has no {method}; use a newer torch"
+        for option, method in methods.items()
+        if text and f"def {method}(" not in text
+    }
 
 
 def require_method(name: str, module: nn.Module | FSDPModule) -> Callable[..., None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness import torch_private as private
+from zharness.device import compute_device_type, is_gpu_requested
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, compare_bitwise
 
@@ -21,12 +22,13 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def read_process_state() -> dict[str, Tensor]:
     """Return, as tensors, the settings of this process and thread and the states of the random number generators."""
+    device_type = compute_device_type()
     values = {
         "gradient mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
-        "torch.autocast": torch.is_autocast_enabled("cpu"),
+        "torch.autocast": torch.is_autocast_enabled(device_type),
         "torch.autocast's cache": torch.is_autocast_cache_enabled(),
-        "torch.autocast's dtype": FLOAT_DTYPES.index(torch.get_autocast_dtype("cpu")),
+        "torch.autocast's dtype": FLOAT_DTYPES.index(torch.get_autocast_dtype(device_type)),
         "default dtype": FLOAT_DTYPES.index(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
@@ -38,7 +40,8 @@ def read_process_state() -> dict[str, Tensor]:
         "Python's random state": zlib.crc32(repr(random.getstate()).encode()),
     }
     settings = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
-    return {**settings, RANDOM_STATE: torch.get_rng_state().double()}
+    on_gpu = {f"{RANDOM_STATE} of the GPU": torch.cuda.get_rng_state().double()} if is_gpu_requested() else {}
+    return {**settings, RANDOM_STATE: torch.get_rng_state().double(), **on_gpu}
 
 
 def find_constructors() -> list[int]:

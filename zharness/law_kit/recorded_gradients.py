@@ -58,10 +58,10 @@ def split_gradient(grad: Tensor) -> list[Tensor]:
     seen: Counter[int] = Counter()
     for row, value in zip(grad._indices()[0].tolist(), grad._values(), strict=True):
         if seen[row] == len(found):
-            found.append(torch.zeros(grad.shape, dtype=grad.dtype))
+            found.append(torch.zeros_like(grad, layout=torch.strided))
         found[seen[row]][row] = value
         seen[row] += 1
-    return found or [torch.zeros(grad.shape, dtype=grad.dtype)]
+    return found or [torch.zeros_like(grad, layout=torch.strided)]
 
 
 def densify(grad: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def autograd_grad(participant: Participant) -> NamedTensors:
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
-    rows = torch.eye(3, output.numel(), dtype=output.dtype).view(3, *output.shape)
+    rows = torch.eye(3, output.numel(), dtype=output.dtype, device=output.device).view(3, *output.shape)
     batched = grad(output, leaf, rows, is_grads_batched=True, retain_graph=True)[0]
     grad(
         participant.training_loss(2),
@@ -131,7 +131,7 @@ class TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the sum of the losses of all tiles, and save the gradient with respect to ``hidden``."""
-        total = torch.zeros((), dtype=hidden.dtype)
+        total = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
         grads: list[Tensor] = []
         for tile in torch.split(hidden, 2):
             with torch.enable_grad():

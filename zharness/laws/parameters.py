@@ -6,6 +6,7 @@ Some laws change the parameters after the engine was built.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from zharness.law_kit.scenarios import Participant, Scenario, ScenarioScript, Un
 from zharness.law_kit.setting import SettingSupport
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.workload.exact_blocks import ODD_PARAMETERS
+from zharness.workload.gpu_models import draw_on_compute_device
 
 
 def every_kind(participant: Participant) -> None:
@@ -249,6 +251,7 @@ def observe_deferred(ctx: RankContext) -> None:
 
 def judge_deferred(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the initial weights, losses and gradients with those of the same model built on a real device."""
+    ctx = replace(ctx, baseline=replace(ctx.baseline, spec=draw_on_compute_device(ctx.baseline.spec)))
     yield from compare_initial_weights(ctx)
     yield from compare_record_of_ranks(ctx, "params", 0, 0)
     local = ctx.compute_local_grads(step=0)

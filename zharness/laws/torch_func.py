@@ -128,6 +128,7 @@ def functional_call(call: Any, spec: ModelSpec, batch: Batch) -> Mapping[str, Te
     is_engine = isinstance(call, Engine)
     module = call.module if is_engine else call
     weights = call.full_params() if is_engine else {name: p.detach() for name, p in call.named_parameters()}
+    weights = {name: weight.to(batch.target.device) for name, weight in weights.items()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:
         """Return the loss of the model with the parameters ``params``."""

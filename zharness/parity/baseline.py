@@ -176,9 +176,10 @@ class Baseline:
 
 
 def autocast_context(dtype: torch.dtype | None, cast_cache: CastCache = CastCache.ONCE) -> torch.autocast:
-    """Return a ``torch.autocast`` context for CPU in ``dtype``; the context is disabled if ``dtype`` is None."""
+    """Return a ``torch.autocast`` context in ``dtype``; the context is disabled if ``dtype`` is None."""
     cache_enabled = cast_cache is CastCache.ONCE
-    return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cache_enabled)
+    device_type = torch.get_default_device().type
+    return torch.autocast(device_type, dtype or torch.bfloat16, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
 @lru_cache(maxsize=64)

@@ -131,7 +131,7 @@ def decode(content: bytes) -> dict[str, Tensor] | None:
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def compute_key(spec: ModelSpec, model: nn.Module, batch: Batch, arguments: tuple[Any, ...]) -> str:

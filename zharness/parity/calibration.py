@@ -215,7 +215,7 @@ def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
 
 def permute_samples(count: int, seed: int) -> Tensor:
     """Return the indices of ``count`` samples in the order that ``seed`` determines."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
 def run_permuted_plain(runs: SampleRuns, number: int, splits: bool = True) -> Grads:

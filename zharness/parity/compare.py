@@ -22,6 +22,7 @@ PROBE_ELEMENTS = 64  # elements that ``has_finite_nonzero`` tests before the res
 def compare_bitwise(location: TensorLocation, expected: Tensor, actual: Tensor) -> Comparison:
     """Compare two tensors bitwise (tier X), except that NaN equals NaN and 0 equals -0."""
     actual = actual if actual.is_floating_point() else actual.double()  # integers: indices and counts
+    expected = expected.to(actual.device)  # constants of a law are on the CPU
     wanted, got = (expected, actual) if expected.dtype == actual.dtype else (expected.double(), actual.double())
     if wanted.shape != got.shape or not torch.equal(wanted, got):
         return compare_within_bound(

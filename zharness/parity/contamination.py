@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness.device import is_gpu_requested
 from zharness.errors import HarnessFault, UsageError
 
 # The namespaces of functions that an engine, a model or an optimizer computes with.
@@ -60,7 +61,7 @@ class ProcessConditions:
 
 def read_process_conditions() -> ProcessConditions:
     """Return the settings and the replaced functions of torch in this process."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = is_gpu_requested()
     settings = {
         "the number of threads": torch.get_num_threads(),
         "the precision of float32 products": torch.get_float32_matmul_precision(),

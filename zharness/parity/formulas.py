@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zharness.parity.bounds import BoundedTensor
+from zharness.parity.bounds import BoundedTensor, gamma
 
 State = Mapping[str, BoundedTensor]
 Update = tuple[BoundedTensor, dict[str, BoundedTensor]]
@@ -44,7 +44,22 @@ def update_moments(
     """Return Adam's running averages ``exp_avg`` and ``exp_avg_sq``, updated with the gradient ``g``."""
     (beta1, beta2), zero = options["betas"], w.zero()
     m, v = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
-    return m + w.scalar(1 - beta1) * (g - m), update_mean_square(w, g, v, beta2)
+    return (
+        m + complement(w, 1 - beta1, beta1, options) * (g - m),
+        v * w.scalar(beta2) + complement(w, 1 - beta2, beta2, options) * g * g,
+    )
+
+
+def complement(w: BoundedTensor, number: float, beta: float, options: Options, power: float = 1) -> BoundedTensor:
+    """Return ``number``, which was computed from 1 - ``beta`` to the ``power``, as a scalar.
+
+    torch's fused kernels for CUDA subtract in float32 (fused_adam_utils.cuh), where the power is rounded already.
+    """
+    exact = w.scalar(number)
+    if not (options.get("fused") and w.value.is_cuda):
+        return exact
+    relative = beta**power / (1 - beta**power) * gamma(int(power) + 1, torch.float32)
+    return BoundedTensor(exact.value, exact.error + exact.value.abs() * relative, exact.dtype)
 
 
 def update_mean_square(w: BoundedTensor, g: BoundedTensor, v: BoundedTensor, beta: float) -> BoundedTensor:
@@ -60,8 +75,8 @@ def adam(decoupled: bool, w: BoundedTensor, g: BoundedTensor, state: State, step
     after = {"exp_avg": m, "exp_avg_sq": v}
     if options["amsgrad"]:
         v = after["max_exp_avg_sq"] = v.maximum(state.get("max_exp_avg_sq", w.zero()))
-    spread = v.sqrt() / w.scalar((1 - beta2**step) ** 0.5) + w.scalar(options["eps"])
-    return w - w.scalar(lr / (1 - beta1**step)) * m / spread, after
+    spread = v.sqrt() / complement(w, (1 - beta2**step) ** 0.5, beta2, options, step) + w.scalar(options["eps"])
+    return w - complement(w, lr / (1 - beta1**step), beta1, options, step) * m / spread, after
 
 
 def nadam(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options: Options) -> Update:

@@ -138,7 +138,8 @@ def read_evidence(folder: Path, rank: int) -> RankEvidence:
             raise HarnessFault(f"rank {rank} ended before it finished its evidence file")
         file.seek(start)
         description = json.loads(file.read(length))
-    storage = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8)
+    mapped = torch.from_file(str(path), shared=False, size=start, dtype=torch.uint8, device="cpu")
+    storage = mapped.to(torch.get_default_device())
     return RankEvidence(
         tuple(
             Snapshot(label, step, load_tensors(storage, entries)) for label, step, entries in description["snapshots"]

@@ -214,7 +214,7 @@ class Gradients:
     def norm(self) -> float:
         """Compute the 2-norm of all reduced gradients in float64. This is a collective if they are sharded."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in self._reduced_grads.values()]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)
         if self._placements.optimizer_state is ShardPlacement.SHARDED:
             self._context.comm.all_reduce(total)
         return math.sqrt(total.item())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zharness.cell import Cell
+from zharness.device import on_compute_device
 from zharness.engines import Capabilities
 from zharness.laws import get_law
 from zharness.parity import Mismatch, Part
@@ -53,7 +54,8 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 
         torch.save(record_trace(model, run), trace_path(evidence_dir, rank))
 
-    baseline.run_ranks(record)
+    with on_compute_device():
+        baseline.run_ranks(record)
 
 
 def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, step: int) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zharness import engines
 from zharness.cell import Cell
+from zharness.device import on_compute_device, rank_device
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import merge_options
 from zharness.errors import EngineContractError, HarnessFault, UsageError
@@ -36,7 +37,7 @@ from zharness.workload import ModelSpec, model_spec
 from zharness.workload.shipped_plans import read_shipped_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import keep_freed_memory
-from zharness.world.rank import rank_device, seed_torch
+from zharness.world.rank import seed_torch
 
 MAX_UNDETERMINED_SHARE = 1 / 2  # with more undetermined elements, finding no mismatch shows nothing
 
@@ -165,7 +166,7 @@ def build_rank_context(
         factory=engines.get(engine),
         capabilities=capabilities,
         variant=variant,
-        device=rank_device(rank, world_size),
+        device=rank_device(rank),
         # Opened here, not at the first record: a law may count the open files of the process.
         records=EvidenceWriter(tempfile.TemporaryFile())
         if evidence_dir is None
@@ -194,9 +195,10 @@ def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:
 
     Raises what the model's code raises.
     """
-    baseline = build_baseline(cell, salt, capabilities)
-    for rank in range(baseline.data_size):
-        baseline.run_rank(rank, 0)
+    with on_compute_device():
+        baseline = build_baseline(cell, salt, capabilities)
+        for rank in range(baseline.data_size):
+            baseline.run_rank(rank, 0)
 
 
 def baseline_spec(cell: Cell, capabilities: Capabilities) -> ModelSpec:
@@ -219,7 +221,8 @@ def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) 
     of torch that a rank and this process do not share.
     """
     keep_freed_memory()
-    return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
+    with on_compute_device():
+        return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
 
 def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, capabilities: Capabilities) -> Judgement:

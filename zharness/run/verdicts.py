@@ -14,6 +14,8 @@ from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
 PACKAGES_UNDER_TEST = ("reference", "mutants")
+# The exceptions that torch raises for operands, for a kernel that failed and for memory that is used up.
+TORCH_ERRORS = ("builtins.RuntimeError", ".AcceleratorError", ".OutOfMemoryError")
 # The package of zharness with the code of the models, which an engine calls with weights that it prepared.
 MODEL_PACKAGE = "workload"
 
@@ -44,15 +46,16 @@ def verdict_of_exception(exception: str, innermost_file: str) -> Verdict:
     """Return the verdict for an exception, from the name of its class and the file of its innermost frame.
 
     An EngineContractError is ``fail``, and an EngineRefusal is ``crash``, because the engine's own code raised it. Any
-    other exception raised in the harness's own code is ``error``. RuntimeError is an exception to this rule, because
-    torch raises RuntimeError for unsuitable operands even if the harness calls torch.
+    other exception raised in the harness's own code is ``error``. TORCH_ERRORS are exceptions to this rule, because
+    torch raises them for unsuitable operands even if the harness calls torch, and CUDA reports what an engine's kernel
+    did at a later call.
     """
     if exception.endswith(".EngineContractError"):
         return Verdict.FAIL
     if exception.endswith(".EngineRefusal"):
         return Verdict.CRASH
     is_harness = find_package(innermost_file) not in ("", *PACKAGES_UNDER_TEST)
-    return Verdict.ERROR if is_harness and exception != "builtins.RuntimeError" else Verdict.CRASH
+    return Verdict.ERROR if is_harness and not exception.endswith(TORCH_ERRORS) else Verdict.CRASH
 
 
 def find_package(file: str) -> str:

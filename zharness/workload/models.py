@@ -12,6 +12,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from zharness.device import is_gpu_requested
 from zharness.workload import (
     exact_blocks,
     exact_chain,
@@ -22,6 +23,7 @@ from zharness.workload import (
     mixed_precision,
     nets,
 )
+from zharness.workload.generators import draw_on_cpu, fork_seeded_generators
 from zharness.workload.nested_tensors import collect_tensors, map_tensors
 
 # Before this release (seen on 2.8) mse_loss on CPU has no backward for bf16 or fp16 outputs and fp32 targets.
@@ -65,8 +67,7 @@ class Batch:
         """
         if self.seed is None:
             return self._call_with_inputs(call)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
+        with fork_seeded_generators(self.seed):
             return self._call_with_inputs(call)
 
     def generator_state_after(self, call: Callable[..., Any]) -> Tensor:
@@ -74,10 +75,9 @@ class Batch:
 
         The state of torch's generator from before this function is restored.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed or 0)
+        with fork_seeded_generators(self.seed or 0):
             self._call_with_inputs(call)
-            return torch.get_rng_state()
+            return torch.cuda.get_rng_state() if is_gpu_requested() else torch.get_rng_state()
 
     def _call_with_inputs(self, call: Callable[..., Any]) -> Any:
         """Call ``call`` with the inputs as keyword arguments, as positional arguments or as a single tensor."""
@@ -110,16 +110,16 @@ class ModelSpec:
 
     def model(self, seed: int) -> nn.Module:
         """Build the model, with its initial weights drawn from ``seed``; the state of torch's generator is restored."""
-        with torch.random.fork_rng(devices=[]):
-            # Models are built on CPU. torch.manual_seed would also queue a call and a stack trace for unused devices.
-            torch.default_generator.manual_seed(seed)
-            return self.build()
+        with torch.random.fork_rng(devices=[]), draw_on_cpu() as device:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also queue a call for unused devices
+            return self.build() if device is None else self.build().to(device)
 
     def micro_batch(self, seed: int, rank: int, step: int) -> Batch:
         """Draw the micro-batch that ``rank`` gets at micro-step ``step``; every process draws the same values."""
         key = hashlib.sha256(f"{self.name}-{seed}-{rank}-{step}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-        return self.batch(generator)
+        with draw_on_cpu() as device:
+            batch = self.batch(torch.Generator("cpu").manual_seed(int.from_bytes(key[:7], "big")))
+        return batch if device is None else batch.map_tensors(lambda tensor: tensor.to(device))
 
 
 def _mse(output: Tensor, target: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from zharness.law_kit.law import Law, MeshSupport
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Tier
+from zharness.workload.generators import draw_on_cpu
 
 SIMILAR, ALIGNED = "similar", "aligned"
 ACCUMULATION_STEPS = 2  # a power of two, by which a division is exact
@@ -96,13 +97,14 @@ def new_values(like: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
     The values are in {1, 2, 3, 4, 6, 8} times a power of two and a sign; another ``seed`` gives other values.
     """
-    generator = torch.Generator().manual_seed(seed)
-    magnitudes = torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0, 8.0])
     values = {}
-    for index, (name, tensor) in enumerate(like.items()):
-        drawn = magnitudes[torch.randint(len(magnitudes), tuple(tensor.shape), generator=generator)]
-        signs = 1 - 2 * torch.randint(2, tuple(tensor.shape), generator=generator)
-        values[name] = (drawn * signs * 2.0 ** (index % 3 - 2)).to(tensor.dtype)
+    with draw_on_cpu():
+        generator = torch.Generator().manual_seed(seed)
+        magnitudes = torch.tensor([1.0, 2.0, 3.0, 4.0, 6.0, 8.0])
+        for index, (name, tensor) in enumerate(like.items()):
+            drawn = magnitudes[torch.randint(len(magnitudes), tuple(tensor.shape), generator=generator)]
+            signs = 1 - 2 * torch.randint(2, tuple(tensor.shape), generator=generator)
+            values[name] = (drawn * signs * 2.0 ** (index % 3 - 2)).to(tensor.device, tensor.dtype)
     return values
 
 

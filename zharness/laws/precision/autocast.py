@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness.device import compute_device_type
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import ModelScope, Variant
@@ -120,7 +121,7 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
         yield from judge_transformed(ctx)
         return
     model, batch = ctx.baseline.build_module(), ctx.baseline.batch(0, 0)
-    with capture_output_dtypes(model) as dtypes, torch.autocast("cpu", LOW_DTYPE):
+    with capture_output_dtypes(model) as dtypes, torch.autocast(compute_device_type(), LOW_DTYPE):
         model(batch.inputs)
     ranks = range(ctx.data_size)
     for micro in (MICRO_BEFORE_STEP, 0):
@@ -150,7 +151,7 @@ def judge_transformed(ctx: JudgeContext) -> Iterator[Comparison]:
 
     def call(inputs: Tensor) -> Tensor:
         """Run the forward under torch.autocast."""
-        with torch.autocast("cpu", LOW_DTYPE):
+        with torch.autocast(compute_device_type(), LOW_DTYPE):
             output: Tensor = model(inputs)
             return output
 
@@ -224,7 +225,7 @@ def raise_interrupted(hidden: Tensor) -> Tensor:
 def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare outputs and their dtypes with bf16 autocast, and check that an exception changed no global setting."""
     for rank in range(ctx.world_size):
-        with torch.autocast("cpu", LOW_DTYPE):
+        with torch.autocast(compute_device_type(), LOW_DTYPE):
             expected = ctx.baseline.build_module()(ctx.baseline.batch(rank, 0).inputs).detach()
         for label in ("other", "off", "alone"):
             output = ctx.rank_records(label)[rank]["output"]

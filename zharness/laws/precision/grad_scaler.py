@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zharness.device import compute_device_type
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts
@@ -194,7 +195,7 @@ def has_finite_grads(ctx: JudgeContext, step: int, rank: int, scale: float) -> b
     for micro in range(window):
         batch = ctx.baseline.batch(rank, step * window + micro)
         overflow = get_planned_overflow(step, rank, ctx.world_size, micro)
-        with torch.autocast("cpu", torch.float16, enabled=ctx.variant == "autocast"):
+        with torch.autocast(compute_device_type(), torch.float16, enabled=ctx.variant == "autocast"):
             output = run_overflowing_forward(model, batch.inputs.to(low.dtype), overflow, ctx.variant)
         loss = apply_loss_overflow(low.objective(output, batch), overflow, ctx.variant, model)
         (loss * torch.tensor(scale / window)).backward()  # type: ignore[no-untyped-call]
@@ -209,7 +210,7 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     scale has grown.
     """
     _, initial, window = SCALER_SETTINGS[ctx.variant]
-    scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=window)
+    scaler = torch.amp.GradScaler(compute_device_type(), init_scale=initial, growth_interval=window)
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(torch.zeros(()))

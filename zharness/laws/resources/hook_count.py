@@ -73,9 +73,9 @@ def observe_hook_count(ctx: RankContext) -> None:
         for count in counts:
             engine = ctx.build_engine_around(model(count), optimizer=ZERO_LR_SGD)
             for _ in range(WARMUP_BACKWARDS):
-                engine.backward(engine(torch.ones(2, 2)))
+                engine.backward(engine(torch.ones(2, 2, device=ctx.device)))
                 engine.zero_grad()
-            calls = count_calls(engine.backward, engine(torch.ones(2, 2)))
+            calls = count_calls(engine.backward, engine(torch.ones(2, 2, device=ctx.device)))
             ctx.record(name, {"calls": scalar(calls)}, count)
             engine.close()
     engine = ctx.build_engine_around(ScalarParameters(TRAINED_PARAMETERS), optimizer=ZERO_LR_SGD)
@@ -87,7 +87,7 @@ def observe_hook_count(ctx: RankContext) -> None:
         engine.zero_grad()
 
     for at in range(TRAINING_STEPS):
-        ctx.record("trained", {"calls": scalar(count_calls(train, torch.ones(2, 2)))}, at)
+        ctx.record("trained", {"calls": scalar(count_calls(train, torch.ones(2, 2, device=ctx.device)))}, at)
     engine.close()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zharness.device import compute_device_type
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict, require_gathered
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.judge_context import JudgeContext
@@ -50,7 +51,7 @@ def strict_algorithms() -> Iterator[None]:
 
 def bf16_autocast() -> AbstractContextManager[object]:
     """Return a torch.autocast context in bf16 with its cache turned off."""
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    return torch.autocast(compute_device_type(), torch.bfloat16, cache_enabled=False)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from zharness.device import compute_device_type
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import MeshSupport, Variant
@@ -18,7 +19,7 @@ from zharness.laws.training.common import variation_law
 from zharness.parity import Comparison, Part, Tier
 
 MODES: Mapping[str, Callable[[Engine], AbstractContextManager[object]]] = {
-    "autocast": lambda _engine: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda _engine: torch.autocast(compute_device_type(), torch.bfloat16),
     "no_grad": lambda _engine: torch.no_grad(),
     "eval": eval_mode,
 }

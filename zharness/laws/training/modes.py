@@ -92,7 +92,9 @@ def judge_last_forward(
     with torch.no_grad():
         state = batch.generator_state_after(module)
     recorded = ctx.rank_records(GENERATOR)[rank][GENERATOR]
-    yield compare_bitwise(ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double(), recorded.double())
+    yield compare_bitwise(
+        ctx.location(GENERATOR, Part.FORWARD, STEPS, rank), state.double().to(recorded.device), recorded.double()
+    )
     if compares_buffers:
         yield from compare_buffers(ctx, rank, LAST_MICRO, dict(module.named_buffers()))
     calls = ctx.rank_records("calls")[rank][HOOK_CALLS]

@@ -71,11 +71,15 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def infer_device(model: nn.Module, comm: Comm) -> torch.device:
-    """Return the device of the model's parameters, or that of the process group if all parameters are on meta."""
+    """Return the device of the model's parameters.
+
+    If all parameters are on meta, it is the current GPU of a process that uses CUDA, unless its backend is gloo.
+    """
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     if real is not None:
         return real
-    on_gpu = dist.get_backend(comm.group) == dist.Backend.NCCL
+    uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpu = uses_cuda and dist.get_backend(comm.group) != dist.Backend.GLOO
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
