@@ -111,6 +111,11 @@ def check_tox_command(command: Command, _root: Path) -> None:
     assert set(named) <= tox_environments()
 
 
+def check_bash_command(command: Command, _root: Path) -> None:
+    """Check that the script exists."""
+    assert (ROOT / command.arguments[1]).is_file(), command.arguments[1]
+
+
 def accept_git_command(_command: Command, _root: Path) -> None:
     """Accept a git command: none of it is part of this project."""
 
@@ -121,6 +126,7 @@ PROGRAMS: dict[str, Callable[[Command, Path], None]] = {
     "torchrun": check_torchrun_command,
     "pytest": check_pytest_command,
     "pip": check_pip_command,
+    "bash": check_bash_command,
     "tox": check_tox_command,
     "git": accept_git_command,
 }

@@ -12,12 +12,14 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
+from zharness.device import compute_device_type
+from zharness.errors import UsageError
 from zharness.kill_matrix.cells import KillAttempts, plan_kill_attempts
 from zharness.kill_matrix.matrix import KillMatrix, index_mutant_records, render_matrix
 from zharness.kill_matrix.mutant_runner import MutantRunner
 from zharness.kill_matrix.resume import load_finished_records
 from zharness.laws import find_laws
-from zharness.mutants import find_mutants
+from zharness.mutants import Mutant, find_mutants
 from zharness.run import PlannedCell, Record, Runner
 from zharness.run.record import open_record_file
 from zharness.run.runner import pin_runners_to_cores
@@ -51,6 +53,22 @@ class KillOptions:
     scope: LawScope = LawScope.EVERY_LAW
 
 
+def select_mutants_of_device(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """Return the mutants that are broken on this run's device, and print how many others there are.
+
+    Raises UsageError if none is left.
+    """
+    device = compute_device_type()
+    chosen = [mutant for mutant in mutants if mutant.is_broken_on(device)]
+    left_out = sorted({mutant.device for mutant in mutants if mutant not in chosen})
+    sentence = f"{len(mutants) - len(chosen)} mutants are broken on {', '.join(left_out)} only, and ranks use {device}"
+    if not chosen:
+        raise UsageError(f"{sentence}; set ZHARNESS_DEVICE={left_out[0]}")
+    if left_out:
+        click.echo(f"{sentence}; they are left out", err=True)
+    return chosen
+
+
 def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | None, run_cells: RunCells) -> int:
     """Run the laws on the mutants that match ``patterns``, print the kill matrix, and return the exit code.
 
@@ -58,7 +76,8 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
     cells on runners and yields their records. Raises UsageError if a pattern, model or world size does not exist.
     """
     # A law without models applies only to users' models, on which mutants are not run.
-    chosen, laws = find_mutants(patterns), [law for law in find_laws(options.laws) if law.models]
+    chosen = select_mutants_of_device(find_mutants(patterns))
+    laws = [law for law in find_laws(options.laws) if law.models]
     for model in options.models:
         model_spec(model)
     for world_size in options.world_sizes:

@@ -64,6 +64,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     sharding,
     side_effects,
     stale_graphs,
+    streams,
     strided,
     tensor_access,
     tensor_ownership,

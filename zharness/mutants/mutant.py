@@ -65,6 +65,7 @@ class Origin(Enum):
     ONLOOKERS = "faults that show only to an observer: of gradients, modes, buffers, memory or hooks"
     ORDERS = "faults that show only in some order of calls, or beside another setting"
     MESH = "faults of one axis of a mesh"
+    STREAMS = "collectives and copies that are not waited for"
     BLIND_1 = "blind 1"
     BLIND_2 = "blind 2"
     BLIND_3 = "blind 3"  # without mean_over_users and strided_in_memory_order, which blind 1 has
@@ -122,7 +123,8 @@ class Mutant:
     are the cells that have to kill the mutant; the first target is the cell for which the mutant was written.
     ``origin`` is the series to which the mutant belongs. ``imitates`` is the address of the real bug that the mutant
     imitates, if there is one. ``equivalent`` is the reason why no cell can kill the mutant: the mutant changes nothing,
-    or nothing that a law can demand of every engine. An equivalent mutant has no targets.
+    or nothing that a law can demand of every engine. An equivalent mutant has no targets. ``device`` is the type of the
+    only device on which it is broken, or ``""``: a mutant of streams is right on a CPU, which has none.
     """
 
     build: type[Around]
@@ -131,6 +133,7 @@ class Mutant:
     origin: Origin
     imitates: str = ""
     equivalent: str = ""
+    device: str = ""
 
     @property
     def name(self) -> str:
@@ -156,6 +159,10 @@ class Mutant:
     def stages(self) -> tuple[int, ...]:
         """The ZeRO stages at which the mutant is broken."""
         return self.build.stages
+
+    def is_broken_on(self, device: str) -> bool:
+        """Return whether the mutant is broken on devices of the type ``device``."""
+        return self.device in ("", device)
 
     @property
     def named_laws(self) -> frozenset[str]:
@@ -191,13 +198,13 @@ REGISTERED: list[Mutant] = []  # the decorators below append to this list when t
 
 
 def mutant(
-    kind: FaultKind, *targets: Target, origin: Origin, imitates: str = "", equivalent: str = ""
+    kind: FaultKind, *targets: Target, origin: Origin, imitates: str = "", equivalent: str = "", device: str = ""
 ) -> Callable[[MutantClass], MutantClass]:
     """Return a decorator that registers a class as a mutant with the given fields of Mutant."""
 
     def register(build: MutantClass) -> MutantClass:
         """Register the class ``build`` and return it unchanged."""
-        REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
+        REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent, device))
         return build
 
     return register
