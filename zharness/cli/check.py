@@ -193,7 +193,7 @@ def check(
     if law_set:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
-    from zharness.device import choose_backend, choose_job_count, request_device, require_usable_gpus
+    from zharness.device import choose_backend, choose_job_count, requested_device, require_usable_gpus
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
@@ -207,11 +207,7 @@ def check(
     from zharness.world import Isolation
     from zharness.world.launch import default_world_size, detect_launch
 
-    request_device(device or "", backend or "")
     sizes = world_sizes or (default_world_size(),)
-    choose_backend(max(sizes))  # raises UsageError for a backend that cannot have so many ranks
-    jobs = choose_job_count(max(sizes)) if jobs is None else jobs
-    require_usable_gpus((max(sizes) + 1) * jobs)
     request = Request(
         patterns,
         engines or ("reference",),
@@ -232,7 +228,11 @@ def check(
         require_coverage("--record-reach")
     changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None
     stop = Stop(max_failures or 0, max_seconds or (SECONDS_OF_A_CHANGE if changes else 0.0))
-    options = RunOptions(
-        *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
-    )
-    return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+    with requested_device(device or "", backend or ""):
+        choose_backend(max(sizes))  # raises UsageError for a backend that cannot have so many ranks
+        jobs = choose_job_count(max(sizes)) if jobs is None else jobs
+        require_usable_gpus((max(sizes) + 1) * jobs)
+        options = RunOptions(
+            *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
+        )
+        return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)

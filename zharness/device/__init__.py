@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 
 import torch
@@ -22,11 +23,19 @@ class BackendName(Enum):
     STAGED = "staged"
 
 
-def request_device(device: str, backend: str) -> None:
-    """Let this process's ranks use ``device`` and ``backend``; an empty name changes nothing."""
-    for variable, value in ((DEVICE_VARIABLE, device), (BACKEND_VARIABLE, backend)):
-        if value:
-            os.environ[variable] = value
+@contextmanager
+def requested_device(device: str, backend: str) -> Iterator[None]:
+    """Let the ranks that start in the block use ``device`` and ``backend``; an empty name changes nothing."""
+    before = {variable: os.environ.get(variable) for variable in (DEVICE_VARIABLE, BACKEND_VARIABLE)}
+    requested = zip(before, (device, backend), strict=True)
+    os.environ.update({variable: value for variable, value in requested if value})
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
 
 
 def require_usable_gpus(processes: int) -> None:
