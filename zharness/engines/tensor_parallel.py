@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 PLAN_WORDS = {
     "colwise": "rows of the weight are split, and so is the last dimension of the output",
     "colwise_gather_output": "rows of the weight are split, and the output is gathered",
+    "colwise_split_logits": "as colwise, but the output is a DTensor, for loss_parallel",
     "rowwise": "columns of the weight are split, as the input is; the outputs are summed",
     "rowwise_split_input": "columns of the weight are split, and so is the input, which was whole; outputs are summed",
     "rowwise_to_sequence": "as rowwise, but the summed output is split along the sequence",
     "rowwise_split_input_to_sequence": "as rowwise_split_input, but the summed output is split along the sequence",
     "sequence_to_colwise": "as colwise, but the input, split along the sequence, is gathered first",
     "sequence_to_colwise_gather_output": "as sequence_to_colwise, but the output is gathered",
+    "sequence_to_colwise_split_logits": "as sequence_to_colwise, but the output is a DTensor, for loss_parallel",
     "sequence_parallel": "the weight is whole, and the input and the output are split along the sequence",
+    "sequence_parallel_to_tensor": "as sequence_parallel, but the output is a tensor, and no DTensor",
 }
 
 
@@ -70,6 +73,8 @@ def make_style(word: str) -> Any:
             return ColwiseParallel()
         case "colwise_gather_output":
             return ColwiseParallel(output_layouts=whole)
+        case "colwise_split_logits":
+            return ColwiseParallel(use_local_output=False)
         case "rowwise":
             return RowwiseParallel()
         case "rowwise_split_input":
@@ -82,8 +87,12 @@ def make_style(word: str) -> Any:
             return ColwiseParallel(input_layouts=sequence)
         case "sequence_to_colwise_gather_output":
             return ColwiseParallel(input_layouts=sequence, output_layouts=whole)
+        case "sequence_to_colwise_split_logits":
+            return ColwiseParallel(input_layouts=sequence, use_local_output=False)
         case "sequence_parallel":
             return SequenceParallel(sequence_dim=1)
+        case "sequence_parallel_to_tensor":
+            return SequenceParallel(sequence_dim=1, use_local_output=True)
         case _:
             raise ConfigError.unknown_name("word of a tp_plan", word, sorted(PLAN_WORDS))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zharness.errors import HarnessFault
 from zharness.law_kit.rank_context import RankContext
 from zharness.torch_private import resolve_process_group
 
@@ -24,15 +25,47 @@ OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::reduce_": (REDUCE, 0),
     "c10d::reduce_scatter_": (REDUCE, 1),
     "c10d::_reduce_scatter_base_": (REDUCE, 1),
+    "c10d::reduce_scatter_tensor_coalesced_": (REDUCE, 1),
+    "c10d::alltoall_": (REDUCE, 1),
     "c10d::alltoall_base_": (REDUCE, 1),  # the reference engine adds up what it receives
     "c10d::allgather_": (GATHER, 1),
     "c10d::_allgather_base_": (GATHER, 1),
+    "c10d::allgather_coalesced_": (GATHER, 1),
+    "c10d::allgather_into_tensor_coalesced_": (GATHER, 1),
     "c10d::broadcast_": (GATHER, 0),
+    "c10d::gather_": (GATHER, 1),
+    "c10d::scatter_": (GATHER, 1),
+    "c10d::send": (GATHER, 0),
     "_c10d_functional::all_reduce": (REDUCE, 0),
+    "_c10d_functional::all_reduce_": (REDUCE, 0),
+    "_c10d_functional::all_reduce_coalesced": (REDUCE, 0),
+    "_c10d_functional::all_reduce_coalesced_": (REDUCE, 0),
     "_c10d_functional::reduce_scatter_tensor": (REDUCE, 0),
+    "_c10d_functional::reduce_scatter_tensor_out": (REDUCE, 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": (REDUCE, 0),
     "_c10d_functional::all_gather_into_tensor": (GATHER, 0),
+    "_c10d_functional::all_gather_into_tensor_out": (GATHER, 0),
+    "_c10d_functional::all_gather_into_tensor_coalesced": (GATHER, 0),
     "_c10d_functional::all_to_all_single": (GATHER, 0),
+    "_c10d_functional::broadcast": (GATHER, 0),
+    "_c10d_functional::broadcast_": (GATHER, 0),
+    "_c10d_functional::isend": (GATHER, 0),
+    "_dtensor::shard_dim_alltoall": (GATHER, 0),
 }
+# Operators that send no elements.
+SILENT = frozenset(
+    {
+        "c10d::barrier",
+        "c10d::monitored_barrier_",
+        "c10d::check_for_nan",
+        "c10d::recv_",
+        "c10d::recv_any_source_",
+        "_c10d_functional::irecv",
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    }
+)
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 
 
 @dataclass(frozen=True, order=True)
@@ -75,14 +108,14 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, and its collectives come here; so does torch's CommDebugMode
-        known = OPERATORS.get(func.name().partition(".")[0])
+        known = find_operator(func.name().partition(".")[0])
         if known is not None:
-            self._count(*known, args)
+            self._count(*known, args, (kwargs or {}).values())
         return func(*args, **(kwargs or {}))
 
-    def _count(self, action: str, position: int, args: Sequence[Any]) -> None:
+    def _count(self, action: str, position: int, args: Sequence[Any], named: Iterable[Any]) -> None:
         """Count the tensors of one call."""
-        group = next(filter(None, map(resolve_process_group, args)), None)
+        group = next(filter(None, map(resolve_process_group, (*args, *named))), None)
         axes = "" if group is None else find_axes(self._ctx, dist.get_process_group_ranks(group))
         for tensor in flatten(args[position]) if axes else ():
             if tensor.is_floating_point() and tensor.numel() > 1:
@@ -90,6 +123,16 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
                 content = ACTIVATIONS if dims >= self._activation_dims else GRADIENTS if action == REDUCE else WEIGHTS
                 sent = Sent(content, action, axes, str(tensor.dtype).removeprefix("torch."))
                 self.elements[sent] += tensor.numel()
+
+
+def find_operator(name: str) -> tuple[str, int] | None:
+    """Return the entry of OPERATORS for an operator, or None if it sends nothing.
+
+    Raises HarnessFault for a collective that this module does not know, whose elements would be left out.
+    """
+    if name.partition("::")[0] in NAMESPACES and name not in OPERATORS and name not in SILENT:
+        raise HarnessFault(f"the observer of collectives does not know the operator {name}; add it to OPERATORS")
+    return OPERATORS.get(name)
 
 
 def flatten(value: Any) -> list[Tensor]:
@@ -131,3 +174,23 @@ def measure_parameters(
         padding += (shards - 1) * max(1, own // shape[0])
         partial += own if word == "sequence_parallel" else 0
     return AxisSizes(local, padding, partial)
+
+
+def measure_activations(
+    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, rows: int
+) -> Mapping[str, float]:
+    """Return, by module of ``plan``, the elements of activations that a rank of tp sends in forward and backward.
+
+    ``rows`` is the number of samples times that of tokens. A column-wise layer adds up the gradients of its input, and
+    a row-wise layer its outputs. Under sequence parallelism the same tensors are gathered in the other direction.
+    """
+    sent = {}
+    for module, word in plan.items() if tensor_size > 1 else ():
+        shape = shapes[f"{module}.weight"]
+        inputs, outputs = rows * shape[-1], rows * shape[0]
+        if "colwise" in word:
+            gathered = inputs * word.startswith("sequence") + outputs * word.endswith("gather_output")
+            sent[module] = inputs + gathered / tensor_size
+        elif word.startswith("rowwise"):
+            sent[module] = outputs + outputs * word.endswith("to_sequence") / tensor_size
+    return sent

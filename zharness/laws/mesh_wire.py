@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from zharness.law_kit.observed_collectives import (
     WEIGHTS,
     CollectiveObserver,
     Sent,
+    measure_activations,
     measure_parameters,
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD
@@ -23,6 +25,7 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
 
+SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
 ACTIVATION_DIMS = 3  # of the models of this law; their parameters have one or two
 
 
@@ -42,7 +45,8 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     Gradients have the reduce dtype, weights and activations that of the cell. On each rank of tp the parameters have P
     elements: their gradients are reduced once over the shards, P elements with padding, and once over the copies, as
     many as a shard has. Weights are gathered at most twice. Along tp only gradients of which each rank has a part are
-    reduced, once: those of layers that run on a part of the sequence.
+    reduced, once: those of layers that run on a part of the sequence. Activations are sent along tp alone, once in each
+    direction for a layer of the plan. Nothing is sent along two axes at once.
     """
     for rank, record in enumerate(ctx.rank_records("sent")):
         sent = {Sent.parse(name): elements for name, elements in record.items()}
@@ -75,11 +79,21 @@ def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> It
         (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else (0, 0),
         (WEIGHTS, DATA_SHARD): (0, 2 * padded / shards) if shards > 1 else (0, 0),
         (WEIGHTS, TENSOR): (0, 0),
+        (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
     }
-    for (content, axis), (least, most) in ranges.items():
+    found = {(message.content, message.axes) for message in sent}
+    for content, axis in (*ranges, *sorted(found - set(ranges))):
+        least, most = ranges.get((content, axis), (0, 0))
         along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
         place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, 0, rank)
         yield compare_within_range(place, scalar(least), scalar(sum(along)), scalar(most))
+
+
+def range_of_activations(ctx: JudgeContext, shapes: Mapping[str, Sequence[int]]) -> tuple[float, float]:
+    """Return the least and the largest number of elements of activations that a rank of tp may send."""
+    rows = math.prod(ctx.baseline.batch(0, 0).inputs.shape[:-1])
+    sent = measure_activations(shapes, ctx.baseline.spec.tp_plan, ctx.mesh.size(TENSOR), rows)
+    return sum(sent.values()) - sum(sent.get(module, 0.0) for module in SHARED_INPUT[1:]), sum(sent.values())
 
 
 LAWS = (

@@ -89,3 +89,37 @@ class GathersSplitWeightsOverTensorRanks(OverMesh):
                 [torch.empty_like(local) for _ in range(self.tensor_size)], local, group=self.tensor_group()
             )
         return self.right(*args, **kwargs)
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of gradients along dp_shard,tp", "heads"), origin=Origin.MESH)
+class ReducesGradientsOverAllAxesAtOnce(OverMesh):
+    """Each backward also all-reduces buffers of gradients over all ranks, along two axes at once, and uses none."""
+
+    def spoil_gradients(self) -> None:
+        for _, param in self.params() if self.config.mesh.sizes else ():
+            dist.all_reduce(torch.zeros(param.shape))
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of weights along tp", "heads"), origin=Origin.MESH)
+class GathersSplitWeightsInOneCall(OverMesh):
+    """Each forward gathers all weights that tp splits in one coalesced call, and uses none of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parts = [param.to_local().detach() for param in self.split_params()]
+        if parts:
+            gathered = [[torch.empty_like(part) for part in parts] for _ in range(self.tensor_size)]
+            dist.all_gather_coalesced(gathered, parts, group=self.tensor_group())
+        return self.right(*args, **kwargs)
+
+
+@mutant(FaultKind.RESOURCES, on_wire("elements of activations along tp", "heads"), origin=Origin.MESH)
+class ReducesActivationsAgain(OverMesh):
+    """The output of a row-wise layer is all-reduced over tp once more, and the result is thrown away."""
+
+    def spoil_modules(self) -> None:
+        if self.tensor_size > 1:
+            self.hook_output("out" if hasattr(self.module, "out") else "last")
+
+    def changed_output(self, module: Any, inputs: Any, output: Any) -> Any:
+        dist.all_reduce(torch.zeros_like(output), group=self.tensor_group())
+        return output

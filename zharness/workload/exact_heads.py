@@ -1,6 +1,10 @@
-"""Define an exact block of attention heads and a feed-forward layer, for tensor and sequence parallelism."""
+"""Define exact models of attention heads and a feed-forward layer, for tensor and sequence parallelism."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,8 @@ SEQUENCE_PLAN = {
     "down": "rowwise_to_sequence",
     "head": "sequence_to_colwise_gather_output",
 }
+DROPOUTS = ("drop_attention", "drop_mlp")
+DROPPED_SEQUENCE_PLAN = SEQUENCE_PLAN | dict.fromkeys(DROPOUTS, "sequence_parallel_to_tensor")
 
 
 class Affine(nn.Module):
@@ -77,6 +83,13 @@ class ExactHeads(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+def make_scores_small(model: ExactHeads) -> None:
+    """Make query and key pass their input on, so that float32 holds the sums of a larger model."""
+    with torch.no_grad():
+        for layer in (model.query, model.key):
+            layer.weight.copy_(torch.eye(FEATURES))
+
+
 def split_heads(features: Tensor) -> Tensor:
     """Return (batch, tokens, features) as (batch, heads, tokens, features of a head)."""
     batch, tokens, _ = features.shape
@@ -86,3 +99,110 @@ def split_heads(features: Tensor) -> Tensor:
 def token_loss(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean over samples of sum(output x target); its gradient is an integer over a power of two."""
     return (output * target).sum(dim=(1, 2)).mean()
+
+
+def draw_mask(activations: Tensor) -> Tensor:
+    """Return what dropout with probability 1/2 multiplies ``activations`` by: 0 or 2 for each element."""
+    return nn.functional.dropout(torch.ones_like(activations), 0.5)
+
+
+def keep_everything(activations: Tensor) -> Tensor:
+    """Return the largest mask, 2 for each element, which bounds the sums of every mask."""
+    return torch.full_like(activations, 2.0)
+
+
+class Dropout(nn.Module):
+    """Dropout with probability 1/2 that keeps the masks that ``draw`` returned, in the order of its calls."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.masks: list[Tensor] = []
+
+    def forward(self, activations: Tensor) -> Tensor:
+        mask = self.draw(activations)
+        self.masks.append(mask.detach())
+        return activations * mask
+
+
+def call_block(block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Return the output of a block that is not recomputed in backward."""
+    return block(hidden)
+
+
+class DroppedHeads(ExactHeads):
+    """The model ``ExactHeads`` with dropout behind attention and behind the feed-forward layer.
+
+    ``run_block`` calls each of these two blocks, and may recompute it in backward.
+    """
+
+    def __init__(self, draw: Callable[[Tensor], Tensor] = draw_mask) -> None:
+        super().__init__()
+        make_scores_small(self)
+        self.drop_attention, self.drop_mlp = Dropout(draw), Dropout(draw)
+        self.run_block: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = call_block
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        hidden = hidden + self.run_block(self.attend_and_drop, hidden)
+        hidden = hidden + self.run_block(self.feed_and_drop, hidden)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def attend_and_drop(self, hidden: Tensor) -> Tensor:
+        """Return the output of attention with dropout."""
+        dropped: Tensor = self.drop_attention(self.attend(self.before_attention(hidden)))
+        return dropped
+
+    def feed_and_drop(self, hidden: Tensor) -> Tensor:
+        """Return the output of the feed-forward layer with dropout."""
+        dropped: Tensor = self.drop_mlp(self.down(torch.relu(self.up(self.before_mlp(hidden)))))
+        return dropped
+
+
+def draw_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets with elements in {-1, 0, 1}."""
+    shape = (samples, TOKENS, FEATURES)
+    return random_ternary(shape, generator), random_ternary(shape, generator)
+
+
+def draw_seeded_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Draw inputs and targets, and a seed for the dropout in the forward."""
+    return *draw_sequences(samples, generator), int(torch.randint(1 << 30, (), generator=generator))
+
+
+@dataclass(frozen=True)
+class HeadsModel:
+    """What distinguishes a model of this file: its class, how it draws a micro-batch, its loss, and its plan for tp."""
+
+    name: str
+    summary: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[int, torch.Generator], tuple[Any, ...]]
+    loss: Callable[[Any, Any], Tensor]
+    plan: Mapping[str, str]
+
+
+_BLOCK = "an exact block of attention heads and a feed-forward layer"
+_SEQUENCE = "tp with sequence parallelism"
+HEADS_MODELS = (
+    HeadsModel("heads", f"{_BLOCK}, split by tp on a mesh", ExactHeads, draw_sequences, token_loss, TENSOR_PLAN),
+    HeadsModel(
+        "sequence", f"{_BLOCK}, split by {_SEQUENCE} on a mesh", ExactHeads, draw_sequences, token_loss, SEQUENCE_PLAN
+    ),
+    HeadsModel(
+        "dropped_heads",
+        "the model heads with dropout of activations that are whole on every rank of tp",
+        DroppedHeads,
+        draw_seeded_sequences,
+        token_loss,
+        TENSOR_PLAN,
+    ),
+    HeadsModel(
+        "dropped_sequence",
+        "the model sequence with dropout of activations that tp splits along the sequence",
+        DroppedHeads,
+        draw_seeded_sequences,
+        token_loss,
+        DROPPED_SEQUENCE_PLAN,
+    ),
+)

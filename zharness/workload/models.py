@@ -19,6 +19,7 @@ from zharness.workload import (
     exact_heads,
     exact_mixing,
     exact_mlp,
+    exact_tokens,
     matrices,
     mixed_precision,
     nets,
@@ -159,14 +160,9 @@ def _draw_ternary_batch(generator: torch.Generator) -> Batch:
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, exact_mlp.WIDTH), generator))
 
 
-def _draw_matrices_batch(generator: torch.Generator) -> Batch:
-    """Draw a micro-batch for the model ``matrices``."""
-    return Batch(*matrices.draw_places(SAMPLES, generator))
-
-
-def _draw_dense_matrices_batch(generator: torch.Generator) -> Batch:
-    """Draw a micro-batch for the model ``dense_matrices``."""
-    return Batch(*matrices.draw_factors(SAMPLES, generator))
+def _draw_parts(draw: Callable[[int, torch.Generator], tuple[Any, ...]], generator: torch.Generator) -> Batch:
+    """Return the micro-batch whose inputs, target and perhaps seed ``draw(samples, generator)`` returns."""
+    return Batch(*draw(SAMPLES, generator))
 
 
 def _draw_aligned_batch(generator: torch.Generator) -> Batch:
@@ -174,12 +170,6 @@ def _draw_aligned_batch(generator: torch.Generator) -> Batch:
     aligned = exact_blocks.AlignedLayersModel
     inputs = exact_mlp.random_ternary((SAMPLES, 3 * aligned.INPUTS), generator)
     return Batch(inputs, exact_mlp.random_ternary((SAMPLES, aligned.OUTPUTS), generator))
-
-
-def _draw_sequence_batch(generator: torch.Generator) -> Batch:
-    """Draw a micro-batch of sequences whose inputs and targets have elements in {-1, 0, 1}."""
-    shape = (SAMPLES, exact_heads.TOKENS, exact_heads.FEATURES)
-    return Batch(exact_mlp.random_ternary(shape, generator), exact_mlp.random_ternary(shape, generator))
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -307,19 +297,16 @@ MODELS: dict[str, ModelSpec] = {
         ),
         *(
             ModelSpec(
-                name=name,
-                summary=f"an exact block of attention heads and a feed-forward layer, split by {axes} on a mesh",
-                build=exact_heads.ExactHeads,
-                batch=_draw_sequence_batch,
-                loss=exact_heads.token_loss,
+                name=each.name,
+                summary=each.summary,
+                build=each.build,
+                batch=partial(_draw_parts, each.draw),
+                loss=each.loss,
                 exact=True,
-                tp_plan=plan,
+                tp_plan=each.plan,
                 tp_parts={"heads": exact_heads.HEADS},
             )
-            for name, axes, plan in (
-                ("heads", "tp", exact_heads.TENSOR_PLAN),
-                ("sequence", "tp with sequence parallelism", exact_heads.SEQUENCE_PLAN),
-            )
+            for each in (*exact_heads.HEADS_MODELS, *exact_tokens.TOKEN_MODELS)
         ),
         ModelSpec(
             name="mixing",
@@ -358,14 +345,14 @@ MODELS: dict[str, ModelSpec] = {
             name="matrices",
             summary="a tall and a wide matrix whose gradients have one element in a row and column: Muon rounds no sum",
             build=matrices.Matrices,
-            batch=_draw_matrices_batch,
+            batch=partial(_draw_parts, matrices.draw_places),
             loss=exact_mlp.linear_loss,
         ),
         ModelSpec(
             name="dense_matrices",
             summary="a tall and a wide matrix whose gradients have no zero and orthogonal vectors: Muon rounds no sum",
             build=matrices.DenseMatrices,
-            batch=_draw_dense_matrices_batch,
+            batch=partial(_draw_parts, matrices.draw_factors),
             loss=exact_mlp.linear_loss,
         ),
         ModelSpec(

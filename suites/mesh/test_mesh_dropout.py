@@ -1,0 +1,47 @@
+"""Dropout on a mesh: FSDP2 repeats a mask on a CPU, and an engine that draws for each part of a sequence passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from zharness.cell import Cell
+from zharness.errors import HarnessFault
+from zharness.law_kit.observed_collectives import find_operator, measure_activations
+from zharness.run import PlannedCell, Runner, Verdict
+
+DRAWS_FOR_EACH_PART = "zharness.mutants.mesh_dropout:DrawsForEachPart"
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner({"fsdp2": {}, DRAWS_FOR_EACH_PART: {}}) as started:
+        yield started
+
+
+@pytest.mark.parametrize("variant", ["", "-recomputed"])
+@pytest.mark.parametrize(("engine", "verdict"), [("fsdp2", Verdict.FAIL), (DRAWS_FOR_EACH_PART, Verdict.PASS)])
+def test_parts_of_a_sequence_have_masks_of_their_own_on_a_right_engine(
+    runner: Runner, engine: str, verdict: Verdict, variant: str
+) -> None:
+    cell = Cell.parse(f"mesh.dropout[{engine}-zero2-w4.tp2-fp32-dropped_sequence{variant}]")
+    record = runner.run(PlannedCell(cell))
+    assert record.is_expected, record.cause
+    assert record.verdict is verdict, record.cause
+
+
+def test_a_collective_that_the_observer_does_not_know_is_an_error() -> None:
+    assert find_operator("aten::add") is None
+    assert find_operator("c10d::barrier") is None
+    with pytest.raises(HarnessFault, match="does not know the operator c10d::new_collective"):
+        find_operator("c10d::new_collective")
+
+
+def test_activations_are_counted_once_for_each_layer_and_direction() -> None:
+    shapes = {"up.weight": (6, 4), "down.weight": (4, 6)}
+    tensor_parallel = measure_activations(shapes, {"up": "colwise", "down": "rowwise"}, 2, rows=8)
+    assert tensor_parallel == {"up": 32, "down": 32}
+    plan = {"up": "sequence_to_colwise", "down": "rowwise_to_sequence"}
+    assert measure_activations(shapes, plan, 2, rows=8) == {"up": 48, "down": 48}
+    assert not measure_activations(shapes, plan, 1, rows=8)

@@ -1,0 +1,102 @@
+"""Define the law mesh.token_loss: a loss over all tokens that count, divided once by their number, on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.mesh import mesh_law
+from zharness.mesh import TENSOR
+from zharness.parity import Comparison
+from zharness.parity.baseline import run_local
+from zharness.workload import Batch
+from zharness.workload.exact_tokens import PADDING, sum_cross_entropy
+
+# The tokens that count in the two micro-batches of a step, for even and odd data coordinates: 8 on each, of 16.
+COUNTED_TOKENS = ((3, 5), (1, 7))
+MICRO_BATCHES = range(2)
+
+
+def pad(batch: Batch, data_coordinate: int, micro: int) -> Batch:
+    """Return the batch with padding as the target of all tokens behind the first ones, which count."""
+    target = batch.target.flatten().clone()
+    target[COUNTED_TOKENS[data_coordinate % 2][micro] :] = PADDING
+    return replace(batch, target=target.view_as(batch.target))
+
+
+def share_of_loss(output: Any, batch: Batch, data_size: int) -> Tensor:
+    """Return a micro-batch's part of the mean over all tokens that count, times the terms of an engine's mean."""
+    tokens = sum(sum(COUNTED_TOKENS[at % 2]) for at in range(data_size))
+    return sum_cross_entropy(output, batch.target) * data_size / tokens
+
+
+def observe_token_loss(ctx: RankContext) -> None:
+    """Run forward and backward of the micro-batches of a step, and record losses and gradients."""
+    engine = ctx.build_engine(optimizer=UNIT_LR_SGD, accumulation_steps=len(MICRO_BATCHES))
+    for micro in MICRO_BATCHES:
+        batch = pad(ctx.batch(micro), ctx.data_coordinate, micro)
+        with compute_loss_on_parts(ctx):
+            loss = share_of_loss(batch.feed(engine), batch, ctx.data_size)
+            ctx.record("loss", {"loss": read_whole(loss)}, micro)
+            engine.backward(loss)
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def compute_loss_on_parts(ctx: RankContext) -> AbstractContextManager[Any]:
+    """Return torch's ``loss_parallel`` if the model's logits are split over tp, and else a context without effect."""
+    if TENSOR not in ctx.config.mesh.axes or not ctx.config.tp_plan.get("head", "").endswith("split_logits"):
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    context: AbstractContextManager[Any] = loss_parallel()
+    return context
+
+
+def read_whole(loss: Any) -> Tensor:
+    """Return a loss as a tensor, which may be a DTensor."""
+    whole: Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    return whole.detach()
+
+
+def judge_token_loss(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses and gradients bitwise with plain PyTorch's sum over all micro-batches."""
+
+    def objective(output: Any, batch: Batch) -> Tensor:
+        """Return a micro-batch's part of the loss of the step."""
+        return share_of_loss(output, batch, ctx.data_size)
+
+    rows = []
+    for micro in MICRO_BATCHES:
+        batches = [pad(ctx.baseline.batch(at, micro), at, micro) for at in range(ctx.data_size)]
+        rows.append([run_local(ctx.baseline.build_module(), batch, objective) for batch in batches])
+        yield from ctx.compare_losses(micro, rows[-1])
+    # The cross-entropy is linear in the logits: its gradient has elements in {-1, 0, 1}, over a power of two.
+    exact = ctx.certify_exactness(MICRO_BATCHES, objective=sum_of_logits)
+    yield from ctx.compare_reduced_grads("grads", rows, exact=exact, scale=len(MICRO_BATCHES))
+
+
+def sum_of_logits(output: Tensor, batch: Batch) -> Tensor:
+    """Return a loss whose sums are at least as large as those of the cross-entropy of any targets."""
+    return output.sum() / len(batch.inputs)
+
+
+LAWS = (
+    mesh_law(
+        "token_loss",
+        "with unequal padding on ranks and in micro-batches, the loss is one sum over one number of tokens",
+        observe_token_loss,
+        judge_token_loss,
+        Feature.CALLER_ACCUMULATION,
+        models=("tokens", "parallel_tokens", "sequence_tokens"),
+        kept_because="the only law of a loss whose logits are split, and of one that counts tokens, on a mesh",
+    ),
+)

@@ -1,0 +1,118 @@
+"""Define mutants of dropout on a mesh, around FSDP2 with masks that are right on a CPU too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import TENSOR
+from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+from zharness.workload.exact_heads import Dropout, draw_mask
+
+
+def on_dropout(model: str, part: Part = Part.FORWARD, parameter: str = "*", variant: str = "") -> Target:
+    """Return a target of the law of dropout on a mesh."""
+    return on_mesh("mesh.dropout", part, model, parameter=parameter, variant=variant)
+
+
+class DrawsForEachPart(OverMesh):
+    """FSDP2 whose dropout of a part of the activations draws from a generator of this rank of tp.
+
+    torch's DTensor does so on a GPU alone. ``sequence_parallel_to_tensor`` is the word of plans for such a dropout.
+    """
+
+    def spoil_modules(self) -> None:
+        for name, module in self.module.named_modules():
+            if isinstance(module, Dropout):
+                self.spoil_dropout(module, self.config.tp_plan.get(name) == "sequence_parallel_to_tensor")
+
+    def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
+        """Make a dropout draw for this rank's part; subclasses break this."""
+        if is_split:
+            dropout.draw = self.draw_for(self.coordinates[TENSOR])
+
+    def draw_for(self, place: int) -> Draw:
+        """Return a function that draws the mask number ``place`` for the state of torch's generator."""
+        return Draw(place)
+
+
+class Draw:
+    """Draws a mask from a generator whose seed is drawn from torch's, plus ``place``."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        seed = int(torch.randint(1 << 30, ()))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed + self.place)
+            return draw_mask(activations)
+
+
+class DrawAnew(Draw):
+    """Draws another mask in each call, whatever the state of torch's generator is."""
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        self.place += 1
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.place)
+            return draw_mask(activations)
+
+
+@mutant(FaultKind.RANKS, on_dropout("dropped_sequence", parameter="masks of parts"), origin=Origin.MESH)
+class DrawsOneMaskForAllParts(DrawsForEachPart):
+    """All ranks of tp drop the same elements of their parts of the sequence."""
+
+    def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
+        dropout.draw = self.draw_for(0) if is_split else dropout.draw
+
+
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="mask of drop_*"), origin=Origin.MESH)
+class DrawsOtherMasksOnEachTensorRank(DrawsForEachPart):
+    """Each rank of tp drops other elements of activations that all of them have."""
+
+    def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
+        dropout.draw = self.draw_for(self.coordinates[TENSOR])
+
+
+@mutant(
+    FaultKind.GRAPH,
+    on_dropout("dropped_sequence", Part.LOCAL_GRADIENT, "mask of drop_*", "recomputed"),
+    origin=Origin.MESH,
+)
+class RecomputesWithANewMaskOfItsPart(DrawsForEachPart):
+    """A recomputation drops other elements of a part of the sequence than its forward."""
+
+    def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
+        dropout.draw = DrawAnew(100 * self.coordinates[TENSOR]) if is_split else dropout.draw
+
+
+@mutant(FaultKind.CONTRIBUTION, on_dropout("dropped_sequence", Part.LOCAL_GRADIENT), origin=Origin.MESH)
+class BackwardPassesDroppedElements(DrawsForEachPart):
+    """The gradient of an element of the second part of the sequence does not know whether it was dropped."""
+
+    def spoil_modules(self) -> None:
+        super().spoil_modules()
+        if self.coordinates[TENSOR] and hasattr(self.module, "drop_mlp"):
+            self.hook_output("drop_mlp")
+
+    def changed_output(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        activations: Tensor = inputs[0].to_local()
+        return output.detach() + activations - activations.detach()
+
+
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="mask of drop_*"), origin=Origin.MESH)
+class SeedsDropoutByTheRankOfTheWorld(DrawsForEachPart):
+    """Dropout draws from a generator that the engine has seeded by the rank, and not from the caller's."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in self.module.modules():
+            if isinstance(module, Dropout) and config.mesh.sizes:
+                module.draw = DrawAnew(1000 * dist.get_rank())

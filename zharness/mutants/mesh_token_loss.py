@@ -1,0 +1,58 @@
+"""Define mutants of a loss over tokens on a mesh: logits that are split, and micro-batches with unequal padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.mesh import TENSOR
+from zharness.mutants.mesh import REP2, TP2, OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def on_token_loss(model: str, mesh: str = TP2, part: Part = Part.REDUCTION) -> Target:
+    """Return a target of the law of a loss over tokens."""
+    return on_mesh("mesh.token_loss", part, model, mesh)
+
+
+class OverLogits(OverMesh):
+    """The base class of mutants that change the logits, or their gradient."""
+
+    def spoil_modules(self) -> None:
+        if self.tensor_size > 1:
+            self.hook_output("head" if hasattr(self.module, "head") else "last")
+
+
+@mutant(FaultKind.SCALE, on_token_loss("parallel_tokens"), origin=Origin.MESH)
+class SumsTheGradientOfLogitsOverTensorRanks(OverLogits):
+    """The gradient of split logits is counted once for each rank of tp."""
+
+    def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return self.tensor_size * output - (self.tensor_size - 1) * output.detach()
+
+
+@mutant(FaultKind.CONTRIBUTION, on_token_loss("sequence_tokens"), origin=Origin.MESH)
+class LosesTheGradientOfOneRanksLogits(OverLogits):
+    """The logits of the second rank of tp get no gradient."""
+
+    def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output.detach() + 0 * output if self.coordinates[TENSOR] else output
+
+
+@mutant(FaultKind.CONTRIBUTION, on_token_loss("parallel_tokens", part=Part.FORWARD), origin=Origin.MESH)
+class ShiftsTheLogitsOfOneRank(OverLogits):
+    """The second rank of tp subtracts one from its logits, as if it had its own maximum in the softmax."""
+
+    def changed_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output - float(self.coordinates[TENSOR])
+
+
+@mutant(FaultKind.CONTRIBUTION, on_token_loss("tokens", REP2, Part.ACCUMULATION), origin=Origin.MESH)
+class KeepsTheLastMicroBatchAlone(OverMesh):
+    """Each backward drops the gradients of the micro-batches before it."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.zero_grad()
+        self.right.backward(loss, retain_graph=retain_graph)
