@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zharness.engines.deepspeed_gathers import await_all_gathers, gather_one_by_one
+from zharness.engines.deepspeed_process import import_deepspeed
 
 MODULE = "deepspeed.runtime.zero.partition_parameters"
 
@@ -39,6 +40,15 @@ def test_every_parameter_is_gathered_when_the_call_returns(release: type[Init]) 
     assert list_gathered(release()) == [None, None, 7]
     await_all_gathers("0.19.5")
     assert list_gathered(release()) == [7, 7, 7]
+
+
+def test_deepspeeds_own_tests_run_on_the_release_as_it_is(release: type[Init], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(sys.modules["deepspeed"], "__version__", "0.19.5", raising=False)
+    for name in ("deepspeed.comm", "deepspeed.comm.torch"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(build_shm_op=None))
+    import_deepspeed("cpu")
+    assert list_gathered(release()) == [None, None, 7]
 
 
 def test_a_list_without_parameters_starts_nothing(release: type[Init]) -> None:

@@ -88,6 +88,8 @@ def import_autocast_module() -> ModuleType | None:
 def prepare_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed, set the environment variables that it reads, and return the module.
 
+    A release that leaves all-gathers of ZeRO-3 unawaited is made to await them; in DeepSpeed's own tests it is not.
+
     Raises EngineContractError if DeepSpeed was imported for another device type.
     """
     deepspeed = import_deepspeed(device_type)
@@ -101,6 +103,7 @@ def prepare_deepspeed(device_type: str) -> Any:
         raise EngineContractError(
             f"DeepSpeed was imported for {name}, but the model is on {device_type}; set DS_ACCELERATOR={device_type}"
         )
+    await_all_gathers(deepspeed.__version__)
     return deepspeed
 
 
@@ -117,8 +120,6 @@ def get_shm_operator() -> Any:
 
 def import_deepspeed(device_type: str) -> Any:
     """Import DeepSpeed and return the module; its shared-memory operator is built if ``ZHARNESS_DEEPSPEED_SHM=1``.
-
-    A release that leaves all-gathers of ZeRO-3 unawaited is made to await them.
 
     Raises MissingEngine if DeepSpeed cannot be imported.
     """
@@ -138,7 +139,6 @@ def import_deepspeed(device_type: str) -> Any:
         if os.environ.get(SHM_VARIABLE) == "1":
             _shm_operators[:] = [build_operator(SHM_OPERATOR, backend.build_shm_op)]
         backend.build_shm_op = get_shm_operator
-    await_all_gathers(deepspeed.__version__)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)
     return deepspeed
