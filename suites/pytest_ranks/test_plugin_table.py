@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from suites.pytest_ranks.beside_plugins import ON_RANKS, run_beside, start_beside
+from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, run_beside, start_beside
 
 LIFE = """
 import threading
@@ -299,6 +301,23 @@ def test_mpi_pytest_runs_its_own_tests_beside_tests_on_ranks(tmp_path: Path) -> 
     refused = start_beside(tmp_path / "both", both, plugins=("pytest_mpi.plugin",)).finish()
     assert refused.status == pytest.ExitCode.USAGE_ERROR
     assert "test_both[w2] has the marker world_size and the marker parallel of mpi-pytest" in refused.output
+
+
+def test_under_mpiexec_mpi_pytest_refuses_tests_on_ranks_as_every_test_without_its_marker(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_mpi", reason="needs mpi-pytest: tox -e plugins")
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_it.py").write_text(HEAD.format(decorator=ON_RANKS) + MPI + "\ndef test_serial():\n    pass\n")
+    plugins = [word for plugin in ("xdist", "zharness.plugin", "pytest_mpi.plugin") for word in ("-p", plugin)]
+    done = subprocess.run(
+        [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-m", "pytest", *plugins, "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert "1 passed, 2 errors" in done.stdout, done.stdout + done.stderr
+    for name in ("test_on_ranks[w2] - ranks 0-1: ", "test_serial - "):
+        assert f"ERROR test_it.py::{name}pytest.UsageError: Serial" in done.stdout, done.stdout
 
 
 EDITOR = "suites.pytest_ranks.editor_plugin"
