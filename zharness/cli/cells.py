@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
+    from zharness.export.command import ExportOptions
     from zharness.export.header import ScriptForm
     from zharness.export.verify import ScriptResult
+    from zharness.releases.prepared_release import PreparedRelease
 
 STANDALONE = click.option(
     "--standalone",
@@ -44,6 +48,15 @@ def choose_form(standalone: bool) -> ScriptForm:
     is_flag=True,
     help="Print a table that says for each law whether its script is short or long, and why it is long.",
 )
+@click.option(
+    "--form",
+    type=NameChoice(["script", "issue", "pytest"]),
+    default="script",
+    show_default=True,
+    help="script: a script for torchrun. issue: a text for an upstream issue, with a script that needs torch and the "
+    "engine alone, expectation, output and versions. pytest: a test in the style of the engine's suite (DeepSpeed's "
+    "DistributedTest, PyTorch's MultiProcessTestCase), which fails until the bug is mended.",
+)
 @STANDALONE
 def export(
     cell_id: str | None,
@@ -52,6 +65,7 @@ def export(
     no_verify: bool,
     timeout: float,
     listing: bool,
+    form: str,
     standalone: bool,
 ) -> int:
     """Write a cell as a script of at most 80 lines, and run the script to verify it.
@@ -74,6 +88,12 @@ def export(
             "no cell id was given; give the id that a report prints, such as training.grads[ddp-zero0-w2-fp32-mlp]"
         )
     options = command.ExportOptions(seed, timeout, output, choose_form(standalone))
+    if form != "script":
+        if standalone or no_verify:
+            raise UsageError(
+                f"--form {form} is standalone and verified already: leave out --standalone and --no-verify"
+            )
+        return export_published(cell_id, options, form)
     return command.export(
         cell_id,
         options,
@@ -121,6 +141,38 @@ def shrink(
     )
 
 
+def export_published(cell_id: str, options: ExportOptions, form: str) -> int:
+    """Write the cell as an issue or as a test of the engine's suite, and return the exit code."""
+    from zharness.cell import Cell
+    from zharness.export import command
+    from zharness.export.published import PublishedForm
+    from zharness.releases import repros
+    from zharness.releases.launch import CommandGroup, run_command
+    from zharness.releases.rank_environment import prepare_rank_environment
+
+    cell, commands = Cell.parse(cell_id), CommandGroup()
+    environment = prepare_engine(cell.engine)
+
+    def run(path: Path) -> tuple[int | None, str]:
+        """Run the script under torchrun, or the test under pytest, on the release of the engine."""
+        try:
+            if form == "issue":
+                return repros.run_script(path, cell.world_size, environment, repros.TIMEOUT_SECONDS, commands)
+            tests = path.parent / "unit"  # stands in for the folder of DeepSpeed's tests
+            tests.mkdir()
+            (tests / "common.py").write_text("from zharness.compat.deepspeed import DistributedTest\n")
+            line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path.name]
+            return run_command(
+                line, environment.environment or os.environ, repros.TIMEOUT_SECONDS, commands, path.parent
+            )
+        finally:
+            commands.terminate()
+
+    return command.export_published(
+        cell_id, options, PublishedForm(form), prepare_rank_environment, run, repros.describe_machine()
+    )
+
+
 def require_known_cell(cell_id: str) -> None:
     """Raise UsageError if ``cell_id`` is no cell id, or its law, engine or stage does not exist."""
     from zharness.cell import Cell
@@ -130,24 +182,28 @@ def require_known_cell(cell_id: str) -> None:
     require_known_names(laws=[cell_id])
 
 
-def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
-    """Return a function that runs a script on the release of ``engine``, in the same way as a reproduction."""
+def prepare_engine(engine: str) -> PreparedRelease:
+    """Return the release of ``engine``, ready to run. A factory has none."""
     from zharness import engines
     from zharness.engines import registry
+    from zharness.releases.prepared_release import PreparedRelease, prepare_release
+
+    if registry.is_factory_path(engine):
+        return PreparedRelease("")
+    return prepare_release(engine, engines.info(engine).distribution)
+
+
+def make_script_runner(engine: str) -> Callable[[Path], ScriptResult]:
+    """Return a function that runs a script on the release of ``engine``, in the same way as a reproduction."""
     from zharness.export.verify import ScriptResult
     from zharness.releases import repros
     from zharness.releases.launch import CommandGroup
-    from zharness.releases.prepared_release import PreparedRelease, prepare_release
 
     seconds = repros.TIMEOUT_SECONDS
+    environment = prepare_engine(engine)
 
     def run(path: Path) -> ScriptResult:
         """Run the script at ``path`` and return its verdict and evidence."""
-        environment = (
-            PreparedRelease("")
-            if registry.is_factory_path(engine)
-            else prepare_release(engine, engines.info(engine).distribution)
-        )
         commands = CommandGroup()
         try:
             result = repros.run_repro(repros.parse_repro(path), engine, environment, seconds, commands)

@@ -178,6 +178,7 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
         [
             f"SCRIPT, ENGINES, FOLLOW_UP = {function.__name__}, {scenario.engine_count}, {FOLLOW_UP_MICRO}",
             f"DIVISOR, REDUCTION = {scenario.accumulation_steps if owned else 1}, Reduction.{reduction.name}",
+            f"TENSOR_BACKWARD = {claims.refusal(Feature.TENSOR_BACKWARD) is None}",
         ]
     )
     yield writing.read_part("scenarios")

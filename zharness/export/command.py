@@ -20,6 +20,7 @@ from zharness.export.cell_script import is_judged_by_law, render_cell_script
 from zharness.export.header import ScriptForm
 from zharness.export.imported_script import render_imported_cell_script, render_imported_program_script
 from zharness.export.program_script import has_short_script, render_program_script
+from zharness.export.published import PublishedForm, render_issue, render_plain_script, render_test
 from zharness.export.script_length import explain_long_script
 from zharness.export.script_writer import Script
 from zharness.export.shrink import ShrinkResult, shrink_failure
@@ -32,6 +33,7 @@ from zharness.run.runner import Runner
 from zharness.world.server import RankEnvironment
 
 GetEnvironment = Callable[[str], RankEnvironment]
+RunPublished = Callable[[Path], tuple[int | None, str]]  # runs a script or a test; returns exit code and output
 EXPORTABLE_VERDICTS = (Verdict.PASS, Verdict.FAIL, Verdict.CRASH, Verdict.CONTRACT)
 
 
@@ -74,6 +76,49 @@ def export(text: str, options: ExportOptions, get_environment: GetEnvironment, r
     name = options.output.name if options.output is not None else "script.py"
     render = render_cell_script if options.form is ScriptForm.STANDALONE else render_imported_cell_script
     return write_and_verify(render(record, claims, name), record, options.output, run_script)
+
+
+def export_published(
+    text: str,
+    options: ExportOptions,
+    form: PublishedForm,
+    get_environment: GetEnvironment,
+    run: RunPublished,
+    machine: str,
+) -> int:
+    """Print or write the cell ``text`` as an issue or a test, after running it; return 1 if that does not show it.
+
+    ``run(path)`` runs the script or the test and returns its exit code and output. ``machine`` is described in the
+    issue. Raises UsageError for a cell that does not fail, or that cannot be written as a script.
+    """
+    cell = parse_exportable_cell(text)
+    if options.output is not None:
+        require_writable(options.output)
+    with show_progress("running the cell"):
+        record, claims = run_exported_cell(cell, options, get_environment)
+    if record.verdict not in (Verdict.FAIL, Verdict.CRASH):
+        raise UsageError(f"there is nothing to report of {cell.id}: its verdict is {record.verdict.value}")
+    script = render_cell_script(record, claims, "script.py")
+    is_test = form is PublishedForm.PYTEST
+    published = render_test(script, cell) if is_test else render_plain_script(script)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        show_progress("running the test" if is_test else "running the script"),
+    ):
+        path = Path(folder) / ("test_law.py" if is_test else "script.py")
+        path.write_text(published, encoding="utf-8")
+        code, output = run(path)
+    shown = [line for line in output.splitlines() if script.signature in line]
+    if code != 1 or not shown:
+        click.echo(f"{form.value}: exit code {code} does NOT show {record.cause}\n{output[-2000:]}", err=True)
+        return 1
+    packages = f"torch {record.torch_version}, {cell.engine_label} {record.engine_version}"
+    write_script_text(
+        published if is_test else render_issue(record, published, shown[-1].strip(), packages, machine) + "\n",
+        options.output,
+    )
+    click.echo(f"it fails as the cell does, with exit code 1: {shown[-1].strip()}", err=True)
+    return 0
 
 
 def write_and_verify(script: Script, record: Record, output: Path | None, run_script: RunScript | None) -> int:

@@ -66,6 +66,20 @@ class CommandGroup:
                     self._children.pop(child, None)
 
 
+def run_command(
+    command: list[str], env: Mapping[str, str], seconds: float, command_group: CommandGroup, folder: Path
+) -> tuple[int | None, str]:
+    """Run ``command`` in ``folder``; return its exit code, or None after ``seconds``, and its output."""
+    with tempfile.TemporaryFile() as output:
+        with command_group.start(command, env, output, folder) as child:
+            try:
+                code: int | None = child.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+        output.seek(0)
+        return code, output.read().decode(errors="replace")
+
+
 def run_torchrun(
     arguments: list[str], env: Mapping[str, str], seconds: float, command_group: CommandGroup
 ) -> tuple[int | None, str]:
