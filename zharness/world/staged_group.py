@@ -366,6 +366,8 @@ def exchange_op(op: Any) -> Any:
 
 def prepare_operand(flat: Tensor, dtype: torch.dtype, op: Any, size: int) -> Tensor:
     """Return a host tensor of bytes as the operand of gloo, scaled as NCCL scales: floats before the sum."""
+    if flat.is_sparse:
+        return flat
     tensor = flat.view(REDUCED_AS.get(dtype, dtype))
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -54,6 +54,14 @@ class Request:
     start: Callable[[Sequence[Tensor]], Exchange]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How an exchange ended: one result for each output, or an error."""
+
+    results: Sequence[Tensor]
+    error: BaseException | None = None
+
+
 class StagedWork(dist.Work):
     """The handle of an issued collective. ``wait`` delivers the results, and raises what the exchange raised."""
 
@@ -66,11 +74,12 @@ class StagedWork(dist.Work):
             for output in request.outputs:
                 poison_tensor(output)
         self._issued = record_event([*request.inputs, *request.outputs])
-        self._executed = threading.Event()
+        # Held until the exchange has ended. An Event would wait by Python code, whose calls a law counts.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._outcome: Outcome | None = None
         self._delivery = threading.Lock()
-        self._results: Sequence[Tensor] | None = None
         self._delivered: list[torch.cuda.Event | None] = []  # one entry once the results are delivered
-        self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def execute(self, finish_in: Callable[[Callable[[], None]], None]) -> None:
@@ -79,7 +88,7 @@ class StagedWork(dist.Work):
             sources = self._request.inputs if self._copies is None else self._copies
             exchange = self._request.start([copy_to_host(source, self._issued) for source in sources])
         except Exception as error:  # noqa: BLE001 - raised where the caller waits
-            self._conclude(None, error)
+            self._conclude(Outcome((), error))
         else:
             finish_in(lambda: self._finish(exchange))
 
@@ -90,22 +99,21 @@ class StagedWork(dist.Work):
                 work.wait()
             results = exchange.finish()
         except Exception as error:  # noqa: BLE001 - raised where the caller waits
-            self._conclude(None, error)
+            self._conclude(Outcome((), error))
         else:
-            self._conclude(results, None)
+            self._conclude(Outcome([self._pin(result) for result in results]))
 
-    def _conclude(self, results: Sequence[Tensor] | None, error: BaseException | None) -> None:
-        """Store the results or the error, and complete the future if the caller asked for one."""
+    def _conclude(self, outcome: Outcome) -> None:
+        """Store the outcome, and complete the future if the caller asked for one."""
         with self._delivery:
-            self._results, self._error = None if results is None else [self._pin(result) for result in results], error
-            self._executed.set()
-            future = self._future
+            self._outcome, future = outcome, self._future
+        self._running.release()
         if future is not None:
             self._complete(future)
 
     def _pin(self, result: Tensor) -> Tensor:
         """Return a result for a GPU in pinned memory, so that its copy to the GPU does not block the host."""
-        return result.pin_memory() if self._issued is not None else result
+        return result.pin_memory() if self._issued is not None and not result.is_sparse else result
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the exchange has ended, and deliver the results on the current stream.
@@ -113,22 +121,23 @@ class StagedWork(dist.Work):
         A later call makes the current stream wait for that delivery. Time-outs are those of the exchange.
         """
         del timeout
-        self._executed.wait()
+        with self._running:  # several threads may wait
+            pass
         self._deliver()
         return True
 
     def _deliver(self) -> None:
         """Copy the results into the outputs, once. Raise what the exchange raised, or EngineContractError."""
         with self._delivery, suspend_transforms():
-            if self._error is not None:
-                raise self._error
+            assert self._outcome is not None, "delivered before the exchange has ended"
+            if self._outcome.error is not None:
+                raise self._outcome.error
             if not self._delivered:
                 self._require_unchanged_inputs()
-                for output, result in zip(self._request.outputs, self._results or (), strict=True):
-                    # .data: a collective does not count as a change that autograd has to know.
-                    output.data.copy_(result.view(output.dtype).view(output.shape), non_blocking=True)
+                for output, result in zip(self._request.outputs, self._outcome.results, strict=True):
+                    deliver(output, result)
                 self._delivered.append(record_event(self._request.outputs))
-                self._results = self._copies = None
+                self._outcome, self._copies = Outcome(()), None
         event = self._delivered[0]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -139,11 +148,12 @@ class StagedWork(dist.Work):
             if any(share_storage(tensor, output) for output in self._request.outputs):
                 continue
             if not torch.equal(copy_bytes(tensor), copied):
-                self._error = EngineContractError(
+                error = EngineContractError(
                     f"an input of {self._request.name}, of shape {tuple(tensor.shape)}, was overwritten before the "
                     "collective was waited for; wait for it first"
                 )
-                raise self._error
+                self._outcome = Outcome((), error)
+                raise error
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the list of outputs, which delivers the results as soon as they are there."""
@@ -152,8 +162,8 @@ class StagedWork(dist.Work):
                 return self._future
             devices = sorted({tensor.device for tensor in self._request.outputs if tensor.is_cuda}, key=str)
             future = self._future = torch.futures.Future(devices=devices)  # type: ignore[arg-type] # list is invariant
-            is_executed = self._executed.is_set()
-        if is_executed:
+            has_ended = self._outcome is not None
+        if has_ended:
             self._complete(future)
         return future
 
@@ -168,15 +178,15 @@ class StagedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether the exchange has ended."""
-        return self._executed.is_set()
+        return self._outcome is not None
 
     def is_success(self) -> bool:
         """Return whether the exchange has ended without an error."""
-        return self._executed.is_set() and self._error is None
+        return self._outcome is not None and self._outcome.error is None
 
     def exception(self) -> BaseException | None:
         """Return what the exchange raised, or None."""
-        return self._error
+        return None if self._outcome is None else self._outcome.error
 
     def synchronize(self) -> None:
         """Deliver the results, as ``wait`` does."""
@@ -244,6 +254,15 @@ def record_event(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
     return event
 
 
+def deliver(output: Tensor, result: Tensor) -> None:
+    """Copy a result, which is the bytes of a dense tensor or a sparse tensor, into ``output`` on the current stream."""
+    if output.is_sparse:
+        output.copy_(result.to(output.device))
+    else:
+        # .data: a collective does not count as a change that autograd has to know.
+        output.data.copy_(result.view(output.dtype).view(output.shape), non_blocking=True)
+
+
 def copy_to_host(tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:
     """Return the bytes of ``tensor`` on the host, in a new flat uint8 tensor, read after the event ``ready``.
 
@@ -267,7 +286,12 @@ def staging_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def flatten_to_bytes(tensor: Tensor) -> Tensor:
-    """Return the elements of ``tensor`` as a flat uint8 tensor, which is a view if the tensor is contiguous."""
+    """Return the elements of ``tensor`` as a flat uint8 tensor, which is a view if the tensor is contiguous.
+
+    A sparse tensor is returned as it is.
+    """
+    if tensor.is_sparse:
+        return tensor.detach()
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -277,7 +301,9 @@ def copy_bytes(tensor: Tensor) -> Tensor:
 
 
 def poison_tensor(tensor: Tensor) -> None:
-    """Fill ``tensor`` with bytes of 0xFF; a strided tensor of floats is filled with NaN, other ones are left alone."""
+    """Fill ``tensor`` with bytes of 0xFF, or with NaN if it is strided. Strided integers are left alone."""
+    if tensor.is_sparse:
+        return
     if tensor.is_contiguous() and tensor.dtype is not torch.bool:
         tensor.data.view(-1).view(torch.uint8).fill_(POISON_BYTE)
     elif tensor.is_floating_point():
@@ -285,5 +311,7 @@ def poison_tensor(tensor: Tensor) -> None:
 
 
 def share_storage(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are views of one storage."""
+    """Return whether two tensors are one, or views of one storage."""
+    if first is second or first.is_sparse or second.is_sparse:
+        return first is second
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
