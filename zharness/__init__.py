@@ -3,8 +3,8 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, mesh, names, law_set, project_file, comm, step_summary, torch_private
-    1  cell, world, workload, reference
+    0  errors, mesh, names, toml_text, comm, step_summary, torch_private
+    1  cell, world, workload, reference, law_set, project_file
     2  engines
     3  pytest_ranks, parity
     4  law_kit
@@ -20,7 +20,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``suites/meta/test_map.py`` compares them with a traced run.
 
 1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it, with the
-   options that ``cli/project_options.py`` finds by ``project_file.py``;
+   options that ``cli/project_options.py`` finds by ``project_file.py`` (the module ``toml_text``);
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures,

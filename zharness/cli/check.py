@@ -6,10 +6,19 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
-from zharness.cli.project_options import read_project_failures
+from zharness.cli.options import (
+    INPUT_FILE,
+    LAW_SET_HELP,
+    OUTPUT,
+    SECONDS,
+    NameChoice,
+    parse_integer_option,
+    parse_name_option,
+)
+from zharness.cli.project_options import read_project_failures, require_depth_of_command_line
 from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
+from zharness.project_file import ProjectFile
 
 SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 
@@ -84,13 +93,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
     "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
 )
-@click.option(
-    "--laws",
-    "law_set",
-    default="",
-    metavar="VERSION",
-    help="Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`).",
-)
+@click.option("--laws", "law_set", default="", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
     "-x",
     "--exitfirst",
@@ -117,15 +120,15 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "reach_output",
     type=OUTPUT,
     metavar="FILE",
-    help="Write to FILE which functions of the engine's source each cell reaches; the run takes two to three times as "
-    "long. Needs coverage.py (pip install 'zharness[coverage]').",
+    help="Write to FILE which functions of the engine's source each cell reaches; the run takes about twice as long. "
+    "Needs coverage.py (pip install 'zharness[coverage]').",
 )
 @click.option(
     "--changed",
     "base",
     metavar="COMMIT",
-    help="Run the cells that reach a function which differs from COMMIT in the engine's repository, and no others; "
-    "those that are likely to fail come first. Needs --reach.",
+    help="Run the cells that reach a function which the engine's repository has changed since it left COMMIT, and no "
+    "others; those that are likely to fail come first. Needs --reach.",
 )
 @click.option(
     "--reach", "reach_input", type=INPUT_FILE, metavar="FILE", help="File that --record-reach wrote in an earlier run."
@@ -135,7 +138,9 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
+@click.pass_obj
 def check(
+    project: ProjectFile | None,
     patterns: tuple[str, ...],
     engines: tuple[str, ...],
     stages: tuple[int, ...],
@@ -175,6 +180,7 @@ def check(
         from zharness.run.files import require_writable
 
         require_writable(reach_output)
+    require_depth_of_command_line(project, depth or 1, {"--mesh": mesh, "--variant": engine_variant})
     if law_set:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
@@ -207,7 +213,7 @@ def check(
         law_set,
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    user_failures = read_project_failures(expected_failures)
+    user_failures = read_project_failures(project, expected_failures)
     if reach_output is not None:
         require_coverage("--record-reach")
     changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None

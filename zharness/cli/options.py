@@ -10,6 +10,10 @@ import click
 from zharness.cell import parse_integers
 from zharness.errors import UsageError, find_close_names
 
+LAW_SET_HELP = (
+    "Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`)."
+)
+
 
 class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
     """A choice between names whose error says which name is close to the given one."""

@@ -13,6 +13,7 @@ from itertools import chain
 from zharness.cell import Cell
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
+from zharness.law_set import list_later_changes
 from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
@@ -62,7 +63,7 @@ class ModelCheckRequest:
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
     it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
     is empty, every law that applies to any model runs. ``ignore_memory_limit`` turns the refusal of a model that does
-    not fit into memory into a line of output.
+    not fit into memory into a line of output. ``law_set`` is the version of the law set, empty for the newest.
     """
 
     model: str
@@ -75,6 +76,7 @@ class ModelCheckRequest:
     only: tuple[str, ...] = ()
     ignore_memory_limit: bool = False
     mesh: Mesh = DEFAULT_MESH
+    law_set: str = ""
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -84,7 +86,17 @@ class ModelCheckRequest:
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
         models, sizes = (self.model,), (self.world_size,)
-        return Request(self.only, (self.engine,), stages, sizes, (dtype,), models, self.config, mesh=self.mesh)
+        return Request(
+            self.only,
+            (self.engine,),
+            stages,
+            sizes,
+            (dtype,),
+            models,
+            self.config,
+            mesh=self.mesh,
+            law_set=self.law_set,
+        )
 
 
 class RunnerLanes:
@@ -200,7 +212,13 @@ def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
 
 
 def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:
-    """Say which keys of the configuration file are ignored, filled in or translated."""
+    """Say what the law set leaves out, and which keys of the configuration are ignored, filled in or translated."""
+    left_out = list_later_changes(check_request.law_set) if check_request.law_set else {}
+    if left_out:
+        report_status(
+            f"the law set {check_request.law_set} leaves out {len(left_out)} law variants; "
+            f"`zharness laws diff {check_request.law_set}` lists them"
+        )
     config = configuration_on(check_request.engine, check_request.config)
     for key in config.ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
