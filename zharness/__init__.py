@@ -20,11 +20,12 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``suites/meta/test_map.py`` compares them with a traced run.
 
 1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it, with the
-   options that ``cli/project_options.py`` finds by ``project_file.py`` (the module ``toml_text``);
+   options that ``cli/project_options.py`` finds by ``project_file.py``;
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures,
-   which ``run/matching_failures.py`` matches with cells; ``report/outputs.py`` holds the outputs.
+   in the TOML of ``toml_text.py``, which ``run/matching_failures.py`` matches with cells;
+   ``report/outputs.py`` holds the outputs.
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, which
    ``run/cell_planner.py`` accepts or refuses, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
