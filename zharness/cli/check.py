@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
+from zharness.cell import is_cell_id
 from zharness.cli.options import (
     INPUT_FILE,
     LAW_SET_HELP,
@@ -21,6 +23,7 @@ from zharness.law_set import list_later_changes
 from zharness.project_file import ProjectFile
 
 SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
+AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 
 @click.command()
@@ -93,7 +96,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
     "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
 )
-@click.option("--laws", "law_set", default="", metavar="VERSION", help=LAW_SET_HELP)
+@click.option("--laws", "law_set", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
     "-x",
     "--exitfirst",
@@ -155,7 +158,7 @@ def check(
     timeout: float,
     isolation: str,
     depth: int | None,
-    law_set: str,
+    law_set: str | None,
     max_failures: int | None,
     max_seconds: float | None,
     reach_output: Path | None,
@@ -181,8 +184,10 @@ def check(
 
         require_writable(reach_output)
     require_depth_of_command_line(project, depth or 1, {"--mesh": mesh, "--variant": engine_variant})
-    if law_set:
+    if law_set is not None:
         list_later_changes(law_set)  # an unknown version raises UsageError
+    if patterns and all(map(is_cell_id, patterns)):
+        refuse_axes_beside_cells()
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
@@ -210,7 +215,7 @@ def check(
         sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
         dtypes or tuple(DTYPES),
         Mesh.parse(mesh),
-        law_set,
+        law_set or "",
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
     user_failures = read_project_failures(project, expected_failures)
@@ -222,3 +227,15 @@ def check(
         *(timeout, seed, jobs or 0, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
     )
     return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+
+
+def refuse_axes_beside_cells() -> None:
+    """Raise UsageError for an option of the command line that cell ids name themselves, and that would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if parameter.name in AXES_OF_A_CELL and is_given:
+            raise UsageError(
+                f"got {parameter.opts[0]} beside the id of a cell, which names engine, stage, ranks, dtype and model "
+                "itself; leave the option out, or change the id"
+            )

@@ -62,7 +62,7 @@ from zharness.project_file import ProjectFile
 @click.option(
     "--only", multiple=True, metavar="LAW", help="Run only this law, or laws that match a pattern; may be repeated."
 )
-@click.option("--laws", "law_set", default="", metavar="VERSION", help=LAW_SET_HELP)
+@click.option("--laws", "law_set", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
     "--seed", default=0, show_default=True, help="Seed from which the weights and data of every cell are drawn."
 )
@@ -110,7 +110,7 @@ def model(
     dtype: str,
     steps: int,
     only: tuple[str, ...],
-    law_set: str,
+    law_set: str | None,
     seed: int,
     timeout: float,
     jobs: int | None,
@@ -132,7 +132,7 @@ def model(
     """
     from zharness.cli.name_index import require_known_names
 
-    if law_set:
+    if law_set is not None:
         list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
@@ -162,7 +162,7 @@ def model(
         only,
         ignore_memory_limit,
         Mesh.parse(mesh),
-        law_set,
+        law_set or "",
     )
     for request in matrix.expand():
         if not is_user_model(request.model):
