@@ -39,6 +39,7 @@ from zharness.run.model_memory import (
     SizeEstimate,
     estimate_size,
     explain_current_limit,
+    needs_calibration,
     require_fitting,
 )
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
@@ -173,7 +174,8 @@ def check_model_on(
     report_configuration(check_request, report_status)
     (first,) = lanes.take(1)
     ignore_limit = check_request.ignore_memory_limit
-    estimate = require_estimated_to_fit(first, request, ignore_limit, report_status)
+    is_calibrated = needs_calibration(request, first.claims)
+    estimate = require_estimated_to_fit(first, request, is_calibrated, ignore_limit, report_status)
     lanes.import_ahead(estimate.modules)
     (first,) = lanes.take(1)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
@@ -185,8 +187,9 @@ def check_model_on(
         check_request.world_size,
         ignore_limit,
     )
-    if estimate.size is None and ignore_limit:
-        warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
+    facts = replace(facts, size=replace(facts.size, is_calibrated=is_calibrated))
+    if estimate.size is None:
+        require_or_warn(check_request.model, facts.size, check_request.world_size, ignore_limit, report_status)
     free = measure_free_space()
     file_problem = find_file_problem(
         check_request.model, facts.size, check_request.world_size, check_request.steps, free, ignore_limit
@@ -245,12 +248,12 @@ def choose_nearest_stage(
 
 
 def require_estimated_to_fit(
-    runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
+    runner: Runner, request: Request, is_calibrated: bool, ignore_memory_limit: bool, report_status: ReportStatus
 ) -> SizeEstimate:
     """Estimate the size of a model before it is built, and raise UsageError if it does not fit into memory.
 
     With ``ignore_memory_limit`` a line says that it does not fit. If its factory cannot run without memory, a line says
-    so; the model is then measured when it has been built.
+    so; the model is then measured when it has been built. For ``is_calibrated`` see ``ModelSize``.
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
@@ -259,15 +262,19 @@ def require_estimated_to_fit(
             f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
             f"memory ({estimate.reason})"
         )
-    elif ignore_memory_limit:
-        warn_if_too_large(model, estimate.size, world_size, report_status)
     else:
-        require_fitting(model, estimate.size, world_size)
+        size = replace(estimate.size, is_calibrated=is_calibrated)
+        require_or_warn(model, size, world_size, ignore_memory_limit, report_status)
     return estimate
 
 
-def warn_if_too_large(model: str, size: ModelSize, world_size: int, report_status: ReportStatus) -> None:
-    """Say in a line that the model does not fit into memory, if that is so."""
+def require_or_warn(
+    model: str, size: ModelSize, world_size: int, ignore_memory_limit: bool, report_status: ReportStatus
+) -> None:
+    """Raise UsageError if the model does not fit into memory; with ``ignore_memory_limit``, say so in a line."""
+    if not ignore_memory_limit:
+        require_fitting(model, size, world_size)
+        return
     reason = explain_current_limit(size, world_size)
     if reason:
         report_status(f"WARNING {model}: {reason}; the laws run nevertheless because of {IGNORE_OPTION}")
