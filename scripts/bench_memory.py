@@ -67,7 +67,7 @@ def main() -> int:
     output = "".join(lines)
     announced = ANNOUNCED.search(output)
     if process.returncode not in (0, 1) or announced is None:
-        sys.exit(output)
+        sys.exit(f"{output}\nuntil then: {peak / GIB:.2f} GiB of memory, {most_files / GIB:.2f} GiB of files")
     memory, files = peak / GIB / float(announced[1]), most_files / GIB
     announced_files = float(announced[2]) * UNITS[announced[3]] / GIB
     print(output.strip().splitlines()[-1])

@@ -3,8 +3,8 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, device, mesh, names, law_set, project_file, comm, step_summary, torch_private
-    1  cell, world, workload, reference
+    0  errors, device, mesh, names, toml_text, comm, step_summary, torch_private
+    1  cell, world, workload, reference, law_set, project_file
     2  engines
     3  pytest_ranks, parity
     4  law_kit
@@ -24,7 +24,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
    torchrun; ``run/expected_failures.py`` reads the expected failures,
-   which ``run/matching_failures.py`` matches with cells; ``report/outputs.py`` holds the outputs.
+   in the TOML of ``toml_text.py``, which ``run/matching_failures.py`` matches with cells;
+   ``report/outputs.py`` holds the outputs.
 2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, which
    ``run/cell_planner.py`` accepts or refuses, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines

@@ -6,18 +6,13 @@ An engine's CI pins a version, so that a newer law of zharness never turns it re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from zharness.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from zharness.toml_text import parse_toml
 
 RECORD = Path(__file__).with_name("law_set.toml")
 
@@ -55,7 +50,7 @@ def parse_versions(text: str) -> tuple[LawSetVersion, ...]:
             tuple(name_law_variant(law, variant) for law, variants in table["added"].items() for variant in variants),
             table.get("stricter", {}),
         )
-        for table in tomllib.loads(text)["version"]
+        for table in parse_toml(text, RECORD.name)["version"]
     )
 
 

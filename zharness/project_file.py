@@ -6,18 +6,13 @@ folder and the folders above it, up to the root of the repository. The module do
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zharness.errors import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from zharness.toml_text import parse_toml
 
 FILE_NAME = "zharness.toml"
 COMMANDS = ("check", "model")  # each may have a table of options
@@ -27,12 +22,12 @@ COMMANDS = ("check", "model")  # each may have a table of options
 class ProjectFile:
     """The options of each command that a project sets, and the file that has them.
 
-    ``has_expected_failures`` says whether the file itself has tables ``[[expected_failure]]``.
+    ``expected_failures`` is the text of the file if it has tables ``[[expected_failure]]`` itself, or empty.
     """
 
     path: Path
     commands: Mapping[str, Mapping[str, Any]]
-    has_expected_failures: bool = False
+    expected_failures: str = ""
 
 
 def find_project_file(folder: Path) -> ProjectFile | None:
@@ -43,12 +38,13 @@ def find_project_file(folder: Path) -> ProjectFile | None:
     for candidate in list_folders(folder):
         path = candidate / FILE_NAME
         if path.is_file():
-            content = read_toml(path)
+            text = read_text(path)
+            content = parse_toml(text, str(path))
             # The keys engine and releases are those of a file of expected failures.
             require_keys(content, (*COMMANDS, "engine", "releases", "expected_failure"), path)
-            return ProjectFile(path, read_commands(content, path), "expected_failure" in content)
+            return ProjectFile(path, read_commands(content, path), text if "expected_failure" in content else "")
         path = candidate / "pyproject.toml"
-        if path.is_file() and (own := require_table(require_table(read_toml(path), "tool", path), "zharness", path)):
+        if path.is_file() and (own := find_own_table(path)):
             require_keys(own, (*COMMANDS, "engine"), path)
             return ProjectFile(path, read_commands(own, path))
     return None
@@ -68,11 +64,17 @@ def list_folders(folder: Path) -> Iterator[Path]:
             return
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises UsageError if it cannot be read."""
+def find_own_table(path: Path) -> Mapping[str, Any]:
+    """Return the table ``[tool.zharness]`` of a ``pyproject.toml``, which is empty if it is missing."""
+    content = parse_toml(read_text(path), str(path))
+    return require_table(require_table(content, "tool", path), "zharness", path)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises UsageError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Eighty wrong usages: each gets one sentence with what was given and what to do, exit code 2, and no traceback."""
+"""A hundred wrong usages: each gets one sentence with what was given and what to do, exit code 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -94,7 +94,27 @@ WRONG: dict[str, tuple[str, ...]] = {
     "export": ("no cell id was given", "training.grads["),
     "program --clip 1": ("--clip", "give a program"),
     "releases --list --clean": ("both --list and --clean", "expected one of them"),
+    f"check '{CELL}' --engine ddp": ("got --engine beside the id of a cell", "leave the option out"),
+    "check training.grads --changed main": ("--changed and --reach need each other",),
+    f"model {TINY} --mesh tp2": ("reference does not claim the axis tp", "dp_replicate"),
+    f"model {TINY} --only backward": ("nothing to run", "none of the laws (backward) applies"),
+    # what a user means by a name
+    "check reference": ("got 'reference' as a law", "give --engine reference"),
+    "check my_engine:MyEngine": ("got 'my_engine:MyEngine' as a law", "give --engine my_engine:MyEngine"),
+    "check --engine ./my_engine.py:MyEngine": ("named package.module:factory, as Python imports it",),
+    "check --engine my_engine": ("unknown engine 'my_engine'", "an engine of your own is named package.module:factory"),
+    "check --engine reference,ddp": ("name one engine at a time: --engine reference --engine ddp",),
+    "check 'training.grads[reference-zero3-w2-fp32-mlp'": ("not a cell id", "expected group.law[engine-zeroS"),
+    "check 'training.grads[reference-zero3-w2-fp32]'": ("not a cell id", "for example training.grads["),
+    "check ''": ("unknown law ''",),
+    "check --laws ''": ("unknown version of the law set ''", "zharness laws versions"),
+    f"model {TINY} --laws 9": ("unknown version of the law set '9'", "zharness laws versions"),
+    "check training.grads --timeout nan": ("got 'nan'; expected a number",),
+    "check training.grads --max-seconds nan": ("got 'nan'; expected a number",),
+    "check training.grads --stage 0-3": ("got '0-3'", "expected integers separated by commas, as in 0,1,2"),
     # files
+    "check training.grads --jsonl both --html both": ("both' twice", "a file of its own for each of the outputs"),
+    "init README.md": ("found no record in README.md",),
     "check --jsonl /no/such/place": ("cannot write '/no/such/place'", "a path that can be written"),
     "check --html /no/such/place": ("cannot write '/no/such/place'",),
     "check training.grads --stage 0 --model exact --jsonl /dev/full": ("'/dev/full': No space left on device",),

@@ -7,6 +7,7 @@ from torch import nn
 
 from zharness.errors import UsageError
 from zharness.workload.shipped_plans import read_shipped_plan
+from zharness.workload.synchronized_norm import replace_synchronized_norms
 
 
 class ModelWithPlan(nn.Module):
@@ -32,3 +33,10 @@ def test_a_model_without_a_plan_or_with_a_tied_head_is_refused() -> None:
     tied.head.weight = tied.tokens.weight
     with pytest.raises(UsageError, match="splits head, whose weight is tied to an embedding"):
         read_shipped_plan("mine:model", tied, 2)
+
+
+def test_a_synchronized_norm_on_tp_is_refused() -> None:
+    model = ModelWithPlan()
+    model.norm = replace_synchronized_norms(nn.SyncBatchNorm(2))
+    with pytest.raises(UsageError, match="SyncBatchNorm, which would count each row once for every rank along tp"):
+        read_shipped_plan("mine:model", model, 2)

@@ -30,11 +30,7 @@ from suites.warm import programs
 from zharness.cell import Cell
 from zharness.cli import cli
 from zharness.laws import get_law
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from zharness.toml_text import parse_toml
 
 DOCUMENTED_COMMANDS = [command for page in PAGES for command in parse_commands(page)]
 CELL_ID = re.compile(r"\w+\.\w+\[.*\]")
@@ -100,7 +96,7 @@ def check_pytest_command(command: Command, _root: Path) -> None:
 
 def check_pip_command(command: Command, _root: Path) -> None:
     """Check that the package has the extras, and that the constraint files exist."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = parse_toml((ROOT / "pyproject.toml").read_text(encoding="utf-8"), "pyproject.toml")["project"]
     extras = {extra for found in re.findall(r"(?:\.|zharness)\[([\w,]+)\]", command.line) for extra in found.split(",")}
     assert extras <= set(project["optional-dependencies"])
     assert all((ROOT / word).is_file() for word in command.arguments if word.endswith(".txt"))

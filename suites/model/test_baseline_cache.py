@@ -134,6 +134,28 @@ def test_an_edited_module_of_the_user_changes_the_name(
     assert torch.equal(20 * losses[0], losses[1])
 
 
+def test_an_edited_module_that_a_forward_imports_changes_the_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    late = FACTORY.replace("import scaling_of_my_loss\n", "").replace(
+        "    return scaling", "    import scaling_of_my_loss\n    return scaling"
+    )
+    (tmp_path / "my_late_model.py").write_text(late)
+    losses = []
+    for factor in (1, 20):
+        (tmp_path / "scaling_of_my_loss.py").write_text(f"FACTOR = {factor}\n")
+        for name in ("my_late_model", "scaling_of_my_loss"):
+            sys.modules.pop(name, None)
+        user_model_spec.cache_clear()
+        runs = [with_cache(Baseline(model_spec("my_late_model:factory"), 0, 2)).run_rank(0, 0) for _ in range(2)]
+        losses += [runs[0].loss, runs[1].loss]
+    assert count(folder) == 2, "the first run of each, which imports the module, is not kept"
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(20 * losses[0], losses[2])
+    assert torch.equal(losses[2], losses[3])
+
+
 def test_a_model_that_is_not_in_a_file_or_joins_ranks_is_not_kept(folder: Path) -> None:
     register_factory(
         "given.here:factory", lambda: (torch.nn.Linear(2, 2), lambda g: torch.randn(2, 2, generator=g), sum)

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from suites.meta.documents import ROOT
+from zharness import engines
 from zharness.errors import UsageError
 from zharness.releases.rank_environment import prepare_rank_environment
+from zharness.run import Request
 from zharness.run.check_loop import RunOptions
 from zharness.run.model_check import RunnerLanes
 from zharness.run.model_facts import measure_model
@@ -29,6 +31,7 @@ from zharness.run.model_memory import (
     build_within_memory,
     estimate_size,
     explain_too_large,
+    needs_calibration,
 )
 from zharness.workload import model_spec
 from zharness.world import limits
@@ -289,6 +292,20 @@ def test_masters_and_float64_copies_count() -> None:
     assert full.rank_bytes() - low.rank_bytes() == 7 * (1 << 29) - 2 * (1 << 30)
     assert full.judge_bytes() - low.judge_bytes() == 5 * (1 << 29), "float64 copies depend on elements alone"
     assert full.estimate_memory(4) - full.estimate_memory(2) == 2 * full.rank_bytes()
+    calibrated = replace(full, is_calibrated=True)
+    assert calibrated.judge_bytes() - full.judge_bytes() == (12 * 4 + 8 * 8) * full.parameters
+    assert calibrated.judge_bytes(4) - calibrated.judge_bytes(2) == 4 * 8 * full.parameters
     assert not explain_too_large(full, 2, 1e12)
     assert "GiB are free" in explain_too_large(full, 2, 1e9)
     assert "limits of this shell" in explain_too_large(full, 2, 1e12, 1e9)
+
+
+def test_kernels_of_an_engine_need_more_memory_where_their_laws_run() -> None:
+    def claims(_engine: str, stage: int) -> engines.Capabilities:
+        return replace(engines.Capabilities(frozenset({2, 3})), own_kernels={3: "its own linear"} if stage == 3 else {})
+
+    request = Request((), ("my_engine:MyEngine",))
+    assert needs_calibration(request, claims)
+    assert needs_calibration(replace(request, patterns=("model",)), claims)
+    assert not needs_calibration(replace(request, stages=(2,)), claims)
+    assert not needs_calibration(replace(request, patterns=("state",)), claims)

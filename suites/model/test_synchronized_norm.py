@@ -107,8 +107,10 @@ def test_torch_has_no_synchronized_norm_on_a_cpu() -> None:
         torch.batch_norm_stats(torch.ones(4, 3), 1e-5)
 
 
-def test_every_use_of_a_norm_is_replaced_and_keeps_its_tensors() -> None:
+def test_every_use_of_a_norm_is_replaced_and_keeps_its_tensors_and_hooks() -> None:
     norm = nn.SyncBatchNorm(6, momentum=0.3, eps=0.5).eval()
+    seen: list[nn.Module] = []
+    handle = norm.register_forward_hook(lambda module, _inputs, _output: seen.append(module))
     model = nn.ModuleDict({"first": norm, "again": norm})
     expected = dict(model.state_dict(keep_vars=True))
     assert replace_synchronized_norms(model) is model
@@ -119,6 +121,10 @@ def test_every_use_of_a_norm_is_replaced_and_keeps_its_tensors() -> None:
     found = model.state_dict(keep_vars=True)
     assert list(found) == list(expected)
     assert all(found[name] is tensor for name, tensor in expected.items())
+    replaced(torch.ones(2, 6))
+    handle.remove()
+    replaced(torch.ones(2, 6))
+    assert seen == [replaced], "hooks of the norm run, and can be removed"
     assert has_synchronized_norm(replace_synchronized_norms(nn.SyncBatchNorm(6)))
     assert not has_synchronized_norm(replace_synchronized_norms(nn.BatchNorm1d(6)))
 

@@ -143,7 +143,7 @@ def test_only_the_refusal_of_batch_norm_means_that_samples_depend_on_each_other(
 
     monkeypatch.setattr(SampleRuns, "compute_grads", refuse)
     if is_batch_norm:
-        assert calibration.find_sample_grads(runs, oracle) is None
+        assert calibration.sum_squares_of_samples(runs, oracle) is None
     else:
         with pytest.raises(ValueError, match=message):
-            calibration.find_sample_grads(runs, oracle)
+            calibration.sum_squares_of_samples(runs, oracle)

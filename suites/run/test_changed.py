@@ -12,8 +12,8 @@ from suites.warm import programs
 from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_cells import find_reaching_cells, order_cells
-from zharness.run.changed_functions import name_functions, parse_diff
+from zharness.run.changed_cells import describe_selection, find_reaching_cells, order_cells
+from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 from zharness.run.reach import CellReach, read_reach
 
@@ -76,6 +76,7 @@ DIFF = """\
 +d
 """
 LAWS = ("training.grads", "training.sgd_step")
+AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@b")
 
 
 def make_cell(law: str, stage: int = 0, variant: str = "") -> PlannedCell:
@@ -106,7 +107,18 @@ def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_ro
     reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
     assert list(order_cells(reaching, reach)) == [cells[1], cells[3], cells[0]]
     assert set(find_reaching_cells(cells, reach, {f"f:{MODULE_LEVEL}"})) == set(cells)
-    assert not find_reaching_cells(cells, reach, {f"g:{MODULE_LEVEL}"})
+    assert set(find_reaching_cells(cells[:2], reach, {f"f:{MODULE_LEVEL}"})) == set(cells[:2])
+    assert not find_reaching_cells(cells, reach, {"g:unreached"})
+
+
+def test_constants_of_a_file_whose_functions_no_cell_reaches_are_reached_by_all() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(2)]
+    reach = {cells[0].cell.id: CellReach(frozenset({"f:a"}), 1.0)}
+    changed = {f"g:{MODULE_LEVEL}", "g:unreached"}
+    reaching = find_reaching_cells(cells, reach, changed)
+    assert reaching == {cells[0]: {f"g:{MODULE_LEVEL}"}}
+    described = describe_selection("reference", "main", changed, cells, reaching, reach)
+    assert "in files of which no cell reaches a function, so that every cell runs: 1 (g:<module>)" in described
 
 
 def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
@@ -127,17 +139,44 @@ def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path)
 
 
 def commit_all(folder: Path) -> None:
-    """Make a repository of ``folder``, with all its files in one commit."""
-    for command in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
-        subprocess.run(["git", *command], cwd=folder, check=True)  # noqa: S607
+    """Commit all files of ``folder``, which becomes a repository with the branch main if it is none."""
+    for command in (("init", "-q", "-b", "main"), ("add", "."), (*AUTHOR, "commit", "-qm", "a")):
+        run_git(folder, *command)
 
 
-def find_changes(folder: Path) -> set[str]:
-    """Return the functions of the package ``toys`` in ``folder`` that differ from its last commit."""
-    script = "from zharness.run.changed_functions import *; print(*find_changed_functions('toys.engine:make', 'HEAD'))"
-    found = programs.run("-c", script, folder=folder)
+def run_git(folder: Path, *arguments: str) -> None:
+    """Run git in ``folder``."""
+    subprocess.run(["git", *arguments], cwd=folder, check=True)  # noqa: S607
+
+
+def find_changes(folder: Path, base: str = "HEAD") -> set[str]:
+    """Return the functions of the package ``toys`` in ``folder`` that it changes since it left ``base``."""
+    call = f"find_changed_functions('toys.engine:make', '{base}')"
+    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=folder)
     assert found.returncode == 0, found.stderr
     return set(found.stdout.split())
+
+
+def test_what_others_have_changed_on_the_base_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    files = {name: tmp_path / "toys" / f"{name}.py" for name in ("__init__", "engine", "theirs")}
+    for name, path in files.items():
+        path.write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-qc", "mine")
+    files["engine"].write_text("def engine():\n    return 2\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-q", "main")
+    files["theirs"].write_text("def theirs():\n    return 2\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-q", "mine")
+    assert find_changes(tmp_path, "main") == {"toys/engine.py:engine"}
+    run_git(tmp_path, "switch", "-q", "--orphan", "alone")
+    files["engine"].parent.mkdir(exist_ok=True)
+    files["engine"].write_text("", encoding="utf-8")
+    commit_all(tmp_path)
+    with pytest.raises(UsageError, match=r"HEAD of .* and main have no common ancestor; fetch the history between"):
+        find_merge_base(tmp_path, "toys.engine:make", "main")
 
 
 def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:
@@ -146,12 +185,12 @@ def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path)
         (tmp_path / "toys" / f"{name}.py").write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
     (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"))
     commit_all(tmp_path)
-    subprocess.run(["git", "config", "diff.mnemonicPrefix", "true"], cwd=tmp_path, check=True)  # noqa: S607
+    run_git(tmp_path, "config", "diff.mnemonicPrefix", "true")
     assert find_changes(tmp_path) == set()
     (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER O WITH ACUTE}\n".encode("latin-1"))
     (tmp_path / "toys" / "engine.py").write_text("def engine():\n    return 2\n", encoding="utf-8")
     (tmp_path / "toys" / "deleted.py").unlink()
-    subprocess.run(["git", "mv", "toys/renamed.py", "toys/new.py"], cwd=tmp_path, check=True)  # noqa: S607
+    run_git(tmp_path, "mv", "toys/renamed.py", "toys/new.py")
     files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
     assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
 
@@ -199,7 +238,7 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
     (package / "engine.py").write_text(changed, encoding="utf-8")
     found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
     assert found.returncode == 1, found.stdout + found.stderr
-    assert "functions that differ from HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2" in found.stdout
+    assert "functions changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2" in found.stdout
     assert "FAIL training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2

@@ -21,7 +21,7 @@ from zharness.cli.hunt import hunt
 from zharness.cli.init import init
 from zharness.cli.laws import laws
 from zharness.cli.model import model
-from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice, NumberRange, parse_integer_option, parse_name_option
 from zharness.cli.project_options import set_defaults
 from zharness.cli.tour import tour
 from zharness.errors import UsageError, ZHarnessError
@@ -219,7 +219,7 @@ def mutants(
 @click.option("--optimizer", type=NameChoice(["sgd", "adamw", "adam", "nesterov"]), default="sgd", show_default=True)
 @click.option(
     "--clip",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Maximum norm to which gradients are clipped; by default they are not clipped.",
 )
 @click.option(

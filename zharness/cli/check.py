@@ -5,13 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
-from zharness.cli.project_options import read_project_failures
+from zharness.cell import is_cell_id
+from zharness.cli.options import (
+    INPUT_FILE,
+    LAW_SET_HELP,
+    OUTPUT,
+    SECONDS,
+    NameChoice,
+    parse_integer_option,
+    parse_name_option,
+)
+from zharness.cli.project_options import read_project_failures, require_depth_of_command_line
 from zharness.errors import UsageError
 from zharness.law_set import list_later_changes
+from zharness.project_file import ProjectFile
 
 SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
+AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models", "engine_variant")
 
 
 @click.command()
@@ -97,13 +109,7 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
     "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
 )
-@click.option(
-    "--laws",
-    "law_set",
-    default="",
-    metavar="VERSION",
-    help="Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`).",
-)
+@click.option("--laws", "law_set", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
     "-x",
     "--exitfirst",
@@ -130,15 +136,15 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
     "reach_output",
     type=OUTPUT,
     metavar="FILE",
-    help="Write to FILE which functions of the engine's source each cell reaches; the run takes two to three times as "
-    "long. Needs coverage.py (pip install 'zharness[coverage]').",
+    help="Write to FILE which functions of the engine's source each cell reaches; the run takes about twice as long. "
+    "Needs coverage.py (pip install 'zharness[coverage]').",
 )
 @click.option(
     "--changed",
     "base",
     metavar="COMMIT",
-    help="Run the cells that reach a function which differs from COMMIT in the engine's repository, and no others; "
-    "those that are likely to fail come first. Needs --reach.",
+    help="Run the cells that reach a function which the engine's repository has changed since it left COMMIT, and no "
+    "others; those that are likely to fail come first. Needs --reach.",
 )
 @click.option(
     "--reach", "reach_input", type=INPUT_FILE, metavar="FILE", help="File that --record-reach wrote in an earlier run."
@@ -148,7 +154,9 @@ SECONDS_OF_A_CHANGE = 120.0  # what a pull request can wait for
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
+@click.pass_obj
 def check(
+    project: ProjectFile | None,
     patterns: tuple[str, ...],
     engines: tuple[str, ...],
     stages: tuple[int, ...],
@@ -165,7 +173,7 @@ def check(
     timeout: float,
     isolation: str,
     depth: int | None,
-    law_set: str,
+    law_set: str | None,
     max_failures: int | None,
     max_seconds: float | None,
     reach_output: Path | None,
@@ -190,8 +198,11 @@ def check(
         from zharness.run.files import require_writable
 
         require_writable(reach_output)
-    if law_set:
+    require_depth_of_command_line(project, depth or 1, {"--mesh": mesh, "--variant": engine_variant})
+    if law_set is not None:
         list_later_changes(law_set)  # an unknown version raises UsageError
+    if patterns and all(map(is_cell_id, patterns)):
+        refuse_axes_beside_cells()
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
     from zharness.device import choose_backend, choose_job_count, requested_device, require_usable_gpus
     from zharness.laws import DTYPES
@@ -220,10 +231,10 @@ def check(
         sizes if world_sizes or detect_launch() else ARRAY_WORLD_SIZES,
         dtypes or tuple(DTYPES),
         Mesh.parse(mesh),
-        law_set,
+        law_set or "",
     )
     withheld = WithheldPolicy.TRY if probe_withheld else WithheldPolicy.SKIP
-    user_failures = read_project_failures(expected_failures)
+    user_failures = read_project_failures(project, expected_failures)
     if reach_output is not None:
         require_coverage("--record-reach")
     changes = ChangeSelection(base, reach_input) if base is not None and reach_input is not None else None
@@ -236,3 +247,15 @@ def check(
             *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
         )
         return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+
+
+def refuse_axes_beside_cells() -> None:
+    """Raise UsageError for an option of the command line that cell ids name themselves, and that would do nothing."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if parameter.name in AXES_OF_A_CELL and is_given:
+            raise UsageError(
+                f"got {parameter.opts[0]} beside the id of a cell, which names engine, stage, ranks, dtype and model "
+                "itself; leave the option out, or change the id"
+            )

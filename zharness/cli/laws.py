@@ -9,7 +9,7 @@ from zharness.law_set import describe_difference, read_versions
 
 @click.group()
 def laws() -> None:
-    """Show the versions of the law set, which `zharness check --laws VERSION` pins.
+    """Show the versions of the law set, which `zharness check --laws VERSION` and `zharness model --laws VERSION` pin.
 
     A pinned engine does not turn red by a law of a newer zharness. `zharness list laws` prints what each law states.
     """

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option
+from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, parse_integer_option
 from zharness.cli.project_options import read_project_failures
+from zharness.law_set import list_later_changes
+from zharness.project_file import ProjectFile
 
 
 @click.command()
@@ -60,6 +62,7 @@ from zharness.cli.project_options import read_project_failures
 @click.option(
     "--only", multiple=True, metavar="LAW", help="Run only this law, or laws that match a pattern; may be repeated."
 )
+@click.option("--laws", "law_set", metavar="VERSION", help=LAW_SET_HELP)
 @click.option(
     "--seed", default=0, show_default=True, help="Seed from which the weights and data of every cell are drawn."
 )
@@ -95,7 +98,9 @@ from zharness.cli.project_options import read_project_failures
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")
+@click.pass_obj
 def model(
+    project: ProjectFile | None,
     factories: tuple[str, ...],
     configs: tuple[str, ...],
     engines: tuple[str, ...],
@@ -105,6 +110,7 @@ def model(
     dtype: str,
     steps: int,
     only: tuple[str, ...],
+    law_set: str | None,
     seed: int,
     timeout: float,
     jobs: int | None,
@@ -126,6 +132,8 @@ def model(
     """
     from zharness.cli.name_index import require_known_names
 
+    if law_set is not None:
+        list_later_changes(law_set)  # an unknown version raises UsageError
     require_known_names(engine_names=engines, stages=stages, dtypes=[dtype] if dtype else [])
     from zharness.errors import UsageError
     from zharness.mesh import Mesh
@@ -154,6 +162,7 @@ def model(
         only,
         ignore_memory_limit,
         Mesh.parse(mesh),
+        law_set or "",
     )
     for request in matrix.expand():
         if not is_user_model(request.model):
@@ -161,7 +170,7 @@ def model(
                 f"got {request.model!r} as the factory of a model; expected package.module:factory, where "
                 "package.module can be imported from the current directory"
             )
-    options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED, read_project_failures())
+    options = RunOptions(timeout, seed, jobs or 0, Isolation.POOLED, read_project_failures(project))
     outputs = ModelOutputs(jsonl, html, junitxml, against)
     with use_cache(baseline_cache, lambda line: click.echo(line, err=True)):
         return run_model_matrix(matrix, options, outputs, prepare_rank_environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ import click
 
 from zharness.cell import parse_integers
 from zharness.errors import UsageError, find_close_names
+
+LAW_SET_HELP = (
+    "Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`)."
+)
 
 
 class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click 8.2
@@ -29,7 +34,18 @@ class NameChoice(click.Choice):  # type: ignore[type-arg]  # generic since click
         return [str(name) for name in self.choices if not metavar or str(name) in metavar]
 
 
-SECONDS = click.FloatRange(min=1.0, max=86_400.0)
+class NumberRange(click.FloatRange):
+    """A range of numbers that refuses NaN, which is in every range of click's, since no comparison with it is true."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return ``value`` as a number in the range. Raises click.BadParameter for another value."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"got {value!r}; expected a number", param, ctx)
+        return number
+
+
+SECONDS = NumberRange(min=1.0, max=86_400.0)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from zharness.errors import UsageError
 from zharness.project_file import COMMANDS, ProjectFile, find_project_file
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 def set_defaults(context: click.Context, group: click.Group) -> None:
     """Let the file of the project in the current folder, if there is one, set defaults of the invoked command.
 
-    An option on the command line replaces the file's. Raises UsageError for an option that the command does not have.
+    The command gets the file as its ``context.obj``. An option on the command line replaces the file's. Raises
+    UsageError for an option that the command does not have.
     """
     name = context.invoked_subcommand or ""
     project = find_project_file(Path.cwd()) if name in COMMANDS else None
+    context.obj = project
     if project is None:
         return
     defaults = convert_options(project, group.commands[name])
@@ -31,14 +34,25 @@ def set_defaults(context: click.Context, group: click.Group) -> None:
         click.echo(f"options from {project.path}: {shown}", err=True)
 
 
-def read_project_failures(further_files: Sequence[Path] = ()) -> tuple[ExpectedFailure, ...]:
+def read_project_failures(
+    project: ProjectFile | None, further_files: Sequence[Path] = ()
+) -> tuple[ExpectedFailure, ...]:
     """Read the expected failures of ``further_files`` and then those of the project's file. Raises UsageError."""
-    from zharness.run.expected_failures import read_expected_failures
+    from zharness.run.expected_failures import parse_user_failures, read_expected_failures
 
-    project = find_project_file(Path.cwd())
-    return read_expected_failures(
-        (*further_files, *([project.path] if project and project.has_expected_failures else []))
-    )
+    own = parse_user_failures(project.expected_failures, str(project.path)) if project is not None else ()
+    return (*read_expected_failures(further_files), *own)
+
+
+def require_depth_of_command_line(project: ProjectFile | None, depth: int, alone: Mapping[str, str]) -> None:
+    """Raise UsageError if the project's file sets a ``depth`` above 1 beside an option that has depth 1 alone.
+
+    ``alone`` maps each such option to its value, which is empty if it is not given.
+    """
+    source = click.get_current_context().get_parameter_source("depth")
+    given = [f"{option} {value}" for option, value in alone.items() if value]
+    if project is not None and source is ParameterSource.DEFAULT_MAP and depth > 1 and given:
+        raise UsageError(f"{project.path} sets depth = {depth}, but {given[0]} needs depth 1; add --depth 1")
 
 
 def convert_options(project: ProjectFile, command: click.Command) -> dict[str, Any]:

@@ -278,9 +278,16 @@ def info(text: str) -> EngineInfo:
         return known[name]
     if _FACTORY_PATH.fullmatch(name):
         return EngineInfo(name, name, "named by its factory's path", name.partition(".")[0].partition(":")[0], "")
-    raise UsageError.unknown_name(
-        "engine", name, [*known, "package.module:factory"], "`zharness list engines` shows which are installed"
-    )
+    raise UsageError.unknown_name("engine", name, [*known, "package.module:factory"], explain_engine_names(name))
+
+
+def explain_engine_names(name: str) -> str:
+    """Explain how the engine is named that ``name``, which is none, may have meant."""
+    if "," in name:
+        return "name one engine at a time: --engine reference --engine ddp"
+    if "/" in name or ".py" in name:
+        return "an engine of your own is named package.module:factory, as Python imports it from the current folder"
+    return "`zharness list engines` shows which are installed; an engine of your own is named package.module:factory"
 
 
 def is_factory_path(text: str) -> bool:

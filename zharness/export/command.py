@@ -223,7 +223,10 @@ def describe_shrink_result(result: ShrinkResult) -> str:
         f"    again: {result.record.command}",
     ]
     if result.program is not None:
-        where = f"{result.module_count} modules, stage {result.program.stage}, {result.program.world_size} ranks"
+        modules, ranks = result.module_count, result.program.world_size
+        where = (
+            f"{modules} module{'s' * (modules != 1)}, stage {result.program.stage}, {ranks} rank{'s' * (ranks != 1)}"
+        )
         lines += [
             f"the smallest program: {where}",
             f"  {result.outcome.describe(result.record.cell.engine, [result.program])}",

@@ -155,14 +155,13 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
     runs = SampleRuns.record(baseline, rank, step, loss_weights)
     samples = torch.arange(runs.batch.num_samples)
     oracle = dict(runs.compute_grads(samples, wide=True))
-    sample_grads = find_sample_grads(runs, oracle)
+    squares = sum_squares_of_samples(runs, oracle)
     units = {}
     for name, whole in oracle.items():
-        terms = [whole] if sample_grads is None else [grads[name] / len(samples) for grads in sample_grads]
-        s = torch.stack(terms).square().sum(0).sqrt()
+        s = (whole.square() if squares is None else squares[name]).sqrt()
         floor = UNIT_FLOOR * s.square().mean().sqrt() if s.numel() else s.sum()
         units[name] = s.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
-    plain_grads = [run_permuted_plain(runs, number, sample_grads is not None) for number in range(CALIBRATION_RUNS)]
+    plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
     bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0), find_zero_names(oracle, plain_grads))
     judged = [name for name in oracle if name not in bare.zero_names]
     plain_runs = [error_statistics(bare, grads, judged) for grads in plain_grads]
@@ -192,25 +191,34 @@ def find_largest_error(name: str, truth: Tensor, plain_grads: Sequence[Grads]) -
     return max(float((grads[name].double() - truth).abs().max()) for grads in plain_grads) if truth.numel() else 0.0
 
 
-def find_sample_grads(runs: SampleRuns, oracle: Grads) -> list[Grads] | None:
-    """Return the float64 gradients of every sample alone, or None if their mean is not the gradient ``oracle``.
+def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
+    """Return the sum of squares of what every sample alone adds to the float64 gradient ``oracle``.
 
-    The mean differs if samples depend on each other, or if the loss is not a mean over samples. Batch norm may refuse a
-    single sample; any other error of the model is raised.
+    One sample's gradients are in memory at a time. The result is None if the mean of the samples' gradients is not
+    ``oracle``, as where samples depend on each other, or where the loss is not a mean over samples. Batch norm may
+    refuse a single sample; any other error of the model is raised.
     """
-    samples = torch.arange(runs.batch.num_samples)
-    try:
-        found = [runs.compute_grads(row, wide=True) for row in samples.chunk(len(samples))]
-    except ValueError as refusal:
-        if BATCH_NORM_REFUSAL not in str(refusal):
-            raise
-        return None
-    size = torch.cat([truth.flatten() for truth in oracle.values()]).abs().max()
-    if any(grads.keys() != oracle.keys() for grads in found):
-        return None
-    means = {name: torch.stack([grads[name] for grads in found]).mean(0) for name in oracle}
-    error = max(float((means[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel())
-    return found if error <= INDEPENDENCE_TOLERANCE * float(size) else None
+    count = runs.batch.num_samples
+    means = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
+    squares = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
+    for row in torch.arange(count).chunk(count):
+        try:
+            grads = runs.compute_grads(row, wide=True)
+        except ValueError as refusal:
+            if BATCH_NORM_REFUSAL not in str(refusal):
+                raise
+            return None
+        if grads.keys() != oracle.keys():
+            return None
+        for name, grad in grads.items():
+            share = grad / count
+            means[name] += share
+            squares[name] += share.square_()
+    size = max((float(truth.abs().max()) for truth in oracle.values() if truth.numel()), default=0.0)
+    error = max(
+        (float((means[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel()), default=0.0
+    )
+    return squares if error <= INDEPENDENCE_TOLERANCE * size else None
 
 
 def permute_samples(count: int, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from zharness import step_summary
+from zharness.errors import UsageError
 from zharness.report.comparison import RunComparison, render_comparison
 from zharness.report.failures import render_failures, render_summary
 from zharness.report.junit import write_junit
@@ -29,7 +30,14 @@ class Outputs:
     junitxml: Path | None = None
 
     def require_writable(self) -> None:
-        """Raise UsageError if the page or the XML file cannot be written. Call this method before a long run."""
+        """Raise UsageError if two files are the same, or if the page or the XML file cannot be written.
+
+        Call this method before a long run.
+        """
+        paths = [path.resolve() for path in (self.jsonl, self.html, self.junitxml) if path is not None]
+        for path in paths:
+            if paths.count(path) > 1 and (path.is_file() or not path.exists()):  # several may be /dev/null
+                raise UsageError(f"got {str(path)!r} twice; expected a file of its own for each of the outputs")
         if self.html is not None:
             require_page_writable(self.html)
         if self.junitxml is not None:

@@ -19,7 +19,10 @@ MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
 
 @dataclass(frozen=True)
 class ChangeSelection:
-    """The commit with which an engine's source is compared, and the record of the functions that each cell reaches."""
+    """The commit from which a change of an engine's source starts, and the record of what each cell reaches.
+
+    The change starts where HEAD left ``base``.
+    """
 
     base: str
     reach_file: Path
@@ -62,9 +65,15 @@ def describe_selection(
 ) -> str:
     """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches."""
     parts = [
-        f"{engine}: functions that differ from {base}: {len(changed)}{name_some(changed)}",
+        f"{engine}: functions changed since {base}: {len(changed)}{name_some(changed)}",
         f"cells that reach them: {len(reaching)} of {len(cells)}",
     ]
+    outside = find_unreached_modules(cells, reach, changed)
+    if outside:
+        parts.append(
+            "changed outside of functions, in files of which no cell reaches a function, so that every cell runs: "
+            f"{len(outside)}{name_some(outside)}"
+        )
     missed = changed - frozenset().union(*reaching.values())
     if missed:
         parts.append(f"functions that no cell reaches: {len(missed)}{name_some(missed)}")
@@ -85,18 +94,35 @@ def find_reaching_cells(
 ) -> dict[PlannedCell, frozenset[str]]:
     """Return each cell that reaches a function of ``changed``, with those that it reaches.
 
-    A change of a file outside of its functions is reached by every cell that reaches any function of the file.
+    A change of a file outside of its functions, such as of a constant or of the default of a dataclass, is reached by
+    every cell that reaches any function of the file. If no cell does, others may read the constant, and every cell of
+    the record reaches it.
     """
-    modules = {name.removesuffix(MODULE_LEVEL) for name in changed if name.endswith(f":{MODULE_LEVEL}")}
+    modules = {name for name in changed if name.endswith(f":{MODULE_LEVEL}")}
+    everywhere = find_unreached_modules(cells, reach, changed)
     reaching = {}
     for cell in cells:
         recorded = reach.get(name_in_record(cell.cell))
-        functions = recorded.functions if recorded is not None else frozenset()
-        files = {name[: name.rindex(":") + 1] for name in functions} if modules else set()
-        found = frozenset(functions & changed) | frozenset(f"{name}{MODULE_LEVEL}" for name in modules & files)
+        if recorded is None:
+            continue
+        found = recorded.functions & changed | modules & list_modules(recorded.functions) | everywhere
         if found:
             reaching[cell] = found
     return reaching
+
+
+def find_unreached_modules(
+    cells: Sequence[PlannedCell], reach: Mapping[str, CellReach], changed: Set[str]
+) -> frozenset[str]:
+    """Return the files of ``changed`` that differ outside of functions, and of which no cell reaches a function."""
+    recorded = [reach[name] for name in (name_in_record(cell.cell) for cell in cells) if name in reach]
+    reached = list_modules(frozenset().union(*(each.functions for each in recorded)))
+    return frozenset(name for name in changed if name.endswith(f":{MODULE_LEVEL}")) - reached
+
+
+def list_modules(functions: Set[str]) -> frozenset[str]:
+    """Return the name of the lines outside of functions in each file that has one of ``functions``."""
+    return frozenset(f"{name[: name.rindex(':') + 1]}{MODULE_LEVEL}" for name in functions)
 
 
 def order_cells(

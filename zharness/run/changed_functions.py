@@ -34,11 +34,12 @@ class Hunk:
 
 
 def find_changed_functions(engine: str, base: str) -> set[str]:
-    """Return the functions of an engine's source that differ from the commit ``base``, named as in a record of reach.
+    """Return the functions that the working tree of an engine's source changes since it left ``base``.
 
-    Lines outside of all functions count as a function ``<module>`` of their file. A file that was renamed counts as
-    deleted under its old name and as new under the new one. Raises UsageError if the source is not in a git
-    repository, or if ``base`` is no commit.
+    They are named as in a record of reach. What ``base`` has changed since then does not count. Lines outside of all
+    functions count as a function ``<module>`` of their file. A file that was renamed counts as deleted under its old
+    name and as new under the new one. Raises UsageError if the source is not in a git repository, or if ``base`` is no
+    commit that has a common ancestor with HEAD.
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
@@ -49,7 +50,8 @@ def find_changed_functions(engine: str, base: str) -> set[str]:
     if not sources:
         raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
     root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
-    diff = run_git(root, engine, *DIFF, base, "--", "*.py")
+    start = find_merge_base(root, engine, base)
+    diff = run_git(root, engine, *DIFF, start, "--", "*.py")
     by_path = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
     folders = {str(Path(path).parent) for path in by_path}
     changed = set[str]()
@@ -57,11 +59,27 @@ def find_changed_functions(engine: str, base: str) -> set[str]:
         was_deleted = not (root / hunk.path).exists() and is_below(hunk.path, folders)
         if hunk.path in by_path or was_deleted:
             path = by_path.get(hunk.path, root / hunk.path)
-            old = run_git(root, engine, "show", f"{base}:{hunk.path}") if hunk.old_lines else ""
+            old = run_git(root, engine, "show", f"{start}:{hunk.path}") if hunk.old_lines else ""
             new = path.read_text("utf-8") if hunk.new_lines else ""
             names = name_functions(old, hunk.old_lines, hunk.path) | name_functions(new, hunk.new_lines, hunk.path)
             changed |= {f"{shorten_path(path, modules)}:{name}" for name in names}
     return changed
+
+
+def find_merge_base(root: Path, engine: str, base: str) -> str:
+    """Return the commit at which HEAD left ``base``. Raises UsageError if they have no common ancestor."""
+    commit = call_git(root, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
+    if commit.returncode:
+        raise UsageError(
+            f"--changed: got {base!r}; expected a commit of the repository {root}, which has the source of {engine}"
+        )
+    found = call_git(root, "merge-base", "HEAD", commit.stdout.strip())
+    if found.returncode:
+        raise UsageError(
+            f"HEAD of {root} and {base} have no common ancestor; fetch the history between them, such as "
+            "`git fetch --unshallow`, or fetch-depth: 0 of actions/checkout"
+        )
+    return found.stdout.strip()
 
 
 def is_below(path: str, folders: Set[str]) -> bool:
@@ -90,19 +108,24 @@ def name_functions(source: str, lines: range, path: str) -> set[str]:
         raise UsageError(f"{path}, which the change touches, is not valid Python: {error}") from error
 
 
-def run_git(folder: Path, engine: str, *arguments: str) -> str:
-    """Return the output of git in ``folder``. Raises UsageError if git fails."""
+def call_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run git in ``folder``. Raises UsageError if there is no git."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         # A repository may have files in any encoding.
-        done = subprocess.run(
+        return subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", check=False, stdin=subprocess.DEVNULL
         )
     except OSError as error:
         raise UsageError(f"--changed needs git: {error}") from error
+
+
+def run_git(folder: Path, engine: str, *arguments: str) -> str:
+    """Return the output of git in ``folder``. Raises UsageError if git fails."""
+    done = call_git(folder, *arguments)
     if done.returncode:
         raise UsageError(
-            f"--changed compares the source of {engine} with a commit, and git says: {done.stderr.strip()}; expected a "
-            "commit of the repository that has this source, such as --engine NAME@CHECKOUT --changed main"
+            f"--changed compares the source of {engine} with a commit, and git says: {done.stderr.strip()}; expected "
+            "source in a git repository, such as --engine NAME@CHECKOUT --changed main"
         )
     return done.stdout

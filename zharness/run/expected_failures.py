@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +23,8 @@ from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
 from zharness.project_file import drop_option_tables
 from zharness.run.configuration import is_config_file
+from zharness.toml_text import parse_toml
 from zharness.workload.user_model import is_user_model
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 VERDICTS = ("fail", "crash", "hang")
 REQUIRED_KEYS = ("upstream", "reason", "verdict", "signatures")
@@ -233,10 +228,16 @@ def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read expected failures from {str(path)!r}: {error}") from error
-        entries.extend(parse_expected_failures(text, str(path)))
+        entries.extend(parse_user_failures(text, str(path)))
+    return tuple(entries)
+
+
+def parse_user_failures(text: str, source: str) -> tuple[ExpectedFailure, ...]:
+    """Parse the ``text`` of a user's file, whose entries must be narrow. Raises UsageError with file and line."""
+    entries = parse_expected_failures(text, source)
     for entry in entries:
         require_narrow_entry(entry)
-    return tuple(entries)
+    return entries
 
 
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:
@@ -247,10 +248,7 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
     the parameter ``engine`` applies. A table whose ``engine`` is a list becomes one entry for each engine; one whose
     ``law`` is a list stays one entry for all of these laws.
     """
-    try:
-        content = drop_option_tables(tomllib.loads(text), source)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{source} is not valid TOML: {error}") from error
+    content = drop_option_tables(parse_toml(text, source), source)
     unknown = sorted(set(content) - {"engine", "releases", *TABLES})
     if unknown:
         allowed = ("engine", "releases", "[[expected_failure]]")

@@ -13,6 +13,7 @@ from itertools import chain
 from zharness.cell import Cell
 from zharness.engines.warm_up import GetEnvironment
 from zharness.errors import UsageError
+from zharness.law_set import list_later_changes
 from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run import PlannedCell, Record, Request, Runner, plan
@@ -38,6 +39,7 @@ from zharness.run.model_memory import (
     SizeEstimate,
     estimate_size,
     explain_current_limit,
+    needs_calibration,
     require_fitting,
 )
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
@@ -62,7 +64,7 @@ class ModelCheckRequest:
     ``config`` is the path of a DeepSpeed JSON file, or empty. If ``stages`` or ``dtype`` is empty, the file determines
     it. ``steps`` is the number of training steps of the law ``model.configured``. ``only`` are patterns of laws; if it
     is empty, every law that applies to any model runs. ``ignore_memory_limit`` turns the refusal of a model that does
-    not fit into memory into a line of output.
+    not fit into memory into a line of output. ``law_set`` is the version of the law set, empty for the newest.
     """
 
     model: str
@@ -75,6 +77,7 @@ class ModelCheckRequest:
     only: tuple[str, ...] = ()
     ignore_memory_limit: bool = False
     mesh: Mesh = DEFAULT_MESH
+    law_set: str = ""
 
     def build_request(self) -> Request:
         """Build the request for the cells. Raises UsageError for a configuration that is not a JSON file."""
@@ -84,7 +87,17 @@ class ModelCheckRequest:
         stages = self.stages or (() if config.stage is None else (config.stage,))
         dtype = self.dtype or config.dtype or "fp32"
         models, sizes = (self.model,), (self.world_size,)
-        return Request(self.only, (self.engine,), stages, sizes, (dtype,), models, self.config, mesh=self.mesh)
+        return Request(
+            self.only,
+            (self.engine,),
+            stages,
+            sizes,
+            (dtype,),
+            models,
+            self.config,
+            mesh=self.mesh,
+            law_set=self.law_set,
+        )
 
 
 class RunnerLanes:
@@ -161,7 +174,8 @@ def check_model_on(
     report_configuration(check_request, report_status)
     (first,) = lanes.take(1)
     ignore_limit = check_request.ignore_memory_limit
-    estimate = require_estimated_to_fit(first, request, ignore_limit, report_status)
+    is_calibrated = needs_calibration(request, first.claims)
+    estimate = require_estimated_to_fit(first, request, is_calibrated, ignore_limit, report_status)
     lanes.import_ahead(estimate.modules)
     (first,) = lanes.take(1)
     request = choose_nearest_stage(request, check_request, first.claims, report_status)
@@ -173,8 +187,9 @@ def check_model_on(
         check_request.world_size,
         ignore_limit,
     )
-    if estimate.size is None and ignore_limit:
-        warn_if_too_large(check_request.model, facts.size, check_request.world_size, report_status)
+    facts = replace(facts, size=replace(facts.size, is_calibrated=is_calibrated))
+    if estimate.size is None:
+        require_or_warn(check_request.model, facts.size, check_request.world_size, ignore_limit, report_status)
     free = measure_free_space()
     file_problem = find_file_problem(
         check_request.model, facts.size, check_request.world_size, check_request.steps, free, ignore_limit
@@ -200,7 +215,13 @@ def order_by_length(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
 
 
 def report_configuration(check_request: ModelCheckRequest, report_status: ReportStatus) -> None:
-    """Say which keys of the configuration file are ignored, filled in or translated."""
+    """Say what the law set leaves out, and which keys of the configuration are ignored, filled in or translated."""
+    left_out = list_later_changes(check_request.law_set) if check_request.law_set else {}
+    if left_out:
+        report_status(
+            f"the law set {check_request.law_set} leaves out {len(left_out)} law variants; "
+            f"`zharness laws diff {check_request.law_set}` lists them"
+        )
     config = configuration_on(check_request.engine, check_request.config)
     for key in config.ignored_keys:
         report_status(f"{check_request.config}: {key} is ignored: {explain_ignored_key(key)}")
@@ -227,12 +248,12 @@ def choose_nearest_stage(
 
 
 def require_estimated_to_fit(
-    runner: Runner, request: Request, ignore_memory_limit: bool, report_status: ReportStatus
+    runner: Runner, request: Request, is_calibrated: bool, ignore_memory_limit: bool, report_status: ReportStatus
 ) -> SizeEstimate:
     """Estimate the size of a model before it is built, and raise UsageError if it does not fit into memory.
 
     With ``ignore_memory_limit`` a line says that it does not fit. If its factory cannot run without memory, a line says
-    so; the model is then measured when it has been built.
+    so; the model is then measured when it has been built. For ``is_calibrated`` see ``ModelSize``.
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
@@ -241,15 +262,19 @@ def require_estimated_to_fit(
             f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
             f"memory ({estimate.reason})"
         )
-    elif ignore_memory_limit:
-        warn_if_too_large(model, estimate.size, world_size, report_status)
     else:
-        require_fitting(model, estimate.size, world_size)
+        size = replace(estimate.size, is_calibrated=is_calibrated)
+        require_or_warn(model, size, world_size, ignore_memory_limit, report_status)
     return estimate
 
 
-def warn_if_too_large(model: str, size: ModelSize, world_size: int, report_status: ReportStatus) -> None:
-    """Say in a line that the model does not fit into memory, if that is so."""
+def require_or_warn(
+    model: str, size: ModelSize, world_size: int, ignore_memory_limit: bool, report_status: ReportStatus
+) -> None:
+    """Raise UsageError if the model does not fit into memory; with ``ignore_memory_limit``, say so in a line."""
+    if not ignore_memory_limit:
+        require_fitting(model, size, world_size)
+        return
     reason = explain_current_limit(size, world_size)
     if reason:
         report_status(f"WARNING {model}: {reason}; the laws run nevertheless because of {IGNORE_OPTION}")

@@ -48,7 +48,8 @@ class ModelMatrix:
     """The models, engines and configuration files of which every combination is checked in the same way.
 
     ``models`` are paths of factories, or patterns such as ``package.module:gpt*``. A file of the empty name stands for
-    no configuration. ``ignore_memory_limit`` lets models run that do not fit into memory.
+    no configuration. ``ignore_memory_limit`` lets models run that do not fit into memory. ``law_set`` is the version of
+    the law set, empty for the newest.
     """
 
     models: tuple[str, ...]
@@ -61,6 +62,7 @@ class ModelMatrix:
     only: tuple[str, ...] = ()
     ignore_memory_limit: bool = False
     mesh: Mesh = DEFAULT_MESH
+    law_set: str = ""
 
     def expand(self) -> list[ModelCheckRequest]:
         """Return a request for each combination, those of one engine one after the other.
@@ -80,6 +82,7 @@ class ModelMatrix:
                 self.only,
                 self.ignore_memory_limit,
                 self.mesh,
+                self.law_set,
             )
             for engine, name, config in product(self.engines, names, self.configs)
         ]

@@ -16,6 +16,8 @@ from torch import nn
 
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES
 from zharness.errors import UsageError
+from zharness.laws.registry import find_laws
+from zharness.run.plan import ClaimsLookup, Request, select_stages
 from zharness.torch_private import build_without_memory
 from zharness.workload import ModelSpec
 from zharness.workload.user_model import call_factory, resolve_factory
@@ -33,6 +35,10 @@ PROCESS_BYTES = int(0.35 * GIB)  # of a process of torch with an engine, without
 # buffer is copied as often as a frozen parameter.
 RANK_COPIES, RANK_OPTIMIZER_COPIES, RANK_MASTER_COPIES = 7, 4, 2
 JUDGE_COPIES, JUDGE_FLOAT64_COPIES = 5, 2
+# Where an engine has kernels of its own, tier C adds to the judge in float64, for each rank, the gradient and its unit,
+# and while they are computed two sums over samples and the model and gradient of one sample; in the model's dtype the
+# gradients of eight runs of plain PyTorch, and of the samples of one of them (4 of a micro-batch of transformers).
+CALIBRATED_COPIES, CALIBRATED_FLOAT64_COPIES, CALIBRATED_FLOAT64_COPIES_OF_A_RANK = 12, 4, 2
 KEPT_COPIES = 2  # freed and not yet used again: a model and its gradients
 RANK_FROZEN_COPIES, JUDGE_FROZEN_COPIES, JUDGE_FROZEN_FLOAT64_COPIES = 5, 4, 1
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
@@ -49,6 +55,7 @@ class ModelSize:
 
     ``frozen_parameters`` and ``frozen_bytes`` are the part of them that does not require a gradient. ``buffers`` and
     ``buffer_bytes`` are the elements and bytes of the model's buffers, which are not among the parameters.
+    ``is_calibrated`` says that gradients of an engine's own kernels are compared by tier C.
     """
 
     parameters: int
@@ -58,6 +65,7 @@ class ModelSize:
     frozen_bytes: int = 0
     buffers: int = 0
     buffer_bytes: int = 0
+    is_calibrated: bool = False
 
     @classmethod
     def measure(cls, model: nn.Module, dtype: str) -> ModelSize:
@@ -91,11 +99,15 @@ class ModelSize:
         weights = RANK_COPIES * self.trained_bytes + RANK_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
         return weights + copies * optimizer_bytes + self.kept_bytes() + PROCESS_BYTES
 
-    def judge_bytes(self) -> int:
+    def judge_bytes(self, world_size: int = 2) -> int:
         """Return the memory of the judge, which trains plain PyTorch and compares, in bytes."""
-        weights = JUDGE_COPIES * self.trained_bytes + JUDGE_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
+        copies, wide_copies = JUDGE_COPIES, JUDGE_FLOAT64_COPIES
+        if self.is_calibrated:
+            copies += CALIBRATED_COPIES
+            wide_copies += CALIBRATED_FLOAT64_COPIES + CALIBRATED_FLOAT64_COPIES_OF_A_RANK * world_size
+        weights = copies * self.trained_bytes + JUDGE_FROZEN_COPIES * (self.frozen_bytes + self.buffer_bytes)
         unchanged = JUDGE_FROZEN_FLOAT64_COPIES * (self.frozen_parameters + self.buffers)
-        wide = JUDGE_FLOAT64_COPIES * self.trained_parameters + unchanged
+        wide = wide_copies * self.trained_parameters + unchanged
         return weights + FLOAT64_BYTES * wide + self.kept_bytes() + PROCESS_BYTES
 
     def kept_bytes(self) -> int:
@@ -104,7 +116,7 @@ class ModelSize:
 
     def estimate_memory(self, world_size: int, jobs: int = 1) -> int:
         """Estimate the peak memory, in bytes, of the processes of ``jobs`` cells that run at a time."""
-        return jobs * (world_size * self.rank_bytes() + self.judge_bytes())
+        return jobs * (world_size * self.rank_bytes() + self.judge_bytes(world_size))
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,15 @@ class SizeEstimate:
     size: ModelSize | None
     reason: str = ""
     modules: tuple[str, ...] = ()
+
+
+def needs_calibration(request: Request, claims: ClaimsLookup) -> bool:
+    """Return whether a law of ``request`` compares gradients of the engine's own kernels, which takes more memory."""
+    (engine,) = request.engines
+    known = select_stages(engine, (), claims)
+    stages = [stage for stage in request.stages or known if stage in known]
+    laws = [law for law in find_laws(request.patterns) if law.is_calibrated or law.only_own_kernels]
+    return bool(laws) and any(stage in claims(engine, stage).on_mesh(request.mesh).own_kernels for stage in stages)
 
 
 def estimate_size(name: str, dtype: str) -> SizeEstimate:
@@ -222,7 +243,8 @@ def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, proce
 
     ``process_bytes`` is what the limits of the shell allow one process, or None.
     """
-    needed, largest = size.estimate_memory(world_size), max(size.rank_bytes(), size.judge_bytes())
+    needed, judge_bytes = size.estimate_memory(world_size), size.judge_bytes(world_size)
+    largest = max(size.rank_bytes(), judge_bytes)
     buffers = f" and {size.buffer_bytes / GIB:.1f} GiB of buffers" if size.buffer_bytes >= GIB / 10 else ""
     model = f"a model of {size.parameter_bytes / GIB:.1f} GiB{buffers}"
     if process_bytes is not None and largest > process_bytes:
@@ -235,6 +257,6 @@ def explain_too_large(size: ModelSize, world_size: int, free_bytes: float, proce
     return (
         f"{model} needs about {needed / GIB:.1f} GiB on {world_size} ranks (each up to {size.rank_bytes() / GIB:.1f} "
         "GiB: weights, gradients, optimizer state of two engines and copies; the judge "
-        f"{size.judge_bytes() / GIB:.1f} GiB, float64 among them), but only {free_bytes / GIB:.1f} GiB are free; use "
+        f"{judge_bytes / GIB:.1f} GiB, float64 among them), but only {free_bytes / GIB:.1f} GiB are free; use "
         "fewer ranks, fewer layers, or a machine with more memory"
     )

@@ -2,7 +2,7 @@
 
 The record is a file of JSON lines. The first line has the names of all functions, as in
 ``deepspeed/runtime/engine.py:DeepSpeedEngine.step``, and each other line a cell with the numbers of those that it
-reached. coverage.py measures on the ranks, which makes a run two to three times as long.
+reached. coverage.py measures on the ranks, which makes a run about twice as long.
 """
 
 from __future__ import annotations

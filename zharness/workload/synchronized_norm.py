@@ -1,7 +1,7 @@
 """Normalize over the rows of all ranks on any device, as torch's SyncBatchNorm does on GPUs alone.
 
-torch's SyncBatchNorm has no kernels for a CPU, and its forward and DDP refuse one. ``replace_synchronized_norms`` puts
-``SynchronizedBatchNorm`` in its place. Ranks exchange sums through the default process group; the baseline runs all
+torch's SyncBatchNorm has no kernels for a CPU, and its forward and DDP refuse one. ``replace_synchronized_norms`` lets
+it compute as a ``SynchronizedBatchNorm``. Ranks exchange sums through the default process group; the baseline runs all
 ranks of a step in threads of one process (``run_jointly``), which exchange the same sums.
 """
 
@@ -230,39 +230,20 @@ def sum_over_ranks(exchange: Exchange, tensor: Tensor) -> Tensor:
 
 
 def replace_synchronized_norms(model: nn.Module) -> nn.Module:
-    """Return ``model`` with a ``SynchronizedBatchNorm`` in place of each torch.nn.SyncBatchNorm.
+    """Let each torch.nn.SyncBatchNorm of ``model`` compute as a ``SynchronizedBatchNorm``, and return ``model``.
 
-    The parameters and buffers stay the same tensors.
+    The modules stay the same objects, with their parameters, buffers, settings and hooks: only their class changes, as
+    the two classes have the same attributes.
     """
-    if is_replaceable(model):
-        return replace_norm(model)
-    found = {name: module for name, module in model.named_modules(remove_duplicate=False) if is_replaceable(module)}
-    replaced = {module: replace_norm(module) for module in found.values()}
-    for name, module in found.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, replaced[module])
+    for module in model.modules():
+        if is_replaceable(module):
+            module.__class__ = SynchronizedBatchNorm
     return model
 
 
 def is_replaceable(module: nn.Module) -> bool:
     """Return whether ``module`` is torch's SyncBatchNorm over all ranks, and no subclass."""
     return type(module) is nn.SyncBatchNorm and module.process_group is None
-
-
-def replace_norm(norm: nn.Module) -> SynchronizedBatchNorm:
-    """Return a ``SynchronizedBatchNorm`` with the parameters, buffers, settings and mode of ``norm``."""
-    assert isinstance(norm, nn.SyncBatchNorm), "the caller has looked"
-    found = SynchronizedBatchNorm(0, norm.eps, norm.momentum, affine=False, track_running_stats=False)
-    found.num_features, found.affine, found.track_running_stats = (
-        norm.num_features,
-        norm.affine,
-        norm.track_running_stats,
-    )
-    for name, parameter in norm.named_parameters():
-        setattr(found, name, parameter)
-    for name, buffer in norm.named_buffers():
-        setattr(found, name, buffer)
-    return found.train(norm.training)
 
 
 def has_synchronized_norm(model: nn.Module) -> bool:
