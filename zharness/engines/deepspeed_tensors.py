@@ -41,6 +41,16 @@ class DeepSpeedTensorReader:
                     grads[name] = snapshot((grad / (self.loss_scale() or 1.0)).to(self._master_dtype(grad)))
         return grads
 
+    def step_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients, clipped, of the groups that the optimizer is about to step, at stages 1 and 2."""
+        flat_grads = [flat.grad for flat in self._flat_masters()]
+        with self.links.applied():
+            return {
+                name: self._assemble_state(param, grad)
+                for name, param in self.params.items()
+                if (grad := flat_grads[self._position(param)[0]]) is not None
+            }
+
     def loss_scale(self) -> float | None:
         """Return the loss scale of torch's GradScaler under torch_autocast in fp16, else DeepSpeed's own.
 

@@ -115,6 +115,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("accelerate.accelerator", "accelerate.optimizer", "accelerate.scheduler", "accelerate.state"),
         ),
         EngineInfo(
+            name="accelerate_deepspeed",
+            target="zharness.engines.accelerate_deepspeed:factory",
+            summary="Hugging Face accelerate over DeepSpeed's ZeRO stages 1 and 2, whose backward also makes the step",
+            distribution="accelerate",
+            install="pip install accelerate deepspeed",
+            warm_up="zharness.engines.accelerate_deepspeed:warm_up",
+            sources=("accelerate.accelerator", "accelerate.utils.deepspeed", "accelerate.data_loader"),
+        ),
+        EngineInfo(
             name="trainer_ddp",
             target="zharness.engines.trainer_ddp:factory",
             summary="transformers.Trainer, which trains DistributedDataParallel in its own loop",

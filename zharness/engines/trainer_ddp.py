@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,10 @@ from zharness.engines.protocol import (
     EngineConfig,
     Feature,
     Observations,
-    Piece,
     TrainedStep,
 )
 from zharness.engines.torch_engine import leaf_parameters, snapshot, validate_config
-from zharness.engines.without_forward import WithoutForward
+from zharness.engines.without_forward import WholeTraining
 
 DOCUMENTATION = "https://huggingface.co/docs/transformers/main_classes/trainer"
 AVERAGE_TOKENS = "average_tokens_across_devices"
@@ -72,7 +71,7 @@ class LossModule(nn.Module):
         return output if labels is None else {"loss": self._loss(output, labels)}
 
 
-class TrainerEngine(WithoutForward):
+class TrainerEngine(WholeTraining):
     """An engine whose Trainer runs all batches and steps; see ``Engine`` and ``SupportsTrain``."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
@@ -106,9 +105,6 @@ class TrainerEngine(WithoutForward):
         steps: Sequence[TrainedStep] = recorder.read_steps()
         return steps
 
-    def step(self) -> NoReturn:
-        self.refuse("step()")
-
     def zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -125,12 +121,6 @@ class TrainerEngine(WithoutForward):
             for name, state in states.items()
             if state
         }
-
-    def grad_norm(self) -> float | None:
-        return None
-
-    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
-        return {}
 
     def observe(self) -> Observations:
         return Observations(

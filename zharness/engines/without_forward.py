@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from zharness.engines.protocol import Capabilities
+from zharness.engines.protocol import Capabilities, Piece
 from zharness.errors import UsageError
 
 
@@ -38,3 +39,18 @@ class WithoutForward:
     def refuse(self, call: str) -> NoReturn:
         """Raise UsageError, because the engine has no such call."""
         raise UsageError(f"got {call}; this engine has {self.capabilities.form.value}")
+
+
+class WholeTraining(WithoutForward):
+    """The calls of ``Engine`` that engines of the form ``CallForm.WHOLE_TRAINING`` have no answer to."""
+
+    def step(self) -> NoReturn:
+        self.refuse("step()")
+
+    def grad_norm(self) -> float | None:
+        """Return None: the norm of each step is in its ``TrainedStep``."""
+        return None
+
+    def layout(self) -> Mapping[str, tuple[Piece, ...]]:
+        """Return no entry: what ``train`` returns is whole on every rank."""
+        return {}

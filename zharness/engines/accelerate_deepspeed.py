@@ -1,0 +1,211 @@
+"""Adapt Hugging Face ``accelerate`` over DeepSpeed to the Engine protocol: it runs whole trainings.
+
+``accelerator.backward`` of the last micro-batch of a window also makes the step and drops the gradients, so that a
+caller can read none between the two. So the adapter runs the loop of accelerate's documentation, and records each step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from zharness.engines import optimizers
+from zharness.engines.deepspeed import json_config
+from zharness.engines.deepspeed_build import require_sharding_optimizer
+from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
+from zharness.engines.deepspeed_round_robin import RoundRobinLinks
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader
+from zharness.engines.launch_variables import launch_variables
+from zharness.engines.protocol import (
+    IGNORED,
+    Absent,
+    AccumulationOwner,
+    CallForm,
+    Capabilities,
+    EngineConfig,
+    Feature,
+    Observations,
+    TrainedStep,
+)
+from zharness.engines.torch_engine import snapshot, validate_config
+from zharness.engines.without_forward import WholeTraining
+from zharness.errors import EngineContractError
+
+ItemLoss = Callable[[Any, Tensor, Tensor, int], Tensor]  # of output, target, items of the step, and terms of its mean
+DOCUMENTATION = "https://huggingface.co/docs/accelerate/usage_guides/deepspeed"
+USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+CAPABILITIES = Capabilities(
+    stages=frozenset({1, 2}),
+    refuses=dict.fromkeys(
+        (Feature.CHECKPOINT, Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER),
+        f"the adapter runs one training in fp32, and saves nothing yet ({DOCUMENTATION})",
+    ),
+    form=CallForm.WHOLE_TRAINING,
+)
+
+
+def warm_up() -> None:
+    """Import accelerate and DeepSpeed, which takes seconds."""
+    import_deepspeed("cpu")
+    importlib.import_module("accelerate")
+
+
+def factory(model: nn.Module, config: EngineConfig) -> AccelerateDeepSpeedEngine:
+    """Return an engine that trains ``model`` over the default process group.
+
+    Raises ConfigError for an unsupported configuration.
+    """
+    validate_config(config, CAPABILITIES, {})
+    return AccelerateDeepSpeedEngine(model, config)
+
+
+class AccelerateDeepSpeedEngine(WholeTraining):
+    """An engine whose batches, backward and steps are those of an Accelerator; see ``Engine`` and ``SupportsTrain``."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.module, self.capabilities, self._config = model, CAPABILITIES, config
+        self._params = dict(model.named_parameters())
+        self._optimizer = optimizers.build(self._params, config.optimizer)
+        self._grads: dict[str, Tensor] = {}
+        self._open = ExitStack()
+
+    def train(
+        self, samples: Sequence[tuple[Tensor, Tensor]], loss: Callable[..., Tensor], counts_items: bool
+    ) -> Sequence[TrainedStep]:
+        """Train one epoch, and return what each step did.
+
+        Raises EngineContractError if accelerate prepared anything but DeepSpeed of this stage over all ranks.
+        """
+        self._open.enter_context(accelerate_state(next(self.module.parameters()).device.type))
+        accelerator = build_accelerator(self._config)
+        listed: Any = samples  # a sequence is a data set
+        loader: Any = DataLoader(listed, batch_size=self._config.micro_batch_size)
+        engine, _, dealt = accelerator.prepare(self.module, self._optimizer, loader)
+        self._open.callback(engine.destroy)
+        require_deepspeed(accelerator, engine, self._config.stage)
+        reader = DeepSpeedTensorReader(engine, self._params, self._config.stage, RoundRobinLinks(()), data_group=None)
+        hook = self._optimizer.register_step_pre_hook(lambda *_: self._grads.update(reader.step_gradients()))
+        self._open.callback(hook.remove)
+        return list(self._run_epoch(accelerator, engine, dealt, reader, adapt_loss(loss, counts_items)))
+
+    def _run_epoch(
+        self, accelerator: Any, engine: Any, dealt: Any, reader: DeepSpeedTensorReader, loss: ItemLoss
+    ) -> Iterator[TrainedStep]:
+        """Yield what each step of an epoch did; the loop is that of accelerate's guide to gradient accumulation."""
+        items = count_items([batch for _, batch in dealt], self._config.accumulation_steps)
+        losses: list[Tensor] = []
+        for number, (inputs, target) in enumerate(dealt):
+            with accelerator.accumulate(engine):
+                window = number // self._config.accumulation_steps
+                # The engine averages over ranks and divides by the micro-batches of a full window.
+                terms = accelerator.num_processes * accelerator.gradient_accumulation_steps
+                part = loss(engine(inputs), target, items[window], terms)
+                losses.append(part.detach())
+                accelerator.backward(part)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(self._params.values(), self._config.clip or 0.0)
+                    mean = accelerator.reduce(torch.stack(losses).mean(), "mean")
+                    yield TrainedStep(float(mean), float(norm), self._grads, reader.weights())
+                    self._grads, losses = {}, []
+
+    def zero_grad(self) -> None:
+        self._grads = {}
+
+    def full_grads(self) -> dict[str, Tensor]:
+        return dict(self._grads)
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: snapshot(param) for name, param in self._params.items()}
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        return {}  # the training has ended
+
+    def observe(self) -> Observations:
+        return Observations(
+            loss_scale=Absent("the adapter trains in fp32"),
+            skipped_steps=Absent("this engine never skips a step in fp32"),
+            learning_rates=tuple(float(group["lr"]) for group in self._optimizer.param_groups),
+        )
+
+    def close(self) -> None:
+        self._open.close()
+
+
+@contextmanager
+def accelerate_state(device_type: str) -> Iterator[None]:
+    """Let accelerate know all ranks inside the block, and forget at its end what it keeps for a process.
+
+    With a DeepSpeedPlugin on a CPU, ``Accelerator()`` alone would count one process on every rank
+    (``zharness repro deepspeed-of-one-process``), unless there is a PartialState.
+    """
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    prepare_deepspeed(device_type)
+    changed = DeepSpeedGlobalState(autocast=False)
+    before = os.environ.get(USE_DEEPSPEED)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with launch_variables():
+            PartialState(cpu=device_type == "cpu")
+        yield
+    finally:
+        changed.restore()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.pop(USE_DEEPSPEED, None)
+        if before is not None:
+            os.environ[USE_DEEPSPEED] = before
+
+
+def build_accelerator(config: EngineConfig) -> Any:
+    """Return an Accelerator with a DeepSpeedPlugin for ``config``."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    owned = replace(config, accumulation_owner=AccumulationOwner.ENGINE)
+    with launch_variables():
+        return Accelerator(
+            gradient_accumulation_steps=config.accumulation_steps,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json_config(owned)),
+        )
+
+
+def require_deepspeed(accelerator: Any, engine: Any, stage: int) -> None:
+    """Raise EngineContractError unless accelerate prepared DeepSpeed of ``stage`` over all ranks."""
+    kind: Any = importlib.import_module("deepspeed").DeepSpeedEngine
+    found = engine.zero_optimization_stage() if isinstance(engine, kind) else None
+    if found != stage or accelerator.num_processes != dist.get_world_size():
+        raise EngineContractError(
+            f"accelerate prepared a {type(engine).__name__} of stage {found} for {accelerator.num_processes} "
+            f"processes; expected DeepSpeed of stage {stage} for {dist.get_world_size()}"
+        )
+    require_sharding_optimizer(engine.optimizer, stage)
+
+
+def count_items(targets: Sequence[Tensor], window: int) -> list[Tensor]:
+    """Return for each step the number of elements of its targets, of all ranks, that count. This is a collective."""
+    counts = [
+        torch.stack([(target != IGNORED).sum() for target in targets[start : start + window]]).sum()
+        for start in range(0, len(targets), window)
+    ]
+    for count in counts:
+        dist.all_reduce(count)
+    return counts
+
+
+def adapt_loss(loss: Callable[..., Tensor], counts_items: bool) -> ItemLoss:
+    """Return a loss of output, target, items and terms; with ``counts_items`` it is a part of a sum over ``terms``."""
+
+    def compute(output: Any, target: Tensor, items: Tensor, terms: int) -> Tensor:
+        return terms * loss(output, target, items) if counts_items else loss(output, target)
+
+    return compute
