@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
@@ -29,7 +29,7 @@ SHARED = "shared"  # two modules have the buffer
 NOT_PERSISTENT = "not_persistent"  # a state dict, and so a checkpoint, does not contain the buffer
 KINDS: Mapping[str, Tensor] = {**BUFFERS, SHARED: BUFFERS["int64"], NOT_PERSISTENT: BUFFERS["float32"]}
 NAME = "kept"
-SHARING_MODULE = "first"  # the module that has the buffer too, in the variant SHARED
+SHARING_MODULE = "sharing"  # a further module, which has the buffer too, in the variant SHARED
 STATES = ("built", "trained", "loaded", "in full_state_dict")
 
 
@@ -38,6 +38,7 @@ def build_engine(ctx: RankContext, buffer: Tensor) -> Engine:
     model, own = ctx.spec.model(ctx.seed), buffer.clone()
     model.register_buffer(NAME, own, persistent=ctx.variant != NOT_PERSISTENT)
     if ctx.variant == SHARED:
+        model.register_module(SHARING_MODULE, nn.Module())
         model.get_submodule(SHARING_MODULE).register_buffer(NAME, own)
     return ctx.build_engine_around(model, optimizer=UNIT_LR_SGD)
 
