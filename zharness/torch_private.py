@@ -187,6 +187,20 @@ def skip_construction_log_of_ddp() -> None:
     torch.distributed.Logger.set_construction_data_and_log = lambda *_, **__: None  # type: ignore[attr-defined, method-assign]
 
 
+@contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``group`` the default process group within the block (_update_default_pg, torch 2.1).
+
+    Only ranks of ``group`` may enter; rank r of it has to be rank r of the whole world, too.
+    """
+    whole = dist.distributed_c10d._get_default_group()
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(whole)
+
+
 def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
     """Return the group that an argument of a collective operator names, or None for another argument.
 

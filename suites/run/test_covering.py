@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from zharness.law_kit.setting import BackwardCall, Setting, SettingSupport
 from zharness.laws import find_laws
 from zharness.run import Request, plan
 from zharness.run.claimed_pairs import NO_LAW
+from zharness.run.configuration import cell_setting
 from zharness.run.covering import Depth, list_pairs, name_in_pairs, pair_kind
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import ARRAY_WORLD_SIZES, plan_with_coverage
@@ -104,6 +106,23 @@ def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str, depth: 
     models = {value for pair in covering.covered for value in pair if isinstance(value, tuple) and value[0] == "model"}
     assert all(frozenset((model, ("window", "1"))) in covering.covered for model in models)
     assert any(pair_kind(pair) == "model x option" for pair in covering.covered)
+    if depth is Depth.LAW_VARIANTS:
+        assert_triples_are_covered(engine, runnable)
+
+
+def assert_triples_are_covered(engine: str, runnable: Sequence[Cell]) -> None:
+    """Assert that a law which covers triples has a cell for each option, world size and dtype that can be together."""
+    (law,) = (law.name for law in find_laws(()) if law.covers_triples)
+    met = {
+        (option, cell.world_size, cell.dtype)
+        for cell in runnable
+        if cell.law == law
+        for option in cell_setting(cell.engine_variant).options
+    }
+    for option, size, dtype in product(claims_of_registry(engine, 3).variants, ARRAY_WORLD_SIZES, ("fp32", "bf16")):
+        request = Request((law,), (engine,), (2, 3), (size,), (dtype,), engine_variant=option)
+        if any(not cell.unsupported_reason for cell in plan(request, claims_of_registry)):
+            assert (option, size, dtype) in met, (option, size, dtype)
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])

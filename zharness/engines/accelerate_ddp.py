@@ -35,10 +35,15 @@ if TYPE_CHECKING:
 
 DOCUMENTATION = "https://huggingface.co/docs/accelerate/package_reference/accelerator"
 STEP_SCHEDULER = "step_scheduler_with_optimizer"
+DIRECT_BACKWARD = (
+    "accelerator.backward(loss) divides the loss by the number of micro-batches, and 'should be used in lieu of "
+    f"loss.backward()' ({DOCUMENTATION})"
+)
 REFUSES: dict[Feature, str] = {
     **{feature: reason for feature, reason in ddp.REFUSES.items() if feature is not Feature.ENGINE_ACCUMULATION},
     Feature.AUTOCAST: f"its mixed_precision also converts the model's outputs to float32 ({DOCUMENTATION})",
     Feature.WINDOW_READ_OUT: "inside accumulate() gradients are each rank's own until the last backward of the window",
+    Feature.TENSOR_BACKWARD_IN_WINDOW: DIRECT_BACKWARD,
     Feature.WINDOW_WRITE_IN: "inside accumulate() gradients are each rank's own until the last backward of the window",
 }
 _STATIC_GRAPH = ddp.CAPABILITIES.engine_options["static_graph"]
@@ -64,10 +69,7 @@ CAPABILITIES = replace(
     ddp.CAPABILITIES,
     refuses=REFUSES,
     variants=VARIANTS,
-    engine_windows=(
-        "accelerator.backward(loss) divides the loss by the number of micro-batches, and 'should be used in lieu of "
-        f"loss.backward()' ({DOCUMENTATION})"
-    ),
+    engine_windows=DIRECT_BACKWARD,
 )
 OPTIONS = {
     **{name: meaning for name, meaning in ddp.OPTIONS.items() if name not in AUTOCAST_OPTION},

@@ -26,6 +26,7 @@ class Feature(Enum):
     TORCH_FUNC = "torch.func transforms applied to the engine"
     ENGINE_ACCUMULATION = "gradient accumulation controlled by the engine"
     CALLER_ACCUMULATION = "gradient accumulation controlled by the caller"
+    TENSOR_BACKWARD_IN_WINDOW = "loss.backward() inside an accumulation window that the engine controls"
     NO_SYNC = "no_sync, which accumulates gradients without reducing them"
     SUM = "gradients summed over ranks"
     CLIP = "gradient clipping by the global norm"
@@ -35,6 +36,7 @@ class Feature(Enum):
     CHECKPOINT = "saving and loading checkpoints"
     RANK_BUFFERS = "buffers saved and loaded by each rank separately"
     RESHARD = "a checkpoint of one stage loaded at every other stage"
+    WORLD_RESHARD = "a checkpoint loaded on more or fewer ranks than saved it; new ranks get the buffers of rank 0"
     MESH_RESHARD = "a checkpoint of one mesh loaded on every other mesh that the engine has"
     UNIVERSAL_CHECKPOINT = "reading DeepSpeed's universal checkpoints"
     AUTOGRAD = "every way to run a backward in torch"
@@ -48,7 +50,8 @@ class Feature(Enum):
     SPARSE_GRADIENTS = "gradients that a backward makes sparse"
     OWN_WEIGHT_GRADIENTS = "autograd.grad of weights that returns this rank's own gradients, differentiable again"
     REDUCED_WEIGHT_GRADIENTS = (
-        "autograd.grad of weights that returns shards of the reduced gradients, differentiable again"
+        "autograd.grad of weights that returns shards of the reduced gradients, divided like those of backward, "
+        "differentiable again"
     )
     UNFREEZING = "parameters unfrozen after construction"
     EDITS = "full weights that one rank edits for all ranks"
@@ -69,6 +72,7 @@ class Feature(Enum):
     WINDOW_READ_OUT = "reading a gradient inside an accumulation window"
     WRITE_IN = "replacing the gradient, weight or optimizer state of a named parameter"
     WINDOW_WRITE_IN = "replacing a gradient inside an accumulation window, to which later micro-batches add theirs"
+    STEP_READ_OUT = "reading how many steps the optimizer has made with a named parameter"
     WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 

@@ -30,7 +30,7 @@ _NO_SHARD_ACCESS = (
 )
 _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     **dict.fromkeys(
-        (Feature.RESHARD, Feature.MESH_RESHARD),
+        (Feature.RESHARD, Feature.WORLD_RESHARD, Feature.MESH_RESHARD),
         "a checkpoint loads only at its own stage, world size and mesh; others need a universal checkpoint "
         "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
     ),
@@ -48,6 +48,8 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     "(https://github.com/deepspeedai/DeepSpeed/pull/8504)",
     Feature.WRITE_IN_FORWARD: "its 'routines for modifying the fp32 master parameters' do not change the model's own "
     f"weights, which the next step does ({_DOCUMENTATION}/zero3.html#modifying-partitioned-states)",
+    Feature.STEP_READ_OUT: "safe_get_full_optimizer_state 'assembles' states of the shape of the parameter from their "
+    "fragments, and a step count has none (tensor_fragment.py)",
     Feature.REDUCED_WEIGHT_GRADIENTS: "its hooks reduce gradients outside the autograd graph",
     Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
     Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",

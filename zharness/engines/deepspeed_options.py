@@ -15,7 +15,7 @@ from typing import Any
 
 from zharness.engines.capabilities import EngineOption, Feature
 from zharness.engines.deepspeed_machine import missing_for_cpu_adam, missing_for_nvme
-from zharness.engines.json_variants import JSON_VARIANTS, zero_optimization
+from zharness.engines.json_variants import JSON_VARIANTS, STAGE_3_JSON_VARIANTS, zero_optimization
 
 # Options of the adapter, which are not keys of DeepSpeed's JSON.
 CPU_ADAM = "cpu_adam"  # build DeepSpeedCPUAdam in place of torch's Adam and AdamW
@@ -291,7 +291,7 @@ REPORT_OPTIONS: Mapping[str, StagedOption] = {
 
 _STAGES_OF_JSON_VARIANTS: Mapping[str, frozenset[int]] = {
     **dict.fromkeys(JSON_VARIANTS, SHARDED),
-    **dict.fromkeys(("least_limits", "largest_limits"), STAGE_3),
+    **dict.fromkeys(STAGE_3_JSON_VARIANTS, STAGE_3),
 }
 
 DEEPSPEED_OPTIONS: Mapping[str, StagedOption] = {

@@ -118,7 +118,11 @@ class DeepSpeedTensorReader:
             return {}
         readers = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
         with self.links.applied():
-            return {name: readers[self.stage](param) for name, param in self.params.items() if param.requires_grad}
+            return {
+                name: readers[self.stage](param)
+                for name, param in self.params.items()
+                if param.requires_grad and (self.stage == 0 or self._is_sharded(param))
+            }
 
     def _full_grad(self, param: Any) -> Tensor | None:
         """Return the reduced gradient of ``param``, or this rank's own one if nothing was reduced.
@@ -174,7 +178,16 @@ class DeepSpeedTensorReader:
         """Return the index of the parameter group of ``param``, and its index in this group, at stages 1 and 2."""
         zero = self.engine.optimizer
         groups = zero.bf16_groups if self._is_bf16_optimizer else zero.bit16_groups
-        return next((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
+        return next(_find_in_groups(groups, param))
+
+    def _is_sharded(self, param: Any) -> bool:
+        """Return whether ``param`` has a master weight and optimizer state in a partition, above stage 0.
+
+        DeepSpeed makes partitions of the parameters that require a gradient when the engine is built, and of no others.
+        """
+        if self.stage == 3:
+            return self.engine.optimizer.get_param_id(param) in self.engine.optimizer.grad_position
+        return hasattr(param, "_hp_mapping")
 
     def _flat_masters(self) -> list[Tensor]:
         """Return the flat partition of master weights that this rank owns of each group, above stage 0."""
@@ -207,8 +220,7 @@ class DeepSpeedTensorReader:
         if groups is None:
             return param
         masters: list[list[Tensor]] = self.engine.optimizer.fp32_groups
-        indices = ((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
-        i, j = next(indices)
+        i, j = next(_find_in_groups(groups, param))
         return masters[i][j]
 
     def _stage0_state(self, param: nn.Parameter) -> dict[str, Tensor]:
@@ -288,6 +300,11 @@ def _maximum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the elementwise maximum of ``tensor`` over all ranks. This is a collective."""
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor
+
+
+def _find_in_groups(groups: Sequence[Sequence[Tensor]], param: nn.Parameter) -> Iterator[tuple[int, int]]:
+    """Yield the index of the group that has ``param``, and its index in this group, if one of ``groups`` has it."""
+    return ((i, j) for i, group in enumerate(groups) for j, member in enumerate(group) if member is param)
 
 
 def _is_shaped_like(value: object, flat: Tensor) -> bool:

@@ -35,3 +35,4 @@ JSON_VARIANTS: Mapping[str, Mapping[str, Any]] = {
         sub_group_size=10**9,
     ),
 }
+STAGE_3_JSON_VARIANTS = ("least_limits", "largest_limits")  # their keys have no effect at other stages

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zharness import reference
 from zharness.engines import optimizers
-from zharness.engines.json_variants import JSON_VARIANTS
+from zharness.engines.json_variants import JSON_VARIANTS, STAGE_3_JSON_VARIANTS
 from zharness.engines.protocol import (
     Absent,
     AccumulationOwner,
@@ -52,14 +52,17 @@ SHARDED_WEIGHTS_REFUSES = {
 
 
 def capabilities_at(stage: int) -> Capabilities:
-    """Return CAPABILITIES with the features that the reference engine refuses at ``stage``."""
+    """Return CAPABILITIES with the features that the reference engine refuses at ``stage``, and its options there."""
     refuses = {
         **EVERY_STAGE_REFUSES,
         **(NO_SYNC_REFUSES if stage > 1 else {}),
         **(STAGE_0_REFUSES if stage == 0 else {}),
         **(SHARDED_WEIGHTS_REFUSES if stage == 3 else WHOLE_WEIGHTS_REFUSES),
     }
-    return replace(CAPABILITIES, refuses=refuses)
+    variants = {
+        name: options for name, options in JSON_VARIANTS.items() if stage == 3 or name not in STAGE_3_JSON_VARIANTS
+    }
+    return replace(CAPABILITIES, refuses=refuses, variants=variants)
 
 
 class ReferenceEngine:

@@ -36,6 +36,7 @@ class SupportsReadOut(Protocol):
     def read_optimizer_state(self, name: str, key: str) -> Tensor | None:
         """Return the entry ``key`` (``exp_avg``, ``momentum_buffer``) of the optimizer's state, after the first step.
 
+        With ``Feature.STEP_READ_OUT``, ``key`` may also be ``step``, the number of steps that used the parameter.
         Returns None for a frozen parameter.
         """
 

@@ -28,7 +28,7 @@ def make_target_cell(mutant: Mutant, target: Target) -> Cell:
     """Return the cell in which ``target`` says that ``mutant`` has to be killed."""
     stage = mutant.stages[0] if target.stage is None else target.stage
     axes = (stage, target.world_size, target.dtype, target.model, target.variant)
-    return Cell(target.law, mutant.engine, *axes, mesh=Mesh.parse(target.mesh))
+    return Cell(target.law, mutant.engine, *axes, target.setting, Mesh.parse(target.mesh))
 
 
 def plan_kill_attempts(

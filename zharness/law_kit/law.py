@@ -86,6 +86,7 @@ class Law:
     ``only_own_kernels`` says that the law adds nothing where local gradients come from torch's kernels.
     ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
     ``is_long`` says that a cell of the law takes several times as long on a user's model as those of other laws.
+    ``covers_triples`` says that a covering array runs the law with each option, world size and dtype together.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
     ``mesh_support`` on which meshes. ``form`` is the form in which the law calls an engine.
     """
@@ -109,6 +110,7 @@ class Law:
     compares_later_forwards: bool = False
     is_long: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
+    covers_triples: bool = False
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
     mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
     form: CallForm = CallForm.FORWARD_AND_BACKWARD

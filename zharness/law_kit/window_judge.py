@@ -22,13 +22,14 @@ from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenarios import NamedTensors, Participant
 from zharness.law_kit.window_scenarios import WindowScenario, scale_losses
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks, compare_within_bound
-from zharness.parity.attribution import fit_scale
+from zharness.parity.attribution import are_terms_of, fit_scale, is_unexplained
 from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import check_names
 from zharness.parity.comparison import TensorLocation
 
 OLD_WEIGHTS_HINT = "the first forward of the window used the weights from before the last step"
+OTHER_MULTIPLES_HINT = "the step counted the gradients of some micro-batches or ranks other times than once"
 OLD_GRADIENTS_HINT = "it counts the gradients that unused weights had in an earlier step"
 
 
@@ -131,7 +132,7 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
         clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
         updates = compute_updates(scenario, clipped, before, momentum)
         is_plain = scenario.clip is None and not scenario.momentum and not scenario.weight_decay
-        for found in compare_weights(ctx, f"params{suffix}", window, updates, sum_by_rank(result)):
+        for found in compare_weights(ctx, f"params{suffix}", window, updates, result):
             if found.mismatch is None or not window or not is_plain:
                 yield found
             else:
@@ -239,12 +240,13 @@ def add_multiple(tensor: BoundedTensor, factor: int, other: BoundedTensor) -> Bo
 
 
 def compare_weights(
-    ctx: JudgeContext, label: str, window: int, grads: BoundedGrads, rank_grads: Sequence[NamedTensors]
+    ctx: JudgeContext, label: str, window: int, grads: BoundedGrads, result: WindowResult
 ) -> Iterator[Comparison]:
     """Check that the step subtracted ``grads`` from the weights, and left every weight without a gradient unchanged.
 
-    ``rank_grads`` are the gradients of each rank alone, which a hint may name.
+    ``result`` has the gradients of each micro-batch and rank, which a hint may name.
     """
+    rank_grads = sum_by_rank(result)
     before, after = (ctx.rank_records(label, number) for number in (window, window + 1))
     for rank, record in enumerate(after):
         check_names("full_params", before[0], record)
@@ -252,9 +254,10 @@ def compare_weights(
             place = ctx.location(name, Part.OPTIMIZER, window, rank)
             if name in grads:
                 comparison = compare_weight(place, weight, record[name], grads[name])
-                yield hint_used_gradient(
+                comparison = hint_used_gradient(
                     comparison, weight, record[name], grads[name], [g.get(name) for g in rank_grads]
                 )
+                yield hint_other_multiples(comparison, place, weight.double() - record[name].double(), result)
             else:
                 comparison = compare_bitwise(place, weight, record[name])
                 yield add_hint(comparison, "the step moved a parameter that no rank used")
@@ -268,6 +271,22 @@ def compare_weight(place: TensorLocation, before: Tensor, after: Tensor, grad: B
         return compare_bitwise(place, before.double() - grad.value, after)
     bounded = BoundedTensor.exact(before) - grad
     return compare_within_bound(place, bounded.value, after, bounded.error, signal=grad.value)
+
+
+def hint_other_multiples(
+    comparison: Comparison, place: TensorLocation, update: Tensor, result: WindowResult
+) -> Comparison:
+    """Add a hint to an unexplained mismatch of a weight whose ``update`` has the window's gradients in other multiples.
+
+    This is so if a micro-batch or rank is lost, counted twice or divided by a wrong number, which may differ between
+    the shards of the weight.
+    """
+    if comparison.mismatch is None or not is_unexplained(comparison.mismatch):
+        return comparison
+    terms = [grads[place.name].flatten() for row in result.grads for grads in row if place.name in grads]
+    shards = [slice(piece.start, piece.stop) for piece in place.pieces] or [slice(None)]
+    explained = all(are_terms_of(update.flatten()[shard], [term[shard] for term in terms]) for shard in shards)
+    return add_hint(comparison, OTHER_MULTIPLES_HINT) if explained else comparison
 
 
 def hint_used_gradient(

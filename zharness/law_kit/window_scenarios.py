@@ -148,11 +148,15 @@ def train_windows(ctx: RankContext, engine: Engine, scenario: WindowScenario, su
 
 
 def scale_losses(participant: Participant, scenario: WindowScenario, world_size: int) -> Participant:
-    """Return ``participant`` with a ``backward`` that multiplies every loss by the scenario's loss factor."""
-    factor, backward = scenario.get_loss_factor(world_size), participant.backward
+    """Return ``participant`` with backwards that multiply every loss by the scenario's loss factor."""
+    factor = scenario.get_loss_factor(world_size)
 
-    def scaled_backward(loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run backward of ``loss`` times the scenario's loss factor."""
-        backward(loss * factor, retain_graph=retain_graph)
+    def multiply_loss(backward: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that runs ``backward`` of the loss times the scenario's loss factor."""
+        return lambda loss, **options: backward(loss * factor, **options)
 
-    return replace(participant, backward=scaled_backward)
+    return replace(
+        participant,
+        backward=multiply_loss(participant.backward),
+        tensor_backward=multiply_loss(participant.tensor_backward),
+    )

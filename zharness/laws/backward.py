@@ -86,7 +86,8 @@ def autograd_grad(participant: Participant) -> NamedTensors:
     """Compute gradients of an output with respect to the input, for one output gradient and for a batch of them.
 
     No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: if
-    parameters are sharded, an engine may return the gradients of one rank's loss or the gradients of all ranks' losses.
+    parameters are sharded, an engine may return the gradients of one rank's loss, or reduced ones, which an engine that
+    owns the window divides by its micro-batches (double_backward.weight_penalty compares both).
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
@@ -238,7 +239,7 @@ LAWS = (
     ),
     backward_law(
         autograd_grad,
-        "torch.autograd.grad of an output is plain PyTorch's, not divided for accumulation, and training stays right",
+        "torch.autograd.grad of an output for the input is plain PyTorch's, in a window too, and training stays right",
         Feature.TENSOR_BACKWARD,
         Feature.RETAIN_GRAPH,
         accumulation=4,

@@ -208,22 +208,27 @@ def weight_penalty(participant: Participant) -> NamedTensors:
 
 
 # The reduction is the mean, because with the sum an engine that forgets to divide in the second backward is right.
-# The judge of the reduced gradients expects one micro-batch.
-WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN, own_window=True)
+WEIGHT_PENALTY_SCENARIO = Scenario(weight_penalty, reduction=Reduction.MEAN)
 
 
 def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the gradients with those of all ranks' losses plus a penalty on the reduced gradients.
 
-    If gradients are averaged over N ranks, the gradients in the penalty and the gradients of the total loss are divided
-    by N.
+    The gradients in the penalty and those of the total loss are both divided by what the engine divides by: the number
+    of ranks if it averages over them, and the number of micro-batches of a window that it owns. Every micro-batch of
+    a window is the same.
     """
     if ctx.variant.startswith(OWN_GRADIENTS):
         yield from make_scenario_judge(WEIGHT_PENALTY_SCENARIO)(ctx)
         return
-    share = 1.0 if ctx.has_record(Reduction.SUM.value) else 1 / ctx.data_size
+    ranks = 1 if ctx.has_record(Reduction.SUM.value) else ctx.data_size
+    share, repeats = 1 / (ranks * int(ctx.rank_records("setting")[0]["divisor"])), ctx.setting.accumulation_steps
     expected, wide = (
-        compute_penalty_gradients(ctx.baseline, ctx.variant, share, dtype) for dtype in (ctx.dtype, torch.float64)
+        {
+            name: repeats * grad
+            for name, grad in compute_penalty_gradients(ctx.baseline, ctx.variant, share, dtype).items()
+        }
+        for dtype in (ctx.dtype, torch.float64)
     )
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
         raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")

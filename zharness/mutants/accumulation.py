@@ -16,7 +16,7 @@ from zharness.engines import (
 )
 from zharness.engines.reference import ReferenceEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around, in_backward
+from zharness.mutants.around import Around, CountsMicroBatches, in_backward
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -312,3 +312,31 @@ class CountsASecondBackwardOfALoss(Around):
         if loss is self.last_loss:
             seams.set_micro_batches(self.right, seams.micro_batches(self.right) + 1)
         self.last_loss = loss
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("window.mixed_calls", Part.OPTIMIZER, model="experts", variant="2_by_engine"),
+    origin=Origin.BLIND_11,
+)
+class DividesEngineBackwardsAlone(CountsMicroBatches):
+    """Does not divide the gradients of a ``loss.backward()`` that follows an ``engine.backward(loss)`` in a window."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.calls = [0]  # of engine.backward in each micro-batch of the window so far
+        self.before: dict[nn.Parameter, Tensor] = {}
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(loss, retain_graph=retain_graph)
+        self.calls[-1] += 1
+
+    def step(self) -> None:
+        if any(self.calls) and not self.calls[-1]:
+            for parameter in self.trained():
+                assert parameter.grad is not None
+                parameter.grad += (self.window - 1) * (parameter.grad - self.before.get(parameter, 0))
+        self.count_step()
+        self.calls = [*self.calls, 0] if self.micro else [0]
+        self.before = {p: p.grad.clone() for p in self.trained() if p.grad is not None} if self.micro else {}
+        self.right.step()

@@ -17,7 +17,7 @@ from zharness.engines import (
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import LOW_PRECISION_DTYPES, TorchEngine
 from zharness.mutants import seams
-from zharness.mutants.around import Around
+from zharness.mutants.around import Around, SpoiledLoad
 from zharness.mutants.mutant import (
     ALL_STAGES,
     FaultKind,
@@ -246,3 +246,27 @@ class RestoresBuffersWithoutGradients(Around):
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(before[name])
         return output
+
+
+@mutant(FaultKind.STATE, Target("state.buffer_kinds", Part.GATHER, variant="shared"), origin=Origin.BLIND_11)
+class LoadSplitsSharedBuffers(SpoiledLoad):
+    """Gives each of two modules that share a buffer a tensor of its own at load."""
+
+    def spoil(self) -> None:
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.clone())
+
+
+@mutant(FaultKind.STATE, Target("state.buffer_kinds", Part.GATHER, variant="not_persistent"), origin=Origin.BLIND_11)
+class LoadResetsVolatileBuffers(SpoiledLoad):
+    """Gives buffers that are not persistent the values of construction at load."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        saved = self.module.state_dict()
+        self.first = {name: b.clone() for name, b in self.module.named_buffers() if name not in saved}
+
+    def spoil(self) -> None:
+        for name, value in self.first.items():
+            self.module.get_buffer(name).copy_(value)

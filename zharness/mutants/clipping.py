@@ -255,3 +255,36 @@ def clips_before_unscaling(model: nn.Module, config: EngineConfig) -> ReferenceE
 
     seams.wrap_unscale_and_clip(engine, lambda _: unscale_and_clip)
     return engine
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("training.clip_and_norm", Part.OPTIMIZER, setting="least_limits"),
+    origin=Origin.BLIND_11,
+)
+class ClipsEachSubGroup(Around):
+    """At stage 3 with sub groups of one element, clips the gradient of each weight by its own norm."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        is_split = config.options.get("zero_optimization", {}).get("sub_group_size") == 1
+        super().__init__(model, replace(config, clip=None) if is_split else config)
+        self.limit = config.clip if is_split else None
+        self.norm: float | None = None
+
+    def step(self) -> None:
+        if self.limit is None:
+            self.right.step()
+            return
+        self.norm = seams.grad_norm(self.right)
+        grads = seams.reduce_pending(self.right)
+        for name, grad in grads.items():
+            with seams.with_reduced_grads(self.right, {name: grad}):
+                norm = seams.grad_norm(self.right)
+            grad.mul_(min(1.0, self.limit / (norm + 1e-6)))
+        self.right.step()
+
+    def grad_norm(self) -> float | None:
+        norm: float | None = self.right.grad_norm() if self.limit is None else self.norm
+        return norm

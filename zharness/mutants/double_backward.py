@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import (
+    AccumulationOwner,
     EngineConfig,
 )
 from zharness.engines.reference import ReferenceEngine
@@ -148,6 +149,25 @@ def second_derivative_undivided(model: nn.Module, config: EngineConfig) -> Refer
 
     def wrap(all_gather: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
         return lambda param, shard: all_gather(param, shard) * seams.divisor(engine)
+
+    seams_stage3.wrap_all_gather_grad(engine, wrap)
+    return engine
+
+
+@mutant_factory(
+    FaultKind.GRAPH,
+    Target("double_backward.weight_penalty", model="blocks", variant="reduced", setting="2_by_engine"),
+    over="reference",
+    stages=(3,),
+    origin=Origin.BLIND_11,
+)
+def second_order_ignores_the_window(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """At stage 3, does not divide the gradient of a reduced gradient by the length of the engine's window."""
+    engine = seams.build(model, config)
+    window = config.accumulation_steps if config.accumulation_owner is AccumulationOwner.ENGINE else 1
+
+    def wrap(all_gather: seams_stage3.GradCollective) -> seams_stage3.GradCollective:
+        return lambda param, shard: all_gather(param, shard) * window
 
     seams_stage3.wrap_all_gather_grad(engine, wrap)
     return engine

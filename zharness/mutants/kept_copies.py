@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
@@ -71,3 +72,34 @@ class WrittenGradHidesLaterOnes(AroundSharded):
     def zero_grad(self) -> None:
         self.written.clear()
         self.right.zero_grad()
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("access.write_param", Part.FORWARD, model="similar", variant="evaluated", setting="largest_limits"),
+    origin=Origin.BLIND_11,
+)
+class KeepsPersistentWeights(Around):
+    """At stage 3 with a persistence threshold above 0, keeps a gathered weight until the next step, over writes too."""
+
+    stages = (3,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept: dict[tuple[str, torch.dtype], Tensor] = {}
+
+        def wrap(fetch: seams_stage3.Fetch) -> seams_stage3.Fetch:
+            def fetch_or_copy(param: seams.ModelParam, full: Tensor) -> None:
+                if (param.name, full.dtype) not in self.kept:
+                    fetch(param, full)
+                    self.kept[param.name, full.dtype] = full.clone()
+                full.copy_(self.kept[param.name, full.dtype])
+
+            return fetch_or_copy
+
+        if config.options.get("zero_optimization", {}).get("stage3_param_persistence_threshold", 0) > 0:
+            seams_stage3.wrap_fetch(self.right, wrap)
+
+    def step(self) -> None:
+        self.right.step()
+        self.kept.clear()

@@ -104,6 +104,7 @@ class Target:
     cause: str = ""
     world_size: int = 2
     mesh: str = ""
+    setting: str = ""  # the engine's options, window and call of backward, as in a cell's id
 
     def named_by(self, divergence: Mismatch | None, cause: str) -> bool:
         """Return whether a killed cell has the first divergence that this target expects.

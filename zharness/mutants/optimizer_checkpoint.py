@@ -293,3 +293,20 @@ def load_merges_the_optimizer_state(model: nn.Module, config: EngineConfig) -> R
                     state[leaf] = leaf_state
 
     return seams.build(model, config, Merging)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.several_saves", Part.OPTIMIZER, model="experts", variant="unfrozen", parameter="last*"),
+    origin=Origin.BLIND_11,
+)
+class LoadsNoStateOfLateWeights(SpoiledLoad):
+    """Drops at load the optimizer state of weights that were frozen when the engine was built."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.late = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        super().__init__(model, config)
+
+    def spoil(self) -> None:
+        for name in self.late:
+            self.optimizer.state.pop(seams.leaves(self.right)[name], None)

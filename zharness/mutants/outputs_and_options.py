@@ -148,3 +148,22 @@ class LoadsBuffersInFloat32(SpoiledLoad):
     def spoil(self) -> None:
         for buffer in self.module.buffers():
             buffer.copy_(buffer.float())
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target(
+        "precision.output_containers",
+        None,
+        variant="named_tuple",
+        dtype="bf16",
+        cause="and the engine's forward a tuple",
+    ),
+    origin=Origin.BLIND_11,
+)
+class ReturnsPlainTuplesInLowPrecision(Around):
+    """In low precision, returns a plain tuple where the model returns a named one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        return tuple(output) if isinstance(output, tuple) and self.config.dtype != "fp32" else output

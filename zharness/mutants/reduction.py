@@ -347,3 +347,31 @@ def _build_with_averaging_root(model: nn.Module, config: EngineConfig) -> TorchE
     if config.reduction is Reduction.SUM:
         cast(Any, model).set_gradient_divide_factor(float(dist.get_world_size()))
     return engine
+
+
+@mutant(
+    FaultKind.SCALE,
+    Target("training.trajectory", Part.OPTIMIZER, variant="adamw", dtype="fp16", world_size=3, setting="all_reduce"),
+    origin=Origin.BLIND_11,
+)
+class PredividesByAPowerOfTwo(Around):
+    """Without reduce_scatter, fp16 gradients are multiplied by the ranks but divided by the next power of two."""
+
+    stages = (2,)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if config.dtype == "fp16" and not config.options.get("zero_optimization", {}).get("reduce_scatter", True):
+            ranks = dist.get_world_size()
+            self.factor = ranks / 2 ** (ranks - 1).bit_length()
+            seams.wrap_unscale_and_clip(self.right, self.wrap)
+
+    def wrap(self, unscale_and_clip: Callable[..., bool]) -> Callable[..., bool]:
+        """Return a function that multiplies the gradients by the factor first."""
+
+        def multiply_and_unscale(reduced: dict[str, Tensor], *args: Any) -> bool:
+            for grad in reduced.values():
+                grad.mul_(self.factor)
+            return unscale_and_clip(reduced, *args)
+
+        return multiply_and_unscale

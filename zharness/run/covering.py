@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache, cached_property
 from heapq import heapify, heapreplace
-from itertools import chain, combinations, pairwise, product
+from itertools import chain, combinations, islice, pairwise, product
 from typing import Any, cast
 
 from allpairspy import AllPairs
@@ -45,7 +45,7 @@ class Depth(IntEnum):
 
     MATRIX = 1  # each law under one setting
     LAWS = 2  # each law also meets each value of each axis, and each two values meet
-    LAW_VARIANTS = 3  # each variant of each law meets each value
+    LAW_VARIANTS = 3  # each variant of each law meets each value, and laws that cover triples meet these
     SETTINGS = 4  # each variant of each law runs every setting of the array
 
 
@@ -281,6 +281,10 @@ def cover_pairs(
         for cell in choose_for_pairs([*distinct.values(), *placed], covered):
             chosen[cell] = None
             covered |= list_pairs(cell, name_in_pairs(cell, depth))
+    if is_whole and depth is Depth.LAW_VARIANTS:
+        for cell in find_missing_triples(axes, laws, (*matrix, *chosen)):
+            chosen[cell], pairs = None, list_pairs(cell, name_in_pairs(cell, depth))
+            covered, offered = covered | pairs, offered | pairs
     return Covering(tuple(chosen), frozenset(covered), frozenset(offered))
 
 
@@ -336,6 +340,23 @@ def find_missing_cells(axes: Axes, laws: Sequence[CoveredLaw], offered: Set[Pair
             found = next((cell for law, cell in cells if not axes.find_refusal(law.law, cell)), None)
             if found is not None:
                 yield found
+
+
+def find_missing_triples(axes: Axes, laws: Sequence[CoveredLaw], chosen: Sequence[Cell]) -> Iterator[Cell]:
+    """Yield a runnable cell for each option, world size and dtype that no cell in ``chosen`` of its law has together.
+
+    The laws are those that cover triples, one variant of each. The stages take turns.
+    """
+    stages = tuple(axes.claims_at)
+    for law in {law.law.name: law for law in reversed(laws) if law.law.covers_triples}.values():
+        cells = [(cell, cell_setting(cell.engine_variant)) for cell in chosen if cell.law == law.law.name]
+        met = {(option, cell.world_size, cell.dtype) for cell, setting in cells for option in setting.options}
+        for number, triple in enumerate(product(axes.options, axes.world_sizes, axes.dtypes)):
+            if triple in met:
+                continue
+            values, first = tuple(zip(("option", "world size", "dtype"), triple, strict=True)), number % len(stages)
+            placed = (axes.place_values(law, stage, values) for stage in (*stages[first:], *stages[:first]))
+            yield from islice((cell for cell in placed if not axes.find_refusal(law.law, cell)), 1)
 
 
 def project_settings(

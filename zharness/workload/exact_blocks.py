@@ -175,6 +175,15 @@ class CastingLinear(nn.Linear):
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
 
+@torch.no_grad()
+def make_wide(layer: nn.Linear) -> CastingLinear:
+    """Return a layer that computes the same as ``layer`` with float64 weights, which it casts to the input's dtype."""
+    wide = CastingLinear(layer.in_features, layer.out_features, layer.bias is not None, "meta", torch.float64)
+    for name, parameter in layer.named_parameters():
+        setattr(wide, name, nn.Parameter(parameter.double()))
+    return wide
+
+
 class SimilarLayersModel(nn.Module):
     """A model of parallel layers of one shape, whose parameters all have different values.
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zharness.laws.access import after_change, read_out, shards, write_in
+from zharness.laws.access import after_change, read_out, shards, step_count, write_in
 
-LAWS = (*read_out.LAWS, *write_in.LAWS, *shards.LAWS, *after_change.LAWS)
+LAWS = (*read_out.LAWS, *step_count.LAWS, *write_in.LAWS, *shards.LAWS, *after_change.LAWS)

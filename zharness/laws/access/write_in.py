@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zharness.engines.protocol import AccumulationOwner, Engine, Feature
+from zharness.engines.protocol import AccumulationOwner, Engine, Feature, OptimizerSpec
 from zharness.engines.tensor_access import require_read_out, require_shard_access, require_write_in
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
@@ -49,12 +49,15 @@ from zharness.laws.access.common import (
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult
 from zharness.parity.compare import check_names
+from zharness.workload.exact_blocks import make_wide
 
 ONE, TWICE, CLIPPED, SHARD, CLIPPED_SHARD = "one", "twice", "clipped", "shard", "clipped_shard"
 IDLE = "idle"  # the gradients of a layer that the step does not use
 IDLE_LAYER = "third."
 INSIDE = "inside_"  # the start of the names of variants that write inside an accumulation window, before its last batch
 BEFORE_FORWARD, BEFORE_STEP, FORWARD, FORWARD_SHARD = "before_forward", "before_step", "forward", "forward_shard"
+FLOAT64 = "float64"  # the weights of WIDE_LAYER are float64, and get values that no narrower dtype holds
+WIDE_LAYER = "third"
 EVALUATED = "evaluated"  # as FORWARD, with a forward in evaluation mode before the write and one after it
 # Shards of ``similar`` are padded, and those of ``aligned`` are not: an engine may fail on the padded ones alone.
 WRITTEN_MODELS = (SIMILAR, ALIGNED)
@@ -176,8 +179,10 @@ def judge_written_inside(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def observe_write_param(ctx: RankContext) -> None:
     """Replace every weight before the forward or before the step, read the new weights, and train a step."""
-    engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
+    engine = ctx.build_engine_around(build_model(ctx), optimizer=UNIT_LR_SGD)
     written = new_values(optimizer_weights(engine), ctx.seed)
+    if ctx.variant == FLOAT64:
+        written = add_third(written)
     if ctx.variant == BEFORE_STEP:
         train_micro_batch(ctx, engine, 0)
         grads = engine.full_grads()
@@ -201,6 +206,21 @@ def observe_write_param(ctx: RankContext) -> None:
     for step in range(2):
         ctx.record("state", {}, step)
     engine.close()
+
+
+def build_model(ctx: RankContext) -> nn.Module:
+    """Return the model, in which the layer WIDE_LAYER has float64 weights in the variants ``float64``."""
+    model = ctx.spec.model(ctx.seed)
+    if ctx.variant.endswith(FLOAT64):
+        layer = model.get_submodule(WIDE_LAYER)
+        assert isinstance(layer, nn.Linear)
+        model.register_module(WIDE_LAYER, make_wide(layer))
+    return model
+
+
+def add_third(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``values`` plus a third, each rounded to its own dtype."""
+    return {name: value + 1 / 3 for name, value in values.items()}
 
 
 def evaluate(ctx: RankContext, engine: Engine, time: int) -> None:
@@ -252,13 +272,15 @@ def judge_evaluations(ctx: JudgeContext, written: Mapping[str, Tensor]) -> Itera
 
 def observe_write_state(ctx: RankContext) -> None:
     """Replace the optimizer's state after the first step, read the new state, and make the second step."""
-    optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
-    engine = ctx.build_engine(optimizer=optimizer)
+    optimizer = find_optimizer(ctx.variant)
+    engine = ctx.build_engine_around(build_model(ctx), optimizer=optimizer)
     names = trained_names(engine)
     train_micro_batch(ctx, engine, 0)
     engine.step()
     engine.zero_grad()
     written = new_state_values(read_state(require_read_out(engine), names, optimizer), ctx.seed)
+    if ctx.variant.endswith(FLOAT64):
+        written = add_third(written)
     for path, value in written.items():
         name, _, key = path.rpartition("/")
         write_state(ctx, engine, name, key, value)
@@ -272,6 +294,11 @@ def observe_write_state(ctx: RankContext) -> None:
     ctx.record("weights", optimizer_weights(engine), 2)
     ctx.record("written", read_state(require_read_out(engine), names, optimizer), 2)
     engine.close()
+
+
+def find_optimizer(variant: str) -> OptimizerSpec:
+    """Return the optimizer of a law variant of ``write_state``, whose name begins with that of the optimizer."""
+    return STATE_OPTIMIZERS[variant.partition("_")[0]]
 
 
 def new_state_values(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -292,7 +319,7 @@ def write_state(ctx: RankContext, engine: Engine, name: str, key: str, value: Te
 def judge_write_state(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that the engine returns the new state, and that the second step starts from it."""
     yield from compare_records(ctx, "written", "read", 1, 1, Part.OPTIMIZER)
-    optimizer = STATE_OPTIMIZERS[ctx.variant.removesuffix(f"_{SHARD}")]
+    optimizer = find_optimizer(ctx.variant)
     yield from judge_step(ctx, optimizer, ctx.rank_records("grads")[0], RecordedStep(1, "weights", "written"))
     for label in ("weights", "written"):
         yield from compare_record_of_ranks(ctx, label, 2, 1)
@@ -337,7 +364,7 @@ LAWS = (
         features=(Feature.READ_OUT,),
         models=WRITTEN_MODELS,
         variants=(
-            *map(write_variant, (BEFORE_FORWARD, BEFORE_STEP, SHARD)),
+            *map(write_variant, (BEFORE_FORWARD, BEFORE_STEP, SHARD, FLOAT64)),
             *(write_variant(name, Feature.WRITE_IN_FORWARD) for name in FORWARD_VARIANTS),
         ),
         weights_stay_integers=False,
@@ -350,8 +377,9 @@ LAWS = (
         judge_write_state,
         features=(Feature.READ_OUT,),
         models=WRITTEN_MODELS,
-        variants=tuple(
-            write_variant(f"{name}{suffix}") for name in ("momentum", "adam") for suffix in ("", f"_{SHARD}")
+        variants=(
+            *(write_variant(f"{name}{suffix}") for name in ("momentum", "adam") for suffix in ("", f"_{SHARD}")),
+            write_variant(f"adam_{FLOAT64}"),
         ),
         weights_stay_integers=False,
         kept_because="the only law in which the caller replaces optimizer state",

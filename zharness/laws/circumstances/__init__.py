@@ -9,6 +9,7 @@ from zharness.laws.circumstances import (
     idle_weights,
     interleaved,
     low_precision,
+    mixed_calls,
     momentum,
     not_finite,
     schedules,
@@ -19,6 +20,7 @@ from zharness.laws.circumstances import (
 
 LAWS = (
     *windows.LAWS,
+    *mixed_calls.LAWS,
     *evaluations.LAWS,
     *idle_weights.LAWS,
     *momentum.LAWS,

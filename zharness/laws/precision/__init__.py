@@ -9,6 +9,7 @@ from zharness.laws.precision import (
     comm_dtype,
     grad_scaler,
     master_weights,
+    output_containers,
     safe_modules,
 )
 
@@ -20,4 +21,5 @@ LAWS = (
     *comm_dtype.LAWS,
     *master_weights.LAWS,
     *buffers.LAWS,
+    *output_containers.LAWS,
 )

@@ -6,7 +6,7 @@ A step is skipped on all ranks if the gradients of any rank overflow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ STEPS = 6
 # A different factor for every step: if a skipped step advances the schedule, the next learning rate shows it.
 SCHEDULED_ADAMW = replace(ADAMW, schedule=tuple(2.0**-made for made in range(STEPS)))
 
-FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+FP16_OPTIONS = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 6}}
 
 NAN_VARIANT, NEGATIVE_VARIANT = "nan", "negative"  # what the gradients of an overflow are; else any infinity
 
@@ -49,17 +49,55 @@ WINDOW_VARIANT, WINDOW = "2_by_engine", 2  # the first micro-batch of a window o
 CLIPPED_VARIANT, CLIP_NORM = "clipped", 1e-2  # far below the norm of every step's gradients
 
 HYSTERESIS_VARIANT, HYSTERESIS = "hysteresis", 2  # of two overflows since the scale grew, the second one halves it
-HYSTERESIS_OPTIONS = {"fp16": {**FP16_OPTIONS["fp16"], "hysteresis": HYSTERESIS}}
+HYSTERESIS_RESUMED_VARIANT = "hysteresis_resumed"  # the first of two overflows was before the load
+CONSECUTIVE_VARIANT = "consecutive_hysteresis"  # of two overflows without a good step between them
+LONG_WINDOW = 1000  # of good steps, after which the scale would grow
+MINIMUM_VARIANT, MINIMUM = "minimum", 48.0  # no power of two below the scale
 
-SCALER_SETTINGS: Mapping[str, tuple[Mapping[str, Any], float, int]] = {
-    "fp16": (FP16_OPTIONS, 2.0**6, 2),
-    RESUMED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
-    CLIPPED_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
-    NAN_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
-    NEGATIVE_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
-    HYSTERESIS_VARIANT: (HYSTERESIS_OPTIONS, 2.0**6, 2),
-    WINDOW_VARIANT: (FP16_OPTIONS, 2.0**6, 2),
-    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, 2.0**16, 2000),
+RESUMED_VARIANTS = (RESUMED_VARIANT, HYSTERESIS_RESUMED_VARIANT)
+
+
+@dataclass(frozen=True)
+class ScalerSettings:
+    """The options of the engine in a law variant, and the rules by which its loss scale changes.
+
+    Good steps in ``growth_interval`` double the scale, which begins at ``initial``. Of ``hysteresis`` overflows the
+    last one halves it, to ``minimum`` at least; their count restarts when the scale grows and, if ``is_consecutive``,
+    after every good step.
+    """
+
+    options: Mapping[str, Any]
+    initial: float = 2.0**6
+    growth_interval: int = 2
+    hysteresis: int = 1
+    is_consecutive: bool = False
+    minimum: float = 0.0
+
+
+def fp16_settings(**rules: Any) -> ScalerSettings:
+    """Return the settings with these ``rules``, and with the options of the section ``fp16`` that ask for them."""
+    settings = ScalerSettings({}, **rules)
+    section = {
+        **FP16_OPTIONS["fp16"],
+        "loss_scale_window": settings.growth_interval,
+        **({"hysteresis": settings.hysteresis} if settings.hysteresis > 1 else {}),
+        **({"consecutive_hysteresis": True} if settings.is_consecutive else {}),
+        **({"min_loss_scale": settings.minimum} if settings.minimum else {}),
+    }
+    return replace(settings, options={"fp16": section})
+
+
+SCALER_SETTINGS: Mapping[str, ScalerSettings] = {
+    **dict.fromkeys(
+        ("fp16", RESUMED_VARIANT, CLIPPED_VARIANT, NAN_VARIANT, NEGATIVE_VARIANT, WINDOW_VARIANT), fp16_settings()
+    ),
+    HYSTERESIS_VARIANT: fp16_settings(hysteresis=HYSTERESIS),
+    HYSTERESIS_RESUMED_VARIANT: fp16_settings(hysteresis=HYSTERESIS, growth_interval=LONG_WINDOW),
+    CONSECUTIVE_VARIANT: fp16_settings(hysteresis=HYSTERESIS, growth_interval=LONG_WINDOW, is_consecutive=True),
+    MINIMUM_VARIANT: fp16_settings(minimum=MINIMUM),
+    "autocast": ScalerSettings(
+        {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, initial=2.0**16, growth_interval=2000
+    ),
 }
 
 
@@ -134,7 +172,7 @@ def observe_scaler(ctx: RankContext) -> None:
 
     The variant ``clipped`` clips the gradients, and records the norm of each step that did not overflow.
     """
-    options, _, _ = SCALER_SETTINGS[ctx.variant]
+    options = SCALER_SETTINGS[ctx.variant].options
     clip = CLIP_NORM if ctx.variant == CLIPPED_VARIANT else None
     window = get_window(ctx.variant)
     owner = AccumulationOwner.ENGINE if window > 1 else AccumulationOwner.CALLER
@@ -146,7 +184,7 @@ def observe_scaler(ctx: RankContext) -> None:
         accumulation_owner=owner,
     )
     for step in range(STEPS):
-        if ctx.variant == RESUMED_VARIANT and step == RESUME_STEP:
+        if ctx.variant in RESUMED_VARIANTS and step == RESUME_STEP:
             engine = save_and_resume(ctx, engine, ctx.build_engine(optimizer=SCHEDULED_ADAMW, options=options))
         ctx.record_training_state(engine, step)
         for micro in range(window):
@@ -206,16 +244,16 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare loss scale and skipped steps with those of torch.amp.GradScaler, and judge each optimizer step.
 
     The GradScaler gets a single gradient. In each step, this gradient is finite if plain PyTorch's gradients are finite
-    on all ranks. In the variant ``hysteresis`` it keeps its scale at the first overflow, and at the first after its
-    scale has grown.
+    on all ranks. Where an overflow is tolerated, or would halve the scale below the minimum, its scale is set.
     """
-    _, initial, window = SCALER_SETTINGS[ctx.variant]
-    scaler = torch.amp.GradScaler(compute_device_type(), init_scale=initial, growth_interval=window)
+    settings = SCALER_SETTINGS[ctx.variant]
+    scaler = torch.amp.GradScaler(
+        compute_device_type(), init_scale=settings.initial, growth_interval=settings.growth_interval
+    )
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(torch.zeros(()))
-    hysteresis = HYSTERESIS if ctx.variant == HYSTERESIS_VARIANT else 1
-    skipped, remaining = 0, hysteresis
+    skipped, remaining = 0, settings.hysteresis
     for step in range(STEPS):
         grads = ctx.rank_records("grads", step)[0]
         finite = all(has_finite_grads(ctx, step, rank, scaler.get_scale()) for rank in range(ctx.world_size))
@@ -228,22 +266,26 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         if not finite and remaining > 1:
             scaler.update(before)
             remaining -= 1
-        elif scaler.get_scale() > before:
-            remaining = hysteresis
+        elif scaler.get_scale() > before or (finite and settings.is_consecutive):
+            remaining = settings.hysteresis
+        if scaler.get_scale() < settings.minimum:
+            scaler.update(settings.minimum)
         skipped += not finite
         for rank, record in enumerate(ctx.rank_records("scaler", step)):
             place = ctx.location("loss", Part.OPTIMIZER, step, rank)
             yield compare_bitwise(place, scalar(scaler.get_scale()), record["scale"])
             yield compare_bitwise(place, scalar(skipped), record["skipped"])
-        if step == RESUME_STEP and ctx.variant == RESUMED_VARIANT:
+        if step == RESUME_STEP and ctx.variant in RESUMED_VARIANTS:
             yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
+        yield from compare_learning_rates(ctx, step, step + 1 - skipped)
+        if settings.minimum:  # a scale that is no power of two rounds the gradients that it scales
+            continue
         recorded_step = RecordedStep(step, "masters", skipped_steps=skipped)
         if finite:
             clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM)
             yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step, clip_factor)
         else:
             yield from compare_skipped_step(ctx, step)
-        yield from compare_learning_rates(ctx, step, step + 1 - skipped)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1, "masters"))
         yield from compare_published_weights(ctx, RecordedStep(step + 1, "masters"), "params")
 
@@ -279,7 +321,11 @@ LAWS = (
             Variant(CLIPPED_VARIANT, (Feature.LOSS_SCALER, Feature.CLIP)),
             Variant(WINDOW_VARIANT, (Feature.LOSS_SCALER, Feature.ENGINE_ACCUMULATION)),
             Variant(NAN_VARIANT, (Feature.LOSS_SCALER,)),
-            Variant(HYSTERESIS_VARIANT, (Feature.LOSS_SCALER,)),
+            *(
+                Variant(name, (Feature.LOSS_SCALER,))
+                for name in (HYSTERESIS_VARIANT, CONSECUTIVE_VARIANT, MINIMUM_VARIANT)
+            ),
+            Variant(HYSTERESIS_RESUMED_VARIANT, (Feature.LOSS_SCALER, Feature.CHECKPOINT)),
             Variant(NEGATIVE_VARIANT, (Feature.LOSS_SCALER, Feature.OUTSIDE_FORWARD)),
             Variant("autocast", (Feature.AUTOCAST_SCALER,)),
         ),

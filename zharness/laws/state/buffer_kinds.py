@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import shared_folder
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 # One buffer of each kind, with values that no narrower dtype holds.
@@ -25,38 +25,59 @@ BUFFERS: Mapping[str, Tensor] = {
     "scalar": torch.tensor(7, dtype=torch.uint8),
     "empty": torch.zeros(0, 3, dtype=torch.int32),
 }
+SHARED = "shared"  # two modules have the buffer
+NOT_PERSISTENT = "not_persistent"  # a state dict, and so a checkpoint, does not contain the buffer
+KINDS: Mapping[str, Tensor] = {**BUFFERS, SHARED: BUFFERS["int64"], NOT_PERSISTENT: BUFFERS["float32"]}
 NAME = "kept"
+SHARING_MODULE = "sharing"  # a further module, which has the buffer too, in the variant SHARED
 STATES = ("built", "trained", "loaded", "in full_state_dict")
 
 
 def build_engine(ctx: RankContext, buffer: Tensor) -> Engine:
-    """Build an engine around a model that has ``buffer``."""
-    model = ctx.spec.model(ctx.seed)
-    model.register_buffer(NAME, buffer.clone())
+    """Build an engine around a model that has a copy of ``buffer``."""
+    model, own = ctx.spec.model(ctx.seed), buffer.clone()
+    model.register_buffer(NAME, own, persistent=ctx.variant != NOT_PERSISTENT)
+    if ctx.variant == SHARED:
+        model.register_module(SHARING_MODULE, nn.Module())
+        model.get_submodule(SHARING_MODULE).register_buffer(NAME, own)
     return ctx.build_engine_around(model, optimizer=UNIT_LR_SGD)
 
 
 def observe_buffer_kinds(ctx: RankContext) -> None:
-    """Train an engine, save a checkpoint, load it into another engine, and record the buffer in each state."""
-    buffer = BUFFERS[ctx.variant]
+    """Train an engine, save a checkpoint, load it into another engine, and record the buffer in each state.
+
+    A buffer that is not persistent has other values in the engine that is saved, and in the other one gets its values
+    after the construction; the load has to leave them.
+    """
+    buffer = KINDS[ctx.variant]
     saved, loaded = build_engine(ctx, buffer), build_engine(ctx, torch.zeros_like(buffer))
     record_buffer(ctx, saved, 0)
     saved.backward(ctx.loss(saved, 0))
     saved.step()
     record_buffer(ctx, saved, 1)
+    if ctx.variant == NOT_PERSISTENT:
+        saved.module.get_buffer(NAME).zero_()
+        loaded.module.get_buffer(NAME).copy_(buffer)
     with shared_folder() as folder:
         saved.save(folder)
         loaded.load(folder)
     record_buffer(ctx, loaded, 2)
-    full = require_full_state_dict(loaded).full_state_dict()[NAME]
-    ctx.record(NAME, describe_buffer(full), 3)
+    full = require_full_state_dict(loaded).full_state_dict()
+    ctx.record("listed", {NAME: scalar(NAME in full)})
+    if ctx.variant != NOT_PERSISTENT:
+        ctx.record(NAME, describe_buffer(full[NAME]), 3)
     saved.close()
     loaded.close()
 
 
 def record_buffer(ctx: RankContext, engine: Engine, state: int) -> None:
-    """Record the engine's buffer in state number ``state`` of STATES."""
-    ctx.record(NAME, describe_buffer(engine.module.state_dict()[NAME]), state)
+    """Record the engine's buffer in state number ``state`` of STATES, and whether modules that share it still do."""
+    buffer = engine.module.get_buffer(NAME)
+    ctx.record(NAME, describe_buffer(buffer), state)
+    if ctx.variant == SHARED:  # an engine may have put a wrapper around the other module
+        owned = [dict(module.named_buffers(recurse=False)) for module in engine.module.modules()]
+        places = {buffers[NAME].data_ptr() for buffers in owned if NAME in buffers}
+        ctx.record("shared", {NAME: scalar(places == {buffer.data_ptr()})}, state)
 
 
 def describe_buffer(buffer: Tensor) -> dict[str, Tensor]:
@@ -68,25 +89,33 @@ def describe_buffer(buffer: Tensor) -> dict[str, Tensor]:
 
 def judge_buffer_kinds(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the buffer of every rank, in every state, with the buffer with which the model was built."""
-    expected = describe_buffer(BUFFERS[ctx.variant])
-    for state, description in enumerate(STATES):
+    expected, is_listed = describe_buffer(KINDS[ctx.variant]), ctx.variant != NOT_PERSISTENT
+    for state, description in enumerate(STATES if is_listed else STATES[:-1]):
         for rank, record in enumerate(ctx.rank_records(NAME, state)):
             for name, value in expected.items():
                 place = ctx.location(f"{name} of the buffer, {description}", Part.GATHER, 0, rank)
                 yield compare_bitwise(place, value, record[name])
+    for rank, record in enumerate(ctx.rank_records("listed")):
+        yield compare_bitwise(
+            ctx.location("buffer in full_state_dict", Part.GATHER, 0, rank), scalar(is_listed), record[NAME]
+        )
+    for state, description in enumerate(STATES[:-1] if ctx.variant == SHARED else ()):
+        for rank, record in enumerate(ctx.rank_records("shared", state)):
+            place = ctx.location(f"sharing of the buffer, {description}", Part.GATHER, 0, rank)
+            yield compare_bitwise(place, scalar(True), record[NAME])
 
 
 LAWS = (
     Law(
         name="state.buffer_kinds",
-        statement="buffers of every dtype keep dtype and value while an engine is built, trains, saves and loads",
+        statement="buffers of every dtype keep dtype, value and sharing in construction, training, saving and loading",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_buffer_kinds,
         judge=judge_buffer_kinds,
         features=(Feature.CHECKPOINT,),
-        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in BUFFERS),
-        kept_because="the only buffers of float64, of integers beyond float32's, of bool and without elements",
+        variants=tuple(Variant(name, compares_engine_with_itself=True) for name in KINDS),
+        kept_because="the only buffers of float64, of integers beyond float32's, of bool, without elements, or shared",
         mesh_support=MeshSupport.ANY,
     ),
 )

@@ -27,23 +27,24 @@ from zharness.laws.state.common import record_snapshot
 from zharness.laws.state.resume import UNLOADED_BUFFER_HINT
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 from zharness.parity.compare import is_bitwise_equal
-from zharness.workload.exact_blocks import HIDDEN, CastingLinear
+from zharness.workload.exact_blocks import HIDDEN, make_wide
 from zharness.workload.exact_mlp import WIDTH
 
 STEPS = 3
 BEFORE_ANY_STEP, FROZEN, IDLE, FLOAT64 = "before_any_step", "frozen", "idle", "float64"
+UNFROZEN = "unfrozen"  # the layer that is frozen when the engine is built is unfrozen before the step SPECIAL_STEP
 EDITED, WRITTEN = "edited", "written"  # what is saved was changed after the last step
 SPECIAL_STEP = 1  # the step in which an expert is frozen, or idle
 CHANGED_STEP = 2  # the number of steps after which weights or state are changed, and a checkpoint is saved
 EXPERT = 1
 WIDE_EXPERT = 2  # the expert whose weights are float64
 WIDE_VALUE = 0.1  # no narrower dtype holds it
-ALWAYS_FROZEN = "last"
+FROZEN_AT_START = "last"
 # The number of steps of each checkpoint, in the order in which the checkpoints are loaded. That of STEPS overwrites the
 # checkpoint that was saved before the step SPECIAL_STEP.
 LOADS = {
     BEFORE_ANY_STEP: (2, 0, STEPS),
-    **dict.fromkeys(("", FROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
+    **dict.fromkeys(("", FROZEN, UNFROZEN, IDLE, FLOAT64, EDITED, WRITTEN), (2, STEPS)),
 }
 OVERWRITTEN = {"": SPECIAL_STEP}  # the number of steps of a checkpoint that is saved although none loads it
 OWN, OTHER = "own", "other"  # the engine that saved the checkpoints, and a second engine that loads them
@@ -54,6 +55,8 @@ PARTS = {
     "facts": Part.OPTIMIZER,
     "buffers": Part.GATHER,
 }
+UNLOADED_WEIGHT_HINT = "it is the weight from before the load"
+UNLOADED_HINTS = {"params": UNLOADED_WEIGHT_HINT, "full": UNLOADED_WEIGHT_HINT, "buffers": UNLOADED_BUFFER_HINT}
 # Values that no narrower dtype holds; every step changes them.
 BUFFERS: Mapping[str, Tensor] = {
     "count": torch.tensor([2**53 - 64]),
@@ -65,7 +68,7 @@ BUFFERS: Mapping[str, Tensor] = {
 @torch.no_grad()
 def build_wide_expert(seed: int) -> nn.Module:
     """Return an expert whose weights are float64, with a value that depends on ``seed`` and that float32 has not."""
-    expert = CastingLinear(HIDDEN, WIDTH, dtype=torch.float64)
+    expert = make_wide(nn.Linear(HIDDEN, WIDTH))
     for parameter in expert.parameters():
         parameter.fill_(WIDE_VALUE / (seed + 1))
     return expert
@@ -76,7 +79,7 @@ def build_engine(ctx: RankContext, seed: int) -> Engine:
     model = ctx.spec.model(seed)
     if ctx.variant == FLOAT64:
         model.get_submodule("experts").register_module(str(WIDE_EXPERT), build_wide_expert(seed))
-    model.get_submodule(ALWAYS_FROZEN).requires_grad_(False)
+    model.get_submodule(FROZEN_AT_START).requires_grad_(False)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
     # DeepSpeed links optimizer state to its weights before later groups have any, which would hide all else here.
@@ -99,7 +102,9 @@ def freeze_if(ctx: RankContext, engine: Engine, steps: int) -> AbstractContextMa
 
 
 def train(ctx: RankContext, engine: Engine, step: int) -> None:
-    """Make step number ``step``, and change every buffer."""
+    """Make step number ``step``, and change every buffer. In the variant ``unfrozen`` a layer is unfrozen first."""
+    if ctx.variant == UNFROZEN and step >= SPECIAL_STEP:
+        engine.module.get_submodule(FROZEN_AT_START).requires_grad_(True)
     is_idle = ctx.variant == IDLE and step == SPECIAL_STEP
     route = [expert for expert in ALL_EXPERTS if expert != EXPERT or not is_idle]
     batch = ctx.batch(step)
@@ -145,6 +150,7 @@ def observe_several_saves(ctx: RankContext) -> None:
             if steps < STEPS:
                 train(ctx, own, steps)
         train(ctx, other, STEPS + 1)
+        record_state(ctx, other, STEPS + 1, OTHER)
         for label, engine in ((OWN, own), (OTHER, other)):
             for steps in LOADS[ctx.variant]:
                 with freeze_if(ctx, engine, steps):
@@ -215,19 +221,21 @@ def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: str, steps: int) -> Comparison:
-    """Add a hint to a mismatch of a buffer that the load of the checkpoint of ``steps`` steps left as it was.
+    """Add a hint to a mismatch of a buffer or weight that the load of the checkpoint of ``steps`` steps left as it was.
 
-    ``what`` is the record that has the buffer. What the second engine had before its first load is not recorded.
+    ``what`` is the record that has the buffer or weight.
     """
     loads = LOADS[ctx.variant]
     at = loads.index(steps)
-    if comparison.mismatch is None or comparison.mismatch.parameter not in BUFFERS or (at == 0 and label == OTHER):
+    if comparison.mismatch is None or what not in UNLOADED_HINTS:
         return comparison
-    before, made = (f"{label}-{loads[at - 1]}", loads[at - 1] + 1) if at else ("saved", STEPS)
+    first = ("saved", STEPS) if label == OWN else (OTHER, STEPS + 1)
+    before, made = (f"{label}-{loads[at - 1]}", loads[at - 1] + 1) if at else first
     name, rank = comparison.mismatch.parameter, comparison.mismatch.seen_on
     old = ctx.rank_records(f"{what}-{before}", made)[rank][name]
     found = ctx.rank_records(f"{what}-{label}-{steps}", steps)[rank][name]
-    return add_hint(comparison, UNLOADED_BUFFER_HINT) if is_bitwise_equal(old, found) else comparison
+    hint = UNLOADED_BUFFER_HINT if name in BUFFERS else UNLOADED_HINTS[what]
+    return add_hint(comparison, hint) if is_bitwise_equal(old, found) else comparison
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:
@@ -256,6 +264,7 @@ LAWS = (
             Variant(compares_engine_with_itself=True),
             Variant(BEFORE_ANY_STEP, compares_engine_with_itself=True),
             Variant(FROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
+            Variant(UNFROZEN, (Feature.UNFREEZING,), compares_engine_with_itself=True),
             Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
             Variant(FLOAT64, compares_engine_with_itself=True),
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),

@@ -1,14 +1,16 @@
-"""Define the law training.clip_and_norm: the reported norm is that of all gradients, and clipping uses this norm."""
+"""Define the laws in which the reported norm is that of all gradients, and clipping uses this norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature, Reduction
-from zharness.law_kit.clipping import judge_clip_factor
+from zharness.law_kit.clipping import CLIP_ROUNDINGS, NO_CLIPPING, ClipFactor, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
@@ -18,16 +20,28 @@ from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part
+from zharness.parity.bounds import gamma
+from zharness.workload.exact_blocks import make_wide
 
 CLIP_NORMS = (1e-2, 1e6)
 SUM = "sum"  # the variant in which gradients are summed over ranks
+WIDE_LAYER = "second"  # the layer with float64 weights in training.clip_wide
 
 
 def observe_clip_and_norm(ctx: RankContext) -> None:
     """Make one step with each clipping norm, and record weights, gradients and the reported norm."""
-    reduction = Reduction.SUM if ctx.variant == SUM else Reduction.MEAN
+    step_with_each_norm(ctx, lambda: ctx.spec.model(ctx.seed), Reduction.SUM if ctx.variant == SUM else Reduction.MEAN)
+
+
+def observe_clip_wide(ctx: RankContext) -> None:
+    """Do the same with a model of which one layer has float64 weights."""
+    step_with_each_norm(ctx, lambda: build_wide_model(ctx), Reduction.MEAN)
+
+
+def step_with_each_norm(ctx: RankContext, build: Callable[[], nn.Module], reduction: Reduction) -> None:
+    """Make one step of a new model with each clipping norm, and record weights, gradients and the reported norm."""
     for at, clip in enumerate(CLIP_NORMS):
-        engine = ctx.build_engine(optimizer=UNIT_LR_SGD, clip=clip, reduction=reduction)
+        engine = ctx.build_engine_around(build(), optimizer=UNIT_LR_SGD, clip=clip, reduction=reduction)
         ctx.record_weights(engine, at, "-before")
         ctx.train(engine, 0, f"loss-{at}")
         ctx.record("grads", engine.full_grads(), at)
@@ -36,6 +50,15 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
         ctx.record("norm", {"norm": torch.tensor(torch.nan if norm is None else norm, dtype=torch.float64)}, at)
         ctx.record_weights(engine, at, "-after")
         engine.close()
+
+
+def build_wide_model(ctx: RankContext) -> nn.Module:
+    """Return the model, in which the layer WIDE_LAYER has float64 weights."""
+    model = ctx.spec.model(ctx.seed)
+    layer = model.get_submodule(WIDE_LAYER)
+    assert isinstance(layer, nn.Linear)
+    model.register_module(WIDE_LAYER, make_wide(layer))
+    return model
 
 
 def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
@@ -48,11 +71,30 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
         factor = yield from judge_clip_factor(ctx, "norm", at, grads, clip)
         after = ctx.rank_records("masters-after", at)
         for name, weight in before.items():
-            step = ClippedSgdStep(weight, grads.get(name, torch.zeros_like(weight)), factor)
             rank_values, place = [record[name] for record in after], partial(ctx.location, name, Part.OPTIMIZER, at)
+            step = ClippedSgdStep(weight, grads.get(name, torch.zeros_like(weight)), factor)
+            if weight.dtype is torch.float64:
+                step = replace(step, clip_factor=find_used_factor(step, rank_values[0]))
             yield from step.compare_in_pieces(ctx, rank_values, place(0)) or (
                 step.compare_weight(place(rank), record) for rank, record in enumerate(rank_values)
             )
+
+
+def find_used_factor(step: ClippedSgdStep, after: Tensor) -> ClipFactor:
+    """Return the factor with which the step clipped the largest element of a float64 gradient.
+
+    torch computes the factor in float32 and multiplies every element by it in float64. So the factor may differ from
+    that of ``step`` by the roundings of float32, but is the same for all elements. Returns the factor of ``step`` if it
+    differs by more.
+    """
+    weight, grad, factor = step.weight.flatten(), step.grad.flatten(), step.clip_factor
+    at = int(grad.abs().argmax())
+    if factor == NO_CLIPPING or not bool(grad[at]):
+        return factor
+    found = float((weight[at] - after.flatten()[at]) / grad[at])
+    error = float(gamma(2, torch.float64) * (weight[at].abs() + after.flatten()[at].abs()) / grad[at].abs())
+    largest = factor.value * (gamma(CLIP_ROUNDINGS, torch.float32) + factor.uncertainty)
+    return ClipFactor(found, error / abs(found)) if abs(found - factor.value) <= largest + error else factor
 
 
 LAWS = (
@@ -72,5 +114,17 @@ LAWS = (
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",
         mesh_support=MeshSupport.ANY,
+    ),
+    variation_law(
+        "clip_wide",
+        "a float64 gradient is clipped in float64, by the norm of all gradients together",
+        observe_clip_wide,
+        judge_clip_and_norm,
+        features=(Feature.CLIP,),
+        weights_stay_integers=False,
+        dtypes=("fp32",),  # an engine casts all weights to its own low precision
+        variants=(Variant(compares_engine_with_itself=True),),
+        setting_support=SettingSupport.WINDOWS_AND_CALLS,
+        kept_because="the only law of weights of two dtypes that clips their gradients",
     ),
 )

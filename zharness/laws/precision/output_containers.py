@@ -1,0 +1,78 @@
+"""Define the law precision.output_containers: in low precision, an engine returns the container of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from zharness.errors import EngineContractError
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.optimizers import ZERO_LR_SGD
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.backward_outputs import OUTPUT_CONTAINERS
+from zharness.parity import Comparison, Tier
+
+INNER = "inner."  # the start of the names of the parameters in the model that packs its output
+
+
+class PackingModel(nn.Module):
+    """A model that returns the output of the module ``inner`` in a container, and keeps the type of the container."""
+
+    def __init__(self, inner: nn.Module, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.pack = pack
+        self.made: type = type(None)
+
+    def forward(self, x: Tensor) -> Any:
+        """Return what ``pack`` makes from the output and from the sum of its columns."""
+        output = self.inner(x)
+        packed = self.pack(output, output.sum(dim=1))
+        self.made = type(packed)
+        return packed
+
+
+def observe_output_containers(ctx: RankContext) -> None:
+    """Train one micro-batch with the output in the container of the law variant, and record loss and gradients.
+
+    Raises EngineContractError if the engine returns a container of another type than the model.
+    """
+    pack, unpack = OUTPUT_CONTAINERS[ctx.variant]
+    model, batch = PackingModel(ctx.spec.model(ctx.seed), pack), ctx.batch(0)
+    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD)
+    packed = engine(batch.inputs)
+    if type(packed) is not model.made:
+        raise EngineContractError(
+            f"the model returned a {model.made.__name__}, and the engine's forward a {type(packed).__name__}"
+        )
+    loss = ctx.spec.loss(unpack(packed), batch.target)
+    ctx.record("loss", {"loss": loss})
+    engine.backward(loss)
+    ctx.record("grads", {name.removeprefix(INNER): grad for name, grad in engine.full_grads().items()})
+    engine.close()
+
+
+def judge_output_containers(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the loss with that of plain PyTorch, and the gradients with the mean over ranks."""
+    local = ctx.compute_local_grads(0)
+    yield from ctx.compare_losses(0, local)
+    yield from ctx.compare_reduced_grads("grads", [local])
+
+
+LAWS = (
+    Law(
+        name="precision.output_containers",
+        statement="in low precision, a forward returns the model's container, and gradients are plain PyTorch's",
+        tier=Tier.STAGED,
+        models=("mlp",),
+        observe=observe_output_containers,
+        judge=judge_output_containers,
+        dtypes=("bf16", "fp16"),  # backward.outputs has fp32
+        variants=tuple(map(Variant, OUTPUT_CONTAINERS)),
+        mesh_support=MeshSupport.ANY,
+        kept_because="the only low-precision outputs in containers, which an engine that casts outputs takes apart",
+    ),
+)

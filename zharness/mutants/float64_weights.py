@@ -1,0 +1,60 @@
+"""Mutants that round float64 weights, or what is written to them, to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def round_wide(value: Tensor) -> Tensor:
+    """Return ``value`` rounded to float32 if it is a float64 tensor."""
+    return value.float().double() if value.dtype is torch.float64 else value
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("access.write_param", Part.GATHER, model="similar", variant="float64", parameter="third*"),
+    Target("access.write_state", Part.OPTIMIZER, model="similar", variant="adam_float64", parameter="third*"),
+    origin=Origin.BLIND_11,
+)
+class WritesWideValuesRounded(Around):
+    """Rounds what the caller writes to a float64 weight, or to its optimizer state, to float32."""
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        self.right.write_param(name, round_wide(value))
+
+    def write_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
+        self.right.write_optimizer_state(name, key, round_wide(value))
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("training.clip_wide", Part.OPTIMIZER, parameter="second*"),
+    origin=Origin.BLIND_11,
+)
+class ClipsWideGradientsInFloat32(Around):
+    """Multiplies a float64 gradient by the clip factor in float32."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+
+        def wrap(unscale_and_clip: Callable[..., bool]) -> Callable[..., bool]:
+            def clip_in_float32(reduced: dict[str, Tensor], *args: Any) -> bool:
+                is_finite = unscale_and_clip(reduced, *args)
+                for grad in reduced.values():
+                    grad.copy_(round_wide(grad))
+                return is_finite
+
+            return clip_in_float32
+
+        if config.clip is not None:
+            seams.wrap_unscale_and_clip(self.right, wrap)

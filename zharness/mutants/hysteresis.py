@@ -1,0 +1,57 @@
+"""Mutants that lose the rules which DeepSpeed adds to a dynamic loss scale: hysteresis and a minimum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zharness.mutants import seams
+from zharness.mutants.around import Around, SpoiledLoad
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+PATIENCE = "patience"  # the key, in the state of the loss scale, of the number of overflows that it still ignores
+
+
+def scaler_target(variant: str) -> Target:
+    """Return the target in a variant of precision.grad_scaler."""
+    return Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant=variant, parameter="loss")
+
+
+class AroundScaler(Around):
+    """The base class of mutants that change the state of the loss scale after a step."""
+
+    def step(self) -> None:
+        scaler = seams.loss_scaler(self.right)
+        before = scaler.state_dict()
+        self.right.step()
+        scaler.load_state_dict(self.change_state(before, scaler.state_dict()))
+
+    def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """Return the state that replaces ``after``, that of the scale after the step."""
+        raise NotImplementedError
+
+
+@mutant(FaultKind.LOSS_SCALE, scaler_target("hysteresis_resumed"), origin=Origin.BLIND_11)
+class LoadRestoresPatience(SpoiledLoad):
+    """After a load, the loss scale ignores as many overflows as at the construction."""
+
+    def spoil(self) -> None:
+        scaler = seams.loss_scaler(self.right)
+        hysteresis = int(self.config.options.get("fp16", {}).get("hysteresis", 1))
+        scaler.load_state_dict({**scaler.state_dict(), PATIENCE: hysteresis})
+
+
+@mutant(FaultKind.LOSS_SCALE, scaler_target("consecutive_hysteresis"), origin=Origin.BLIND_11)
+class GoodStepsLeavePatience(AroundScaler):
+    """With ``consecutive_hysteresis``, a step without an overflow does not restore the number of ignored overflows."""
+
+    def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        return {**after, PATIENCE: min(before[PATIENCE], after[PATIENCE])}
+
+
+@mutant(FaultKind.LOSS_SCALE, scaler_target("minimum"), origin=Origin.BLIND_11)
+class HalvesBelowTheMinimum(AroundScaler):
+    """An overflow halves the loss scale, also to less than ``min_loss_scale``."""
+
+    def change_state(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        return {**after, "scale": before["scale"] / 2} if after["scale"] < before["scale"] else after
