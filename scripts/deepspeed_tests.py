@@ -17,10 +17,11 @@ EPILOG = """
 own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
 in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again,
 unless --sample differs or --limit is above the one at which a run was killed. own and drop-in run the same --sample
-tests of each file, spread over it, and leave out files without DistributedTest; stand-in runs all. Seconds are medians
-over --repeats runs. The CPU seconds, of all processes, are comparable on a busy machine too. deepspeed_tests.toml lists
-the exceptions. The exit status is 1 if another test fails on the reference engine or ends differently with the drop-in,
-or a run was killed or has no test.
+tests of each file, spread over those that run on ranks, and leave out files without DistributedTest; stand-in runs
+all. Seconds are medians over --repeats runs. The ratio is that of the CPU seconds of all processes, which other work
+changes less. With --ways '' nothing runs, and the tables are printed. deepspeed_tests.toml lists the exceptions. The
+exit status is 1 if another test fails on the reference engine or ends differently with the drop-in, or a run was killed
+or has no test.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
@@ -44,7 +45,7 @@ def main() -> int:
             known[path, way] = answers
     listed = read_exceptions()
     runs = {key: combine_runs(found) for key, found in known.items() if options.files in key[0]}
-    print(render_drop_in(runs), render_stand_in(runs, listed), sep="\n\n")
+    print(*render_drop_in(runs), *render_stand_in(runs, listed), sep="\n\n")
     unexpected = list(find_unexpected(runs, listed, read_differences()))
     print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
     return int(bool(unexpected))
@@ -58,7 +59,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("tests", type=Path, help="the folder tests of a checkout of DeepSpeed")
     parser.add_argument("--jsonl", type=Path, required=True, help="the file that keeps the runs, one a line")
     parser.add_argument("--files", default="", help="only the files whose path contains this text")
-    parser.add_argument("--ways", type=parse_ways, default=list(Way), help="own,drop-in,stand-in (default: all)")
+    parser.add_argument(
+        "--ways", type=parse_ways, default=list(Way), help="own,drop-in,stand-in (default: all); '' prints only"
+    )
     parser.add_argument("--sample", type=int, default=3, help="tests of a file; 0 means all (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of a file in each way, alternated (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")

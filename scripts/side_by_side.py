@@ -25,8 +25,9 @@ from zharness.world.orphans import adopt_orphans
 
 EPILOG = """
 Each file runs twice, in two pytest processes: unchanged, and with its imports swapped. What runs are temporary copies.
-The seconds are those of the whole process, and the CPU seconds those of it and its children, which are comparable on a
-busy machine too. The exit status is 1 if a test that both ways run ends differently.
+The seconds are those of the whole process, and the CPU seconds those of it and its children. The ratio is that of the
+CPU seconds, which other work on the machine changes less. The exit status is 1 if a test that both ways run ends
+differently.
 
   python scripts/side_by_side.py pytorch --root pytorch/test/distributed tensor/test_init.py
   python scripts/side_by_side.py pytorch --cpu-devices 4 --root pytorch/test/distributed pipelining/test_stage.py
@@ -91,12 +92,11 @@ class FileRuns:
 
     def row(self) -> list[object]:
         """Return the table's row of this file."""
-        ratio = self.own.seconds / self.swapped.seconds
         equal = sum(self.swapped.verdicts.get(name) == verdict for name, verdict in self.own.verdicts.items())
         same = f"{equal} of {len({*self.own.verdicts, *self.swapped.verdicts})}"
         own, swapped = self.own, self.swapped
-        cpu_ratio = own.cpu_seconds / swapped.cpu_seconds
-        times = [own.seconds, swapped.seconds, ratio, own.cpu_seconds, swapped.cpu_seconds, cpu_ratio]
+        ratio = own.cpu_seconds / swapped.cpu_seconds
+        times = [own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds, ratio]
         return [self.file, own.describe(), swapped.describe(), same, *times]
 
 
@@ -222,7 +222,7 @@ def has_different_run(result: FileRuns) -> bool:
 
 def print_table(results: Iterable[FileRuns]) -> None:
     """Print a Markdown table with a row for each file."""
-    times = ["own s", "drop-in s", "ratio", "own CPU s", "drop-in CPU s", "CPU ratio"]
+    times = ["own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
     headers = ["file", "own classes", "drop-in", "same", *times]
     rows = [result.row() for result in results]
     print(tabulate(rows, headers=headers, tablefmt="github", floatfmt=("", "", "", "", *(".1f" for _ in times))))

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from _pytest.skipping import evaluate_skip_marks
 
 CONTROLLER = os.getpid()  # ranks are other processes
 WORLD_SIZE_ID = re.compile(r"(?<=\[)w\d+(?:-|(?=\]))|\[w\d+\]$")  # in the ids of the drop-in for DistributedTest
@@ -23,13 +24,24 @@ def find_test_name(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep so many tests, spread evenly over the sorted names, as the environment variable says; 0 keeps all."""
+    """Keep so many tests, spread evenly over the sorted names, as the environment variable says; 0 keeps all.
+
+    Tests on ranks that no marker skips come first, then other tests on ranks, and the rest only in a file without any.
+    """
     size = int(os.environ["DEEPSPEED_FILES_SAMPLE"])
-    names = sorted({find_test_name(item.nodeid) for item in items})
-    if size and len(names) > size:
+    on_ranks = [item for item in items if is_on_ranks(item)]
+    candidates = [item for item in on_ranks if evaluate_skip_marks(item) is None] or on_ranks or items
+    names = sorted({find_test_name(item.nodeid) for item in candidates})
+    if size and len({find_test_name(item.nodeid) for item in items}) > size:
         kept = {names[index * len(names) // size] for index in range(size)}
         config.hook.pytest_deselected(items=[item for item in items if find_test_name(item.nodeid) not in kept])
         items[:] = [item for item in items if find_test_name(item.nodeid) in kept]
+
+
+def is_on_ranks(item: pytest.Item) -> bool:
+    """Return whether the test belongs to a DistributedTest, DeepSpeed's or the drop-in."""
+    cls = getattr(item, "cls", None) or object
+    return any(base.__name__ == "DistributedTest" for base in cls.__mro__)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -24,10 +24,9 @@ from zharness.world.orphans import adopt_orphans, kill_orphans
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not nightly")
 DEVICE_IDS = re.compile(r",\s*device_ids=[^,)]*(,\s*output_device=[^,)]*)?")
-COMMON = """from zharness.compat.deepspeed import *
-from zharness.compat.deepspeed import DEEPSPEED_TEST_TIMEOUT
-"""
+COMMON = "from zharness.compat.deepspeed import *\n"
 STAND_IN = "zharness.compat.deepspeed_engine.install"
+COUNT_PROCESS = "\nimport deepspeed_files.count_process\n"
 WORST_FIRST = ("failed", "skipped", "passed")
 TEST_TIMEOUT = "300"  # seconds of one test, in all ways
 KILLED = -9
@@ -48,7 +47,8 @@ class FileRun:
 
     ``sample`` is the number of tests to which the run was limited, or 0, and ``limit`` its time limit in seconds.
     ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are missing. A file that
-    could not be collected has the one outcome ``COLLECTION``.
+    could not be collected has the one outcome ``COLLECTION``. ``processes`` is the number of processes that DeepSpeed's
+    own fixtures started for ranks, and 0 in the other ways, whose ranks are forked from one server; None is unknown.
     """
 
     path: str
@@ -59,6 +59,7 @@ class FileRun:
     status: int
     outcomes: dict[str, tuple[str, str]]
     limit: float = 0.0
+    processes: int | None = None
 
     def to_json(self) -> str:
         """Return the run as one line."""
@@ -121,9 +122,10 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
     with tempfile.TemporaryDirectory(prefix="deepspeed-files-") as folder:
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
-        outcomes = Path(folder) / "outcomes.jsonl"
+        outcomes, imports = Path(folder) / "outcomes.jsonl", Path(folder) / "imports"
         command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *list_options(way), path]
         environment = build_environment(tests, way, sample, outcomes, operators)
+        environment["DEEPSPEED_FILES_IMPORTS"] = str(imports)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = monotonic()
         with (Path(folder) / "log").open("w") as log:
@@ -134,17 +136,24 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
         if not outcomes.exists():
             print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, read_outcomes(outcomes), limit)
+        found, processes = read_outcomes(outcomes), count_rank_processes(imports)
+        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, found, limit, processes)
+
+
+def count_rank_processes(imports: Path) -> int:
+    """Return how many processes besides pytest's own have imported DeepSpeed's fixtures; each wrote a line."""
+    return max(len(imports.read_text().splitlines()) - 1, 0) if imports.exists() else 0
 
 
 def prepare_tests(source: Path, target: Path, way: Way) -> None:
     """Copy DeepSpeed's folder ``tests``, and put the drop-in in the place of ``unit/common.py``.
 
-    In all ways DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
+    DeepSpeed's own fixtures are left there, and each process that imports them is counted. In all ways
+    DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
     """
     shutil.copytree(source, target)
-    if way is not Way.OWN:
-        (target / "unit/common.py").write_text(COMMON)
+    common = target / "unit/common.py"
+    common.write_text(common.read_text() + COUNT_PROCESS if way is Way.OWN else COMMON)
     for file in (target / "unit").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         if "device_ids=" in text:
@@ -152,10 +161,11 @@ def prepare_tests(source: Path, target: Path, way: Way) -> None:
 
 
 def list_options(way: Way) -> list[str]:
-    """Return the options of pytest for this way."""
+    """Return the options of pytest for this way. The drop-in runs as it does without options, on new ranks."""
     if way is Way.OWN:
         return []
-    return ["-p", "zharness.plugin", "--isolation", "pooled", *(["-p", STAND_IN] if way is Way.STAND_IN else [])]
+    plugin = ["-p", "zharness.plugin"]
+    return plugin if way is Way.DROP_IN else [*plugin, "--isolation", "pooled", "-p", STAND_IN]
 
 
 def build_environment(tests: Path, way: Way, sample: int, outcomes: Path, operators: Path) -> dict[str, str]:

@@ -25,28 +25,73 @@ Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
 
-def render_drop_in(runs: Runs) -> str:
-    """Return the table that compares DeepSpeed's own fixtures with the drop-in, test by test."""
-    rows = []
-    for (path, way), own in sorted(runs.items()):
-        swapped = runs.get((path, Way.DROP_IN))
-        if way is Way.OWN and swapped is not None:
-            same = sum(get_verdict(swapped, name) == get_verdict(own, name) for name in own.outcomes)
-            more = " or more" if own.status == KILLED else ""
-            ratio, cpu_ratio = (
-                f"{before / max(after, 0.1):.1f} x{more}"
-                for before, after in ((own.seconds, swapped.seconds), (own.cpu_seconds, swapped.cpu_seconds))
-            )
-            times = [own.seconds, swapped.seconds, ratio, own.cpu_seconds, swapped.cpu_seconds, cpu_ratio]
-            names = f"{same} of {len(own.outcomes)}"
-            rows.append([format_path(path), own.describe(), swapped.describe(), names, *times])
-    times_header = ["own s", "drop-in s", "ratio", "own CPU s", "drop-in CPU s", "CPU ratio"]
-    headers = ["file", "own fixtures", "drop-in", "same", *times_header]
-    return tabulate(rows, headers, tablefmt="github", floatfmt=".0f")
+def render_drop_in(runs: Runs) -> Iterator[str]:
+    """Yield the tables that compare DeepSpeed's own fixtures with the drop-in, test by test; none without such runs.
+
+    The first has the files that started ranks, with ratios of CPU seconds. The second has those that started none or
+    have no test that passes, with the reason.
+    """
+    pairs = [(own, runs[path, Way.DROP_IN]) for (path, way), own in sorted(runs.items()) if is_pair(runs, path, way)]
+    headers = ["file", "own fixtures", "drop-in", "same"]
+    timed = [(own, swapped) for own, swapped in pairs if own.processes != 0]
+    if timed:
+        rows = [[*compare_outcomes(*pair), pair[0].processes, *compare_times(*pair)] for pair in timed]
+        times_header = ["ranks", "own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
+        yield tabulate([*rows, sum_up(timed)], [*headers, *times_header], tablefmt="github", floatfmt=".0f")
+    rest = [
+        [*compare_outcomes(*pair), find_reason(pair[0])]
+        for pair in pairs
+        if pair[0].processes == 0 or not pair[0].named("passed")
+    ]
+    if rest:
+        yield tabulate(rest, [*headers, "reason"], tablefmt="github")
 
 
-def render_stand_in(runs: Runs, listed: Exceptions) -> str:
-    """Return the table of the files on the reference engine, with the share of the tests that state a law."""
+def is_pair(runs: Runs, path: str, way: Way) -> bool:
+    """Return whether this is the run of a file with its own fixtures, and the file has run with the drop-in too."""
+    return way is Way.OWN and (path, Way.DROP_IN) in runs
+
+
+def compare_outcomes(own: FileRun, swapped: FileRun) -> list[str]:
+    """Return the path, what both ways did, and how many tests ended alike."""
+    names = f"{count_same(own, swapped)} of {len(own.outcomes)}"
+    return [format_path(own.path), own.describe(), swapped.describe(), names]
+
+
+def count_same(own: FileRun, swapped: FileRun) -> int:
+    """Return the number of tests with the same verdict both ways."""
+    return sum(get_verdict(swapped, name) == verdict for name, (verdict, _) in own.outcomes.items())
+
+
+def compare_times(own: FileRun, swapped: FileRun) -> list[Any]:
+    """Return the seconds and the CPU seconds of both ways, and the ratio of the CPU seconds.
+
+    The ratio is a lower bound if the run with the own fixtures was killed.
+    """
+    more = " or more" if own.status == KILLED else ""
+    ratio = f"{own.cpu_seconds / max(swapped.cpu_seconds, 0.1):.1f} x{more}"
+    return [own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds, ratio]
+
+
+def sum_up(pairs: Sequence[tuple[FileRun, FileRun]]) -> list[Any]:
+    """Return the last row: how many files have a ratio of 2 or more, and the sums."""
+    reached = sum(own.cpu_seconds >= 2 * swapped.cpu_seconds for own, swapped in pairs)
+    same, tests = sum(count_same(*pair) for pair in pairs), sum(len(own.outcomes) for own, _ in pairs)
+    sums = [sum(values) for values in zip(*(compare_times(*pair)[:-1] for pair in pairs), strict=True)]
+    ratio = f"{sums[2] / max(sums[3], 0.1):.1f} x"
+    summary = f"2 x or more: {reached} of {len(pairs)} files"
+    ranks = sum(own.processes or 0 for own, _ in pairs)
+    return ["all", summary, "", f"{same} of {tests}", ranks, *sums, ratio]
+
+
+def find_reason(run: FileRun) -> str:
+    """Return the most frequent reason for which tests of the run were skipped or failed."""
+    messages = Counter(message.removeprefix("Skipped: ") for _, message in run.outcomes.values() if message)
+    return messages.most_common(1)[0][0][:120].replace("|", "/") if messages else "these tests start no rank"
+
+
+def render_stand_in(runs: Runs, listed: Exceptions) -> Iterator[str]:
+    """Yield the table of the files on the reference engine, if any ran, with the share of tests that state a law."""
     rows, total = [], Counter[str]()
     for (path, way), run in sorted(runs.items()):
         if way is Way.STAND_IN:
@@ -56,8 +101,10 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> str:
             others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
             rows.append([format_path(path), run.describe(), with_law, passed, others])
             total.update(passed=passed, with_law=with_law)
+    if not rows:
+        return
     rows.append(["all", "", total["with_law"], total["passed"], f"{total['passed'] / max(total['with_law'], 1):.1%}"])
-    return tabulate(rows, ["file", "outcomes", "state a law", "pass", "failures"], tablefmt="github")
+    yield tabulate(rows, ["file", "outcomes", "state a law", "pass", "failures"], tablefmt="github")
 
 
 def find_unexpected(runs: Runs, listed: Exceptions, differences: Sequence[str]) -> Iterator[str]:
