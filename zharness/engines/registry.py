@@ -133,6 +133,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("transformers.trainer",),
         ),
         EngineInfo(
+            name="trainer_deepspeed",
+            target="zharness.engines.trainer_deepspeed:factory",
+            summary="transformers.Trainer, which trains DeepSpeed's ZeRO stages 1 and 2 in its own loop",
+            distribution="transformers",
+            install="pip install transformers accelerate deepspeed",
+            warm_up="zharness.engines.trainer_deepspeed:warm_up",
+            sources=("transformers.trainer", "transformers.integrations.deepspeed"),
+        ),
+        EngineInfo(
             name="fabric_ddp",
             target="zharness.engines.fabric_ddp:factory",
             summary="Lightning Fabric, which sets up DistributedDataParallel",

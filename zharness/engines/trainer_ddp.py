@@ -135,25 +135,26 @@ class TrainerEngine(WholeTraining):
             vars(self).clear()
 
 
-def build_arguments(config: EngineConfig, folder: str, device: torch.device) -> Any:
-    """Return the TrainingArguments for the batches and the clipping of ``config``, with everything else as it is."""
+def build_arguments(config: EngineConfig, folder: str, device: torch.device, **others: Any) -> Any:
+    """Return the TrainingArguments for the batches and the clipping of ``config``, with ``others`` as they are."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(
-        output_dir=folder,
-        use_cpu=device.type == "cpu",
-        per_device_train_batch_size=config.micro_batch_size,
-        gradient_accumulation_steps=config.accumulation_steps,
-        num_train_epochs=1,
-        max_grad_norm=config.clip or 0.0,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        average_tokens_across_devices=bool(config.options.get(AVERAGE_TOKENS, True)),
-    )
+    arguments = {
+        "output_dir": folder,
+        "use_cpu": device.type == "cpu",
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation_steps,
+        "num_train_epochs": 1,
+        "max_grad_norm": config.clip or 0.0,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "average_tokens_across_devices": bool(config.options.get(AVERAGE_TOKENS, True)),
+    }
+    return TrainingArguments(**{**arguments, **others})
 
 
 def adapt_loss(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
