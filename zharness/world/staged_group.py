@@ -98,18 +98,22 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         outputs: Sequence[Tensor],
         start: Callable[[Sequence[Tensor]], Exchange],
     ) -> StagedWork:
-        """Return the handle of a collective on the plain tensors inside of torch.func's wrappers."""
+        """Return the handle of a collective on the plain tensors inside of torch.func's wrappers.
+
+        ``start`` runs in another thread, where a wrapper cannot be read: it is not given one, and must not keep one.
+        """
         plain_inputs, plain_outputs = ([unwrap_functorch(tensor) for tensor in some] for some in (inputs, outputs))
         with suspend_transforms():
             return StagedWork(Request(name, plain_inputs, plain_outputs, start), self._poison)
 
     def _reduce_in_place(self, name: str, tensors: Sequence[Tensor], op: Any) -> StagedWork:
         """Issue an all-reduce of each of ``tensors``."""
-        return self._submit(name, tensors, tensors, lambda host: self._start_all_reduces(host, tensors, op))
+        dtypes = [tensor.dtype for tensor in tensors]
+        return self._submit(name, tensors, tensors, lambda host: self._start_all_reduces(host, dtypes, op))
 
-    def _start_all_reduces(self, host: Sequence[Tensor], like: Sequence[Tensor], op: Any) -> Exchange:
-        """All-reduce host tensors, whose dtypes are those of ``like``."""
-        typed = [prepare_operand(flat, tensor.dtype, op, self.size()) for flat, tensor in zip(host, like, strict=True)]
+    def _start_all_reduces(self, host: Sequence[Tensor], dtypes: Sequence[torch.dtype], op: Any) -> Exchange:
+        """All-reduce the bytes of host tensors of ``dtypes``."""
+        typed = [prepare_operand(flat, dtype, op, self.size()) for flat, dtype in zip(host, dtypes, strict=True)]
         works = [
             self._gloo.allreduce([tensor], make_options(dist.AllreduceOptions, reduceOp=exchange_op(op)))
             for tensor in typed
@@ -128,10 +132,10 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> StagedWork:
         """Reduce each of ``tensors`` in place on the root; other ranks keep theirs."""
         outputs = tensors if opts.rootRank == self.rank() else []
-        op = read_op(opts)
+        op, dtypes = read_op(opts), [tensor.dtype for tensor in tensors]
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            exchange = self._start_all_reduces(host, tensors, op)
+            exchange = self._start_all_reduces(host, dtypes, op)
             return exchange if outputs else Exchange(exchange.works, list)
 
         return self._submit("reduce", tensors, outputs, start)
@@ -191,10 +195,11 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
         ``rows`` is 1 if an input already holds the parts of all ranks, else the number of ranks.
         """
+        dtypes = [output.dtype for output in outputs]
 
         def start(host: Sequence[Tensor]) -> Exchange:
             joined = [torch.cat(list(host[at : at + rows])) for at in range(0, len(host), rows)]
-            exchange = self._start_all_reduces(joined, outputs, op)
+            exchange = self._start_all_reduces(joined, dtypes, op)
             return Exchange(
                 exchange.works, lambda: [whole.chunk(self.size())[self.rank()] for whole in exchange.finish()]
             )
@@ -251,10 +256,10 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> StagedWork:
         """Give each rank its tensor of the root's list."""
-        is_root = opts.rootRank == self.rank()
+        is_root, size = opts.rootRank == self.rank(), outputs[0].nbytes
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            part = torch.empty(outputs[0].nbytes, dtype=torch.uint8)
+            part = torch.empty(size, dtype=torch.uint8)
             if not part.numel():  # gloo divides by the number of elements
                 return Exchange([], lambda: [part])
             work = self._gloo.scatter(
@@ -274,18 +279,13 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     ) -> StagedWork:
         """Send the i-th part of a tensor to rank i; the splits count rows, and are equal if they are empty."""
         del opts
+        received_bytes = count_bytes(output, output_splits, self.size())
+        sent_bytes = count_bytes(tensor, input_splits, self.size())
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            received = torch.empty(output.nbytes, dtype=torch.uint8)
-            works = [
-                self._gloo.alltoall_base(
-                    received,
-                    host[0],
-                    count_bytes(output, output_splits, self.size()),
-                    count_bytes(tensor, input_splits, self.size()),
-                )
-            ]
-            return Exchange(works, lambda: [received])
+            received = torch.empty(sum(received_bytes), dtype=torch.uint8)
+            work = self._gloo.alltoall_base(received, host[0], received_bytes, sent_bytes)
+            return Exchange([work], lambda: [received])
 
         return self._submit("all_to_all_single", [tensor], [output], start)
 
@@ -324,9 +324,10 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
     def _receive(self, tensors: Sequence[Tensor], receive: Callable[[Tensor], Any]) -> StagedWork:
         """Issue a receive into the only one of ``tensors``."""
+        size = tensors[0].nbytes
 
         def start(_: Sequence[Tensor]) -> Exchange:
-            buffer = torch.empty(tensors[0].nbytes, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8)
             return Exchange([receive(buffer)], lambda: [buffer])
 
         return self._executor.submit_point_to_point(self._make_work("recv", [], tensors, start))
