@@ -23,7 +23,7 @@ from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws import double_backward
 from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
 from zharness.parity import Part, compare_bitwise
-from zharness.parity.attribution import describe_wrong_elements
+from zharness.parity.attribution import are_terms_of, describe_wrong_elements
 from zharness.parity.baseline import Baseline
 from zharness.parity.comparison import TensorLocation
 from zharness.workload import model_spec
@@ -155,3 +155,11 @@ def test_the_hint_names_an_old_gradient_that_is_added(old: float, is_added: bool
     )
     assert hinted.mismatch is not None
     assert (hinted.mismatch.hint == OLD_GRADIENT_ADDED_HINT) is is_added
+
+
+def test_a_sum_of_multiples_is_told_from_another_tensor() -> None:
+    terms = [torch.arange(6.0), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])]
+    assert are_terms_of(3 * terms[0] - 0.5 * terms[1], terms)
+    assert are_terms_of(2 * terms[0], [*terms, terms[0]])  # equal terms, so that multiples are not unique
+    assert not are_terms_of(terms[0].square(), terms)
+    assert not are_terms_of(torch.ones(2), [torch.ones(2), torch.tensor([1.0, 2.0])])  # any two numbers fit

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.engines import ddp
-from zharness.engines.fabric_engine import FABRIC_OPTIONS, FabricEngine, build_fabric, prepare_model
+from zharness.engines.fabric_engine import FABRIC_OPTIONS, FABRIC_REFUSES, FabricEngine, build_fabric, prepare_model
 from zharness.engines.protocol import EngineConfig, Feature, Reduction
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -25,6 +25,7 @@ CAPABILITIES = replace(
     ddp.CAPABILITIES,
     refuses={
         **ddp.REFUSES,
+        **FABRIC_REFUSES,
         Feature.AUTOCAST: "its precision='bf16-mixed' also converts the model's outputs to float32",
     },
 )

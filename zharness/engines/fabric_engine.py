@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines.launch_variables import launch_variables
-from zharness.engines.protocol import Capabilities, EngineConfig
+from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_engine import EngineAdapter, TorchEngine
 from zharness.errors import CheckpointError
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 DOCUMENTATION = "https://lightning.ai/docs/fabric/stable/api/fabric_methods.html"
 FILE_NAME = "checkpoint"
+FABRIC_REFUSES = {
+    Feature.WORLD_RESHARD: "it takes the number of processes from the launcher, so that a process cannot have two"
+}
 ERROR_IF_NONFINITE = "error_if_nonfinite"
 FABRIC_OPTIONS = {ERROR_IF_NONFINITE: "false: clip_gradients does not raise if the norm is not finite; default true"}
 

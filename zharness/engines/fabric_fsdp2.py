@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import fsdp2, fsdp2_options
-from zharness.engines.fabric_engine import DOCUMENTATION, FABRIC_OPTIONS, FabricEngine, build_fabric, prepare_model
+from zharness.engines.fabric_engine import (
+    DOCUMENTATION,
+    FABRIC_OPTIONS,
+    FABRIC_REFUSES,
+    FabricEngine,
+    build_fabric,
+    prepare_model,
+)
 from zharness.engines.fsdp2_options import (
     GROUPS_REMAIN,
     OPTIONS_AT_EVERY_STAGE,
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
 
 REFUSES = {
     **fsdp2.REFUSES,
+    **FABRIC_REFUSES,
     Feature.AUTOCAST: "its precision='bf16-mixed' also converts the model's outputs to float32",
     Feature.DEFERRED: (
         "it materializes a model on the meta device by reset_parameters of each rank, which are not the same weights "

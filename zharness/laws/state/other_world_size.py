@@ -42,7 +42,8 @@ def count_fewer_ranks(ctx: RankContext) -> int:
 def observe_other_world_size(ctx: RankContext) -> None:
     """Save on some ranks, and load on more or fewer of them. The other ranks wait.
 
-    In the variant ``more`` the loaded engine makes a step, which all ranks of the cell train.
+    In the variant ``more`` the loaded engine makes a step, which all ranks of the cell train. The group of the smaller
+    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process.
     """
     fewer = count_fewer_ranks(ctx)
     group = dist.new_group(list(range(fewer)))
@@ -54,7 +55,6 @@ def observe_other_world_size(ctx: RankContext) -> None:
                     act(ctx, folder)
             dist.barrier()
     ctx.record("sizes", {name: torch.tensor(size) for name, size in zip((SAVED, LOADED), sizes, strict=True)})
-    dist.destroy_process_group(group)
 
 
 def build_engine(ctx: RankContext) -> Engine:
