@@ -26,10 +26,10 @@ def require_replaceable(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"cannot write the site to {str(folder)!r}, which is not a folder; name a folder")
     known = {MARKER, *read_marker(folder)}
-    foreign = sorted(name for name in list_files(folder) if name not in known)
-    if foreign:
+    foreign = next((name for name in list_files(folder) if name not in known), None)
+    if foreign is not None:
         raise UsageError(
-            f"the folder {str(folder)!r} has files that `zharness site` did not write, such as {foreign[0]!r}; {REMEDY}"
+            f"the folder {str(folder)!r} has files that `zharness site` did not write, such as {foreign!r}; {REMEDY}"
         )
 
 
@@ -42,9 +42,11 @@ def read_marker(folder: Path) -> list[str]:
         return []
 
 
-def list_files(folder: Path) -> list[str]:
-    """Return the path of every file and link below ``folder``, relative to it, with slashes."""
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+def list_files(folder: Path) -> Iterator[str]:
+    """Yield the path of every file and link below ``folder``, relative to it, with slashes."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            yield path.relative_to(folder).as_posix()
 
 
 @contextmanager

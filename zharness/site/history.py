@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from zharness.engines.registry import BUILT_IN, is_checkout
-from zharness.run.changes import LawStatus, law_status, strip_release
+from zharness.run.changes import LawStatus, failure_signature, law_status, strip_release
 from zharness.run.outcomes import group_records, outcome_name
 from zharness.run.record import Record
 from zharness.site.columns import Column, find_column, worst_record
@@ -28,14 +28,17 @@ class CellHistory:
     events: tuple[str, ...]
 
     @property
-    def failures(self) -> tuple[Record, ...]:
-        """The records in which the law is broken, from the oldest release to the newest."""
-        return tuple(record for record in self.records if record is not None and record.verdict.is_broken)
+    def striking_records(self) -> tuple[Record, ...]:
+        """The records that do not hold although the cell is supported, from the oldest release to the newest."""
+        return tuple(each for each in self.records if each is not None and outcome_name(each) not in QUIET_OUTCOMES)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the cell holds or is not supported on every release on which it was run."""
-        return all(record is None or outcome_name(record) in QUIET_OUTCOMES for record in self.records)
+
+@dataclass(frozen=True)
+class SharedCause:
+    """Cells whose newest failure has the same outcome and, but for numbers, the same cause; ``record`` is the first."""
+
+    record: Record
+    cells: tuple[CellHistory, ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,16 @@ class EngineHistory:
     columns: tuple[Column, ...]
     striking: tuple[CellHistory, ...]
     quiet: tuple[CellHistory, ...]
+
+    @property
+    def causes(self) -> tuple[SharedCause, ...]:
+        """The striking cells, grouped by the cause of the newest failure of each."""
+        groups: dict[tuple[str, str], list[CellHistory]] = {}
+        for cell in self.striking:
+            newest = cell.striking_records[-1]
+            key = outcome_name(newest), newest.stale_reason or failure_signature(newest)
+            groups.setdefault(key, []).append(cell)
+        return tuple(SharedCause(cells[0].striking_records[-1], tuple(cells)) for cells in groups.values())
 
 
 def follow_law(records: Sequence[Record], columns: Sequence[Column]) -> Iterator[EngineHistory]:
@@ -58,8 +71,8 @@ def follow_law(records: Sequence[Record], columns: Sequence[Column]) -> Iterator
         yield EngineHistory(
             engine,
             own_columns,
-            tuple(cell for cell in cells if not cell.is_quiet),
-            tuple(cell for cell in cells if cell.is_quiet),
+            tuple(cell for cell in cells if cell.striking_records),
+            tuple(cell for cell in cells if not cell.striking_records),
         )
 
 
@@ -76,19 +89,25 @@ def describe_events(records: Sequence[Record | None], columns: Sequence[Column])
 
     Releases without a verdict are passed over, so each sentence names the last release before the change that has one.
     """
-    before: tuple[LawStatus, Column] | None = None
+    before: tuple[LawStatus, str] | None = None
     changes, releases = 0, 0
-    for record, column in zip(records, columns, strict=True):
+    for record, release in zip(records, name_releases(columns), strict=True):
         status = LawStatus.UNKNOWN if record is None else law_status(record)
         if status is LawStatus.UNKNOWN:
             continue
         if before is not None and before[0] is not status:
             verb, was = ("broke", "held") if status is LawStatus.BROKEN else ("was mended", "was broken")
-            yield f"{verb} in {column.release}, {was} in {before[1].release}"
+            yield f"{verb} in {release}, {was} in {before[1]}"
             changes += 1
-        before, releases = (status, column), releases + 1
+        before, releases = (status, release), releases + 1
     if before is not None and before[0] is LawStatus.BROKEN and not changes and releases > 1:
         yield f"broken in all {releases} releases"
+
+
+def name_releases(columns: Sequence[Column]) -> list[str]:
+    """Name the releases of one engine: with the release of torch only where a version was run with several."""
+    versions = [column.version for column in columns]
+    return [column.version if versions.count(column.version) == 1 else column.release for column in columns]
 
 
 def describe_command(record: Record) -> str:
