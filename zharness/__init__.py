@@ -11,7 +11,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
     5  laws, mutants
     6  run
     7  report, releases, kill_matrix, doctor, export
-    8  hunt, tour
+    8  hunt, site, tour
     9  plugin, cli, conformance, verification, compat
     10 __main__
 

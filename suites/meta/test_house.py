@@ -43,6 +43,7 @@ FLOORS = {
     "doctor": 7,
     "export": 7,
     "hunt": 8,
+    "site": 8,
     "tour": 8,
     "plugin": 9,
     "cli": 9,

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from suites.report.browsers import ARGUMENTS, browser, missing, must_be_there
+from suites.report.browsers import PATIENCE, launch_chromium, missing, must_be_there
 from suites.report.made_up import CAUSE, failed, records
 from zharness.cell import Cell
 from zharness.report.comparison import compare_runs
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(bool(missing()) and not must_be_there(), reason=
 BROKEN = Cell("training.grads", "reference", 0, 2, "fp32", "mlp")
 HOSTILE = Cell("training.no_sync", "reference", 0, 2, "fp32", "mlp")
 MARKUP = "<img src=x onerror=document.title='broken'> </script>"
-PATIENCE = 60_000  # milliseconds to wait for an element; other tests may keep every core busy
 Opened = Callable[..., "Page"]
 
 
@@ -51,14 +50,8 @@ def mended(record: Record) -> Record:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    assert not missing(), missing()
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=PATIENCE)
-    with sync_playwright() as tool:
-        launched = tool.chromium.launch(executable_path=browser(), args=ARGUMENTS)
+    with launch_chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from zharness.cli.laws import laws
 from zharness.cli.model import model
 from zharness.cli.options import OUTPUT, SECONDS, NameChoice, NumberRange, parse_integer_option, parse_name_option
 from zharness.cli.project_options import set_defaults
+from zharness.cli.site import site
 from zharness.cli.tour import tour
 from zharness.errors import UsageError, ZHarnessError
 
@@ -45,6 +46,7 @@ def cli(context: click.Context) -> None:
     zharness mutants                              engines broken on purpose, and which law finds each
     zharness repro 7352                           a real bug, on a release that has it and one that does not
     zharness releases deepspeed 0.18.8 0.19.8     the same laws on several releases, and what changed
+    zharness site RECORDS.jsonl... -o FOLDER      a static site of many runs: every engine, release, law and finding
     zharness hunt deepspeed --minutes 60          search for failures that no law and no finding knows
     zharness doctor                               whether this machine can run zharness, and what to fix
 
@@ -139,6 +141,7 @@ for command in (
     cells.shrink,
     hunt,
     init,
+    site,
     tour,
 ):
     cli.add_command(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,16 @@ class LoadedRecords:
         return "\n".join([*lines, f"SKIPPED {unlisted} more lines"] if unlisted > 0 else lines)
 
 
-def load_records(paths: Iterable[Path]) -> LoadedRecords:
-    """Load the records of JSON-lines files. Raises UsageError if a file cannot be read or no file has a record."""
+def load_records(paths: Iterable[Path], watch: Callable[[Sequence[bytes]], Iterable[bytes]] = iter) -> LoadedRecords:
+    """Load the records of JSON-lines files. Raises UsageError if a file cannot be read or no file has a record.
+
+    ``watch`` passes on the lines of one file, and may show how many of them were read.
+    """
     paths = list(paths)
     records: list[Record] = []
     skipped: list[str] = []
     for path in paths:
-        for number, line in enumerate(read_lines(path), start=1):
+        for number, line in enumerate(watch(read_lines(path)), start=1):
             try:
                 records.append(parse_record(line.decode("utf-8")))
             except (UsageError, UnicodeDecodeError, RecursionError) as error:

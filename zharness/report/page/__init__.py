@@ -24,6 +24,7 @@ from zharness.report.page.columns import build_payload, compress_payload
 from zharness.run.files import require_writable, write_atomically
 from zharness.run.record import Record
 
+NO_SOURCE = "'none'"
 VENDOR_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 # One program in several files, which share a scope.
 PAGE_SCRIPTS = (
@@ -85,7 +86,7 @@ def render_page(
         from markupsafe import Markup
     except ImportError:
         raise UsageError(MISSING_JINJA_MESSAGE) from None
-    css = read_asset("page.css")
+    css = read_base_styles() + read_asset("page.css")
     program = "\n".join(['"use strict";', *map(read_asset, PAGE_SCRIPTS), read_asset(MAIN_SCRIPT)])
     scripts = [*map(read_asset, VENDOR_SCRIPTS), program]
     return (
@@ -116,6 +117,11 @@ def describe_versions(records: Sequence[Record]) -> str:
     return ", ".join([*torch_versions, *engine_versions])
 
 
+def read_base_styles() -> str:
+    """Read the style sheet that all pages share: colours, text, tables and the signs of outcomes."""
+    return read_asset("base.css")
+
+
 def read_asset(name: str) -> str:
     """Read the file ``name`` in assets/."""
     return files(__package__).joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
@@ -126,7 +132,7 @@ def content_security_policy(scripts: Iterable[str], styles: Iterable[str]) -> st
     return "; ".join(
         [
             "default-src 'none'",
-            f"script-src {' '.join(map(csp_hash, scripts))}",
+            f"script-src {' '.join(map(csp_hash, scripts)) or NO_SOURCE}",
             f"style-src {' '.join(map(csp_hash, styles))}",
             "img-src data:",
             "base-uri 'none'",

@@ -1,0 +1,28 @@
+"""Draw the badge of an engine release as an SVG that loads nothing."""
+
+from __future__ import annotations
+
+from zharness.site.table import Tally
+
+LABEL = "laws"
+CHARACTER_WIDTH = 7  # pixels of an average character of 11-pixel text; textLength fits the text to it in every font
+PADDING = 6  # pixels on each side of a text
+HOLDS_COLOUR, BROKEN_COLOUR, LABEL_COLOUR = "#1a6b3a", "#a4260f", "#3b434b"  # white text has a contrast above 4.5
+
+
+def describe_badge(tally: Tally) -> dict[str, object]:
+    """Return what the template of the badge shows: its texts, widths in pixels, and the colour."""
+    label_width = len(LABEL) * CHARACTER_WIDTH
+    words_width = len(tally.words) * CHARACTER_WIDTH
+    return {
+        "title": f"{tally.column.title}, laws of zharness: {tally.words}",
+        "label": LABEL,
+        "words": tally.words,
+        "padding": PADDING,
+        "label_width": label_width,
+        "words_width": words_width,
+        "split": label_width + 2 * PADDING,
+        "width": label_width + words_width + 4 * PADDING,
+        "label_colour": LABEL_COLOUR,
+        "words_colour": BROKEN_COLOUR if tally.broken else HOLDS_COLOUR,
+    }

@@ -1,0 +1,61 @@
+"""The command ``zharness site``: load records, render the pages, and replace the folder of the site."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+import click
+from tqdm import tqdm
+
+from zharness.errors import UsageError
+from zharness.run.record_reader import load_records
+from zharness.site.folder import replace_folder, require_replaceable
+from zharness.site.pages import MISSING_JINJA_MESSAGE, Site
+
+PROGRESS_DELAY_SECONDS = 2.0
+Item = TypeVar("Item")
+
+
+def build_site(paths: Sequence[Path], folder: Path) -> int:
+    """Write the site of the records in ``paths`` into ``folder``, and return the exit code.
+
+    The exit code is 0 whatever the verdicts are, and 2 if a line of the files is not a record; the site is then written
+    without it and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
+    replaced.
+    """
+    if find_spec("jinja2") is None:
+        raise UsageError(MISSING_JINJA_MESSAGE)
+    require_replaceable(folder.resolve())
+    loaded = load_records(paths, lambda lines: show_progress(lines, "reading", "line"))
+    site = Site(loaded.records, loaded.skipped_lines)
+    size = 0
+    with replace_folder(folder) as beside:
+        for file in show_progress(site.render(), "writing", "page", site.size):
+            target = beside / file.path
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(file.text, encoding="utf-8")
+            size += target.stat().st_size
+    records = f"{len(loaded.records)} record{'s' if len(loaded.records) > 1 else ''}"
+    click.echo(f"{folder / 'index.html'}: {records}, {site.size} files, {size / 1e6:.1f} MB")
+    if loaded.skipped_lines:
+        click.echo(loaded.describe_skipped(), err=True)
+        click.echo("exit code 2: the site was written without the lines that could not be read", err=True)
+        return 2
+    return 0
+
+
+def show_progress(items: Iterable[Item], verb: str, unit: str, total: int | None = None) -> Iterable[Item]:
+    """Return ``items``; a bar on a terminal shows how many were taken, once that has lasted two seconds."""
+    return tqdm(
+        items,
+        desc=verb,
+        unit=unit,
+        total=total,
+        delay=PROGRESS_DELAY_SECONDS,
+        leave=False,
+        disable=not sys.stderr.isatty(),
+    )
