@@ -133,7 +133,9 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
     local = value.to(target.device, target.dtype)
     if isinstance(target, DTensor):
-        target.copy_(distribute_tensor(local, target.device_mesh, target.placements))
+        # Each rank cuts its part of the value, which all have. Sent from rank 0, a split over two axes has to be even.
+        parts = distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(parts)
     else:
         target.copy_(local)
 
