@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import click
 from tqdm import tqdm
@@ -30,11 +30,12 @@ def build_site(paths: Sequence[Path], folder: Path) -> int:
     if find_spec("jinja2") is None:
         raise UsageError(MISSING_JINJA_MESSAGE)
     require_replaceable(folder.resolve())
-    loaded = load_records(paths, lambda lines: show_progress(lines, "reading", "line"))
+    with show_progress("reading", "line") as bar:
+        loaded = load_records(paths, lambda lines: count_taken(lines, bar))
     site = Site(loaded.records, loaded.skipped_lines)
     size = 0
-    with replace_folder(folder) as beside:
-        for file in show_progress(site.render(), "writing", "page", site.size):
+    with replace_folder(folder) as beside, show_progress("writing", "file", site.size) as bar:
+        for file in count_taken(site.render(), bar):
             target = beside / file.path
             target.parent.mkdir(exist_ok=True)
             target.write_text(file.text, encoding="utf-8")
@@ -48,14 +49,20 @@ def build_site(paths: Sequence[Path], folder: Path) -> int:
     return 0
 
 
-def show_progress(items: Iterable[Item], verb: str, unit: str, total: int | None = None) -> Iterable[Item]:
-    """Return ``items``; a bar on a terminal shows how many were taken, once that has lasted two seconds."""
+def show_progress(verb: str, unit: str, total: int | None = None) -> tqdm[NoReturn]:
+    """Return a bar that shows on a terminal how many units were taken, once that has lasted two seconds."""
     return tqdm(
-        items,
         desc=verb,
-        unit=unit,
+        unit=f" {unit}",
         total=total,
         delay=PROGRESS_DELAY_SECONDS,
         leave=False,
         disable=not sys.stderr.isatty(),
     )
+
+
+def count_taken(items: Iterable[Item], bar: tqdm[NoReturn]) -> Iterator[Item]:
+    """Yield ``items``, and count each on ``bar`` when the next one is asked for."""
+    for item in items:
+        yield item
+        bar.update()
