@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from zharness.engines.protocol import Piece
 from zharness.law_kit.clipping import hint_other_norm
 from zharness.law_kit.hints import (
     OLD_GRADIENT_ADDED_HINT,
@@ -18,12 +19,12 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, hint_old_gradient
-from zharness.law_kit.window_judge import OLD_WEIGHTS_HINT, WindowResult, hint_old_weights
+from zharness.law_kit.window_judge import OLD_WEIGHTS_HINT, WindowResult, hint_old_weights, hint_own_gradients
 from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws import double_backward
 from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
 from zharness.parity import Part, compare_bitwise
-from zharness.parity.attribution import are_terms_of, describe_wrong_elements
+from zharness.parity.attribution import describe_wrong_elements
 from zharness.parity.baseline import Baseline
 from zharness.parity.comparison import TensorLocation
 from zharness.workload import model_spec
@@ -157,9 +158,38 @@ def test_the_hint_names_an_old_gradient_that_is_added(old: float, is_added: bool
     assert (hinted.mismatch.hint == OLD_GRADIENT_ADDED_HINT) is is_added
 
 
-def test_a_sum_of_multiples_is_told_from_another_tensor() -> None:
-    terms = [torch.arange(6.0), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])]
-    assert are_terms_of(3 * terms[0] - 0.5 * terms[1], terms)
-    assert are_terms_of(2 * terms[0], [*terms, terms[0]])  # equal terms, so that multiples are not unique
-    assert not are_terms_of(terms[0].square(), terms)
-    assert not are_terms_of(torch.ones(2), [torch.ones(2), torch.tensor([1.0, 2.0])])  # any two numbers fit
+OWN_GRADIENTS = [torch.tensor([3.0, -1.0, 2.0, 5.0]), torch.tensor([-2.0, 4.0, 1.0, 7.0])]  # of rank 0 and rank 1
+STEPPED_ALONE = torch.tensor([3.0, -1.0, 1.0, 7.0])  # each rank's half of a weight
+
+
+@pytest.mark.parametrize(
+    ("update", "factor"),
+    [
+        (STEPPED_ALONE, "1"),
+        (STEPPED_ALONE / 4, "0.25"),
+        (torch.zeros(4), ""),
+        (-STEPPED_ALONE, ""),
+        (1000 * STEPPED_ALONE, ""),
+        (0.36 * OWN_GRADIENTS[0] + 1.4 * OWN_GRADIENTS[1], ""),
+        (0.36 * OWN_GRADIENTS[0] + 1.4 * OWN_GRADIENTS[1] - 7.3 * torch.tensor([1.0, 1.0, -1.0, 2.0]), ""),
+        (STEPPED_ALONE * torch.tensor([1.0, 1.0, 0.5, 0.5]), ""),  # a factor of each rank
+        (sum(OWN_GRADIENTS) / 2, ""),  # reduced
+    ],
+)
+def test_the_hint_names_a_weight_of_which_each_rank_stepped_its_part_alone(update: torch.Tensor, factor: str) -> None:
+    place = TensorLocation("weight", Part.OPTIMIZER, 0, pieces=(Piece(0, 0, 2), Piece(1, 2, 4)))
+    wrong = compare_bitwise(place, torch.full((4,), 9.0), torch.zeros(4))
+    hinted = hint_own_gradients(wrong, place, update, OWN_GRADIENTS)
+    assert hinted.mismatch is not None
+    expected = f"each rank's part of the weight moved by {factor} x that rank's own gradient" if factor else ""
+    assert hinted.mismatch.hint == expected
+
+
+def test_a_rank_without_a_gradient_must_not_have_moved_its_part() -> None:
+    place = TensorLocation("weight", Part.OPTIMIZER, 0, pieces=(Piece(0, 0, 2), Piece(1, 2, 4)))
+    wrong = compare_bitwise(place, torch.full((4,), 9.0), torch.zeros(4))
+    unmoved, moved = torch.tensor([3.0, -1.0, 0.0, 0.0]), torch.tensor([3.0, -1.0, 0.0, 1.0])
+    for update, is_hinted in ((unmoved, True), (moved, False)):
+        mismatch = hint_own_gradients(wrong, place, update, [OWN_GRADIENTS[0], None]).mismatch
+        assert mismatch is not None
+        assert bool(mismatch.hint) is is_hinted

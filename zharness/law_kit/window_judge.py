@@ -22,14 +22,13 @@ from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenarios import NamedTensors, Participant
 from zharness.law_kit.window_scenarios import WindowScenario, scale_losses
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks, compare_within_bound
-from zharness.parity.attribution import are_terms_of, fit_scale, is_unexplained
+from zharness.parity.attribution import fit_scale, is_unexplained
 from zharness.parity.baseline import LocalResult
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import check_names
 from zharness.parity.comparison import TensorLocation
 
 OLD_WEIGHTS_HINT = "the first forward of the window used the weights from before the last step"
-OTHER_MULTIPLES_HINT = "the step counted the gradients of some micro-batches or ranks other times than once"
 OLD_GRADIENTS_HINT = "it counts the gradients that unused weights had in an earlier step"
 
 
@@ -257,7 +256,8 @@ def compare_weights(
                 comparison = hint_used_gradient(
                     comparison, weight, record[name], grads[name], [g.get(name) for g in rank_grads]
                 )
-                yield hint_other_multiples(comparison, place, weight.double() - record[name].double(), result)
+                owned = [rank_grads[ctx.data_coordinate(piece.rank)].get(name) for piece in place.pieces]
+                yield hint_own_gradients(comparison, place, weight.double() - record[name].double(), owned)
             else:
                 comparison = compare_bitwise(place, weight, record[name])
                 yield add_hint(comparison, "the step moved a parameter that no rank used")
@@ -273,20 +273,24 @@ def compare_weight(place: TensorLocation, before: Tensor, after: Tensor, grad: B
     return compare_within_bound(place, bounded.value, after, bounded.error, signal=grad.value)
 
 
-def hint_other_multiples(
-    comparison: Comparison, place: TensorLocation, update: Tensor, result: WindowResult
+def hint_own_gradients(
+    comparison: Comparison, place: TensorLocation, update: Tensor, owned: Sequence[Tensor | None]
 ) -> Comparison:
-    """Add a hint to an unexplained mismatch of a weight whose ``update`` has the window's gradients in other multiples.
+    """Add a hint to an unexplained mismatch of a weight if each rank moved its pieces by its own gradient alone.
 
-    This is so if a micro-batch or rank is lost, counted twice or divided by a wrong number, which may differ between
-    the shards of the weight.
+    ``owned`` has for each piece of ``place`` the gradient of the rank that owns it, or None if the rank has none and
+    must not have moved the piece. One factor, at most 1, has to explain all pieces of ``update``.
     """
     if comparison.mismatch is None or not is_unexplained(comparison.mismatch):
         return comparison
-    terms = [grads[place.name].flatten() for row in result.grads for grads in row if place.name in grads]
-    shards = [slice(piece.start, piece.stop) for piece in place.pieces] or [slice(None)]
-    explained = all(are_terms_of(update.flatten()[shard], [term[shard] for term in terms]) for shard in shards)
-    return add_hint(comparison, OTHER_MULTIPLES_HINT) if explained else comparison
+    own = torch.zeros_like(update).flatten()
+    for piece, grad in zip(place.pieces, owned, strict=True):
+        if grad is not None:
+            own[piece.start : piece.stop] = grad.flatten()[piece.start : piece.stop]
+    factor = fit_scale(update.flatten(), [own])
+    if factor is None or not 0 < factor <= 1:
+        return comparison
+    return add_hint(comparison, f"each rank's part of the weight moved by {factor:.7g} x that rank's own gradient")
 
 
 def hint_used_gradient(

@@ -150,18 +150,3 @@ def fit_scale(actual: Tensor, terms: Sequence[Tensor]) -> float | None:
     factor = float((got * mean).sum()) / norm if norm > 0 else math.nan
     error, left = float((got - mean).norm()), float((got - factor * mean).norm())
     return factor if math.isfinite(factor) and left <= MAX_UNEXPLAINED_ERROR * error else None
-
-
-def are_terms_of(actual: Tensor, terms: Sequence[Tensor]) -> bool:
-    """Return whether ``actual`` is a sum of multiples of ``terms``, whose shape it has.
-
-    The fit is by least squares, and is as good as ``fit_scale`` asks. Returns False if there are not more elements than
-    terms, because then multiples exist for any values.
-    """
-    columns = torch.stack([term.double().flatten() for term in terms], dim=1)
-    if columns.shape[0] <= columns.shape[1]:
-        return False
-    got = actual.double().flatten()
-    fitted = columns @ torch.linalg.lstsq(columns, got.unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    error, left = float((got - columns.mean(dim=1)).norm()), float((got - fitted).norm())
-    return left <= MAX_UNEXPLAINED_ERROR * error
