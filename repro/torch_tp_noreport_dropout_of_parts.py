@@ -3,7 +3,7 @@
 id: dropout-of-parts
 engine: torch_tp
 symptom: SequenceParallel on a dropout drops the same elements of each rank's part of the sequence, with a warning alone
-reported: documented limit, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_random.py
+reported: no report known
 affects: ==2.13.0
 fixed: not yet
 ranks: 2

@@ -1,4 +1,4 @@
-"""Define the law mesh.dropout: ranks of tp with whole activations draw one mask, and those with parts several."""
+"""Define the law mesh.dropout: gradients fit the masks, which ranks of tp share if their activations are whole."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ from zharness.parity.baseline import Baseline, LocalResult, run_local
 from zharness.parity.certificate import Exactness, certify_exactness
 from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_everything
 
-RECOMPUTED = "recomputed"
+RECOMPUTED, MASKS = "recomputed", "masks"
+STEPS = {"": 1, RECOMPUTED: 1, MASKS: 4}  # of the law variants; four masks of a part have 64 elements
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
 
 def observe_dropout(ctx: RankContext) -> None:
-    """Run forward and backward of a micro-batch, and record the masks that each dropout drew, and the gradients."""
+    """Train steps, and record all masks that each dropout drew, and the gradients of the first step."""
     model = cast(DroppedHeads, ctx.spec.model(ctx.seed))
     if ctx.variant == RECOMPUTED:
         model.run_block = partial(checkpoint, use_reentrant=False)
     engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD)
-    ctx.train(engine, step=0)
+    for step in range(STEPS[ctx.variant]):
+        ctx.train(engine, step)
+        if step == 0:
+            ctx.record("grads", engine.full_grads())
+        engine.step()
+        engine.zero_grad()
     drawn = {name: cast(Dropout, engine.module.get_submodule(name)).masks for name in DROPOUTS}
-    ctx.record("calls", {name: scalar(len(masks)) for name, masks in drawn.items()})
-    ctx.record("first masks", {name: read_local(masks[0]) for name, masks in drawn.items()})
-    ctx.record("last masks", {name: read_local(masks[-1]) for name, masks in drawn.items()})
-    ctx.record("grads", engine.full_grads())
+    ctx.record("masks", {name: torch.stack([read_local(mask) for mask in masks]) for name, masks in drawn.items()})
     engine.close()
 
 
@@ -50,59 +53,71 @@ def read_local(mask: Any) -> Tensor:
 
 
 def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the masks with each other, and losses and gradients bitwise with plain PyTorch's under the same masks.
+    """Judge the masks in the variant of that name, else the losses and gradients under the masks of the engine."""
+    groups = [
+        [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at] for at in range(ctx.data_size)
+    ]
+    if ctx.variant == MASKS:
+        for at, ranks in enumerate(groups):
+            yield from judge_masks(ctx, at, ranks)
+    else:
+        yield from judge_under_masks(ctx, groups)
 
-    A mask of the whole activations is the one that plain PyTorch draws from the caller's generator. The masks of parts
-    of the sequence must not all be equal; 2 masks of 16 elements each are so by chance in 1 of 2^32 cells.
+
+def judge_under_masks(ctx: JudgeContext, groups: Sequence[Sequence[int]]) -> Iterator[Comparison]:
+    """Compare losses and gradients bitwise with plain PyTorch's under the masks of the engine, whatever these are.
+
+    ``groups`` has the ranks that share each micro-batch.
     """
     local = []
-    for at in range(ctx.data_size):
-        ranks = [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at]
-        _, plain = run_with_masks(ctx.baseline, at, {})
+    for at, ranks in enumerate(groups):
         for rank in ranks:
             yield from judge_recomputation(ctx, rank)
-        yield from judge_masks(ctx, ranks, plain)
-        local.append(run_with_masks(ctx.baseline, at, join_masks(ctx, ranks))[0])
+        local.append(run_with_masks(ctx.baseline, at, 0, join_masks(ctx, ranks))[0])
     yield from ctx.compare_losses(0, local)
     yield from ctx.compare_reduced_grads("grads", [local], exact=certify_any_mask(ctx))
 
 
 def judge_recomputation(ctx: JudgeContext, rank: int) -> Iterator[Comparison]:
     """Check that each dropout ran once, or twice if it is recomputed, and drew the same mask."""
-    calls, first = ctx.rank_records("calls")[rank], ctx.rank_records("first masks")[rank]
-    for name, last in ctx.rank_records("last masks")[rank].items():
+    for name, masks in ctx.rank_records("masks")[rank].items():
         place = ctx.location(f"mask of {name}", Part.LOCAL_GRADIENT, 0, rank)
         expected = 2 if ctx.variant == RECOMPUTED else 1
-        yield add_hint(compare_bitwise(place, scalar(expected), calls[name]), "the number of calls of this dropout")
-        yield add_hint(compare_bitwise(place, first[name], last), "the recomputation drew another mask")
+        yield add_hint(
+            compare_bitwise(place, scalar(expected), scalar(len(masks))), "the number of calls of this dropout"
+        )
+        yield add_hint(compare_bitwise(place, masks[0], masks[-1]), "the recomputation drew another mask")
 
 
-def judge_masks(ctx: JudgeContext, ranks: Sequence[int], plain: Masks) -> Iterator[Comparison]:
-    """Compare the masks of ranks that share a micro-batch: whole ones with ``plain``, parts with each other."""
-    masks = [ctx.rank_records("first masks")[rank] for rank in ranks]
-    for rank, record in zip(ranks, masks, strict=True):
-        for name, whole in plain.items():
-            if record[name].shape == whole.shape:
-                place = ctx.location(f"mask of {name}", Part.FORWARD, 0, rank)
-                yield add_hint(
-                    compare_bitwise(place, whole, record[name]), "plain PyTorch draws another mask from this generator"
-                )
-        repeats = any(other is not record and are_equal_parts(other, record, plain) for other in masks)
-        place = ctx.location("masks of parts", Part.FORWARD, 0, rank)
-        hint = f"all masks of this part of the sequence are those of another rank along {TENSOR}"
-        yield add_hint(compare_bitwise(place, scalar(0), scalar(float(repeats))), hint)
+def judge_masks(ctx: JudgeContext, at: int, ranks: Sequence[int]) -> Iterator[Comparison]:
+    """Compare the masks of the ranks that share micro-batch ``at``: whole ones with plain PyTorch's, parts in pairs.
+
+    A mask of the whole activations is the one that plain PyTorch draws from the caller's generator. The masks of two
+    parts of a sequence must not be equal in every step; 4 masks of 16 elements are so by chance in 1 of 2^64 cells.
+    """
+    plain = draw_plain_masks(ctx.baseline, at)
+    records = [ctx.rank_records("masks")[rank] for rank in ranks]
+    for rank, record in zip(ranks, records, strict=True):
+        for name, masks in record.items():
+            place = ctx.location(f"masks of {name}", Part.FORWARD, 0, rank)
+            if masks.shape == plain[name].shape:
+                hint = "plain PyTorch draws another mask from this generator"
+                yield add_hint(compare_bitwise(place, plain[name], masks), hint)
+            else:
+                repeats = any(other is not record and torch.equal(other[name], masks) for other in records)
+                hint = f"each mask of this part of the sequence is that of another rank along {TENSOR}"
+                yield add_hint(compare_bitwise(place, scalar(0), scalar(float(repeats))), hint)
 
 
-def are_equal_parts(other: Masks, record: Masks, plain: Masks) -> bool:
-    """Return whether all masks of two ranks are equal, and are masks of parts."""
-    return all(
-        record[name].shape != whole.shape and torch.equal(other[name], record[name]) for name, whole in plain.items()
-    )
+def draw_plain_masks(baseline: Baseline, at: int) -> Masks:
+    """Return the masks that the plain model draws for micro-batch ``at`` of each step."""
+    steps = [run_with_masks(baseline, at, step, {})[1] for step in range(STEPS[MASKS])]
+    return {name: torch.stack([masks[name] for masks in steps]) for name in DROPOUTS}
 
 
 def join_masks(ctx: JudgeContext, ranks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the masks of the whole activations, from the ranks that share a micro-batch."""
-    records = [ctx.rank_records("first masks")[rank] for rank in ranks]
+    """Return the first masks of the whole activations, from the ranks that share a micro-batch."""
+    records = [{name: masks[0] for name, masks in ctx.rank_records("masks")[rank].items()} for rank in ranks]
     tokens = ctx.baseline.batch(0, 0).inputs.shape[SEQUENCE_DIM]
     return {
         name: mask
@@ -112,13 +127,13 @@ def join_masks(ctx: JudgeContext, ranks: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
-def run_with_masks(baseline: Baseline, at: int, masks: Masks) -> tuple[LocalResult, Masks]:
+def run_with_masks(baseline: Baseline, at: int, step: int, masks: Masks) -> tuple[LocalResult, Masks]:
     """Return the plain model's loss and gradients under ``masks``, or else under those that it draws, and its masks."""
     model = baseline.build_module()
     drops = {name: cast(Dropout, model.get_submodule(name)) for name in DROPOUTS}
     for name, mask in masks.items():
         drops[name].draw = partial(take_mask, mask)
-    result = run_local(model, baseline.batch(at, 0), baseline.objective)
+    result = run_local(model, baseline.batch(at, step), baseline.objective)
     return result, {name: drop.masks[0] for name, drop in drops.items()}
 
 
@@ -136,11 +151,11 @@ def certify_any_mask(ctx: JudgeContext) -> Exactness:
 LAWS = (
     mesh_law(
         "dropout",
-        "dropout drops the same elements on all ranks that have the whole activations, and others on each part of them",
+        "dropout drops the same elements of whole activations on all ranks, others of each part, and gradients fit",
         observe_dropout,
         judge_dropout,
         models=("dropped_heads", "dropped_sequence"),
-        variants=(Variant(), Variant(RECOMPUTED)),
+        variants=(Variant(), Variant(RECOMPUTED), Variant(MASKS)),
         kept_because="the only law of random numbers on a mesh",
     ),
 )

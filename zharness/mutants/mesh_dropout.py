@@ -65,15 +65,19 @@ class DrawAnew(Draw):
             return draw_mask(activations)
 
 
-@mutant(FaultKind.RANKS, on_dropout("dropped_sequence", parameter="masks of parts"), origin=Origin.MESH)
+@mutant(
+    FaultKind.RANKS, on_dropout("dropped_sequence", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH
+)
 class DrawsOneMaskForAllParts(DrawsForEachPart):
-    """All ranks of tp drop the same elements of their parts of the sequence."""
+    """In one of two dropouts, all ranks of tp drop the same elements of their parts of the sequence."""
 
     def spoil_dropout(self, dropout: Dropout, is_split: bool) -> None:
-        dropout.draw = self.draw_for(0) if is_split else dropout.draw
+        if is_split:
+            is_last = dropout is self.module.get_submodule("drop_mlp")
+            dropout.draw = self.draw_for(0 if is_last else self.coordinates[TENSOR])
 
 
-@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="mask of drop_*"), origin=Origin.MESH)
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class DrawsOtherMasksOnEachTensorRank(DrawsForEachPart):
     """Each rank of tp drops other elements of activations that all of them have."""
 
@@ -107,7 +111,7 @@ class BackwardPassesDroppedElements(DrawsForEachPart):
         return output.detach() + activations - activations.detach()
 
 
-@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="mask of drop_*"), origin=Origin.MESH)
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
 class SeedsDropoutByTheRankOfTheWorld(DrawsForEachPart):
     """Dropout draws from a generator that the engine has seeded by the rank, and not from the caller's."""
 
