@@ -244,7 +244,8 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare loss scale and skipped steps with those of torch.amp.GradScaler, and judge each optimizer step.
 
     The GradScaler gets a single gradient. In each step, this gradient is finite if plain PyTorch's gradients are finite
-    on all ranks. Where an overflow is tolerated, or would halve the scale below the minimum, its scale is set.
+    on all ranks. Where an overflow is tolerated, or would halve the scale below the minimum, its scale is set. With a
+    minimum, weights after a good step are compared between ranks, and not with AdamW's formula.
     """
     settings = SCALER_SETTINGS[ctx.variant]
     scaler = torch.amp.GradScaler(
@@ -278,14 +279,12 @@ def judge_scaler(ctx: JudgeContext) -> Iterator[Comparison]:
         if step == RESUME_STEP and ctx.variant in RESUMED_VARIANTS:
             yield from compare_records(ctx, "facts", "facts", 0, 1, Part.OPTIMIZER)
         yield from compare_learning_rates(ctx, step, step + 1 - skipped)
-        if settings.minimum:  # a scale that is no power of two rounds the gradients that it scales
-            continue
         recorded_step = RecordedStep(step, "masters", skipped_steps=skipped)
-        if finite:
+        if not finite:
+            yield from compare_skipped_step(ctx, step)
+        elif not settings.minimum:  # a scale that is no power of two rounds the gradients that it scales
             clip_factor = yield from judge_clip_factor(ctx, "norm", step, grads, CLIP_NORM)
             yield from judge_step(ctx, SCHEDULED_ADAMW, grads, recorded_step, clip_factor)
-        else:
-            yield from compare_skipped_step(ctx, step)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1, "masters"))
         yield from compare_published_weights(ctx, RecordedStep(step + 1, "masters"), "params")
 
