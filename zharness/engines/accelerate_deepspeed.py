@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,16 @@ def factory(model: nn.Module, config: EngineConfig) -> AccelerateDeepSpeedEngine
     return AccelerateDeepSpeedEngine(model, config)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What ``accelerator.prepare`` returns: DeepSpeed's engine, and optimizer, data loader and scheduler."""
+
+    engine: Any
+    optimizer: Any
+    loader: Any
+    scheduler: Any
+
+
 class AccelerateDeepSpeedEngine(WholeTraining):
     """An engine whose batches, backward and steps are those of an Accelerator; see ``Engine`` and ``SupportsTrain``."""
 
@@ -89,18 +99,25 @@ class AccelerateDeepSpeedEngine(WholeTraining):
         accelerator = build_accelerator(self._config)
         listed: Any = samples  # a sequence is a data set
         loader: Any = DataLoader(listed, batch_size=self._config.micro_batch_size)
-        engine, _, dealt = accelerator.prepare(self.module, self._optimizer, loader)
+        schedule = optimizers.schedule(self._optimizer, self._config.optimizer)
+        engine, optimizer, dealt, scheduler = accelerator.prepare(self.module, self._optimizer, loader, schedule)
         self._open.callback(engine.destroy)
         require_deepspeed(accelerator, engine, self._config.stage)
         reader = DeepSpeedTensorReader(engine, self._params, self._config.stage, RoundRobinLinks(()), data_group=None)
         hook = self._optimizer.register_step_pre_hook(lambda *_: self._grads.update(reader.step_gradients()))
         self._open.callback(hook.remove)
-        return list(self._run_epoch(accelerator, engine, dealt, reader, adapt_loss(loss, counts_items)))
+        prepared = Prepared(engine, optimizer, dealt, scheduler)
+        return list(self._run_epoch(accelerator, prepared, reader, adapt_loss(loss, counts_items)))
 
     def _run_epoch(
-        self, accelerator: Any, engine: Any, dealt: Any, reader: DeepSpeedTensorReader, loss: ItemLoss
+        self, accelerator: Any, prepared: Prepared, reader: DeepSpeedTensorReader, loss: ItemLoss
     ) -> Iterator[TrainedStep]:
-        """Yield what each step of an epoch did; the loop is that of accelerate's guide to gradient accumulation."""
+        """Yield what each step of an epoch did; the loop is that of accelerate's guide to gradient accumulation.
+
+        The guide calls step of optimizer and scheduler, and zero_grad, after each backward; under DeepSpeed they do
+        nothing, because backward has done all three.
+        """
+        engine, dealt = prepared.engine, prepared.loader
         items = count_items([batch for _, batch in dealt], self._config.accumulation_steps)
         losses: list[Tensor] = []
         for number, (inputs, target) in enumerate(dealt):
@@ -113,6 +130,10 @@ class AccelerateDeepSpeedEngine(WholeTraining):
                 accelerator.backward(part)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(self._params.values(), self._config.clip or 0.0)
+                prepared.optimizer.step()
+                prepared.scheduler.step()
+                prepared.optimizer.zero_grad()
+                if accelerator.sync_gradients:
                     mean = accelerator.reduce(torch.stack(losses).mean(), "mean")
                     yield TrainedStep(float(mean), float(norm), self._grads, reader.weights())
                     self._grads, losses = {}, []
