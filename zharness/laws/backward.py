@@ -85,9 +85,11 @@ def without_grad(participant: Participant) -> NamedTensors:
 def autograd_grad(participant: Participant) -> NamedTensors:
     """Compute gradients of an output with respect to the input, for one output gradient and for a batch of them.
 
-    No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: if
-    parameters are sharded, an engine may return the gradients of one rank's loss, or reduced ones, which an engine that
-    owns the window divides by its micro-batches (double_backward.weight_penalty compares both).
+    No parameter may get a ``.grad``. Gradients with respect to parameters are computed too, but not compared: what they
+    are is the contract of an engine's claim, which double_backward.weight_penalty compares. OWN_WEIGHT_GRADIENTS are
+    those of this rank's loss, divided by nothing: the reduction is outside the graph (stages 0 to 2 of the reference).
+    REDUCED_WEIGHT_GRADIENTS are shards of the reduced gradients, divided as in backward, by the number of micro-batches
+    of a window of the engine too: the reduction is inside the graph (stage 3 of the reference).
     """
     leaf = participant.leaf_inputs()
     output = participant.call(x=leaf)  # by keyword: an engine has to pass keyword arguments on
