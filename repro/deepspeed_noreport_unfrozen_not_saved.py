@@ -8,7 +8,7 @@ affects: >=0.19.8
 fixed: not yet
 ranks: 1
 law: state.several_saves
-signature: the loaded weight is 2.0, and 1.0 was saved
+signature: , and 1.0 was saved
 ok: repro: the loaded weight is that of the checkpoint OK.
 
 Run it with nothing but torch and deepspeed installed:

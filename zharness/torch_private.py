@@ -218,3 +218,14 @@ def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
 
 
 REDUCTIONS = ("sum", "avg", "min", "max", "product")  # the names of a functional collective's operations
+
+
+def is_backend_registered(name: str) -> bool:
+    """Return whether torch.distributed has a backend ``name`` that was registered (Backend._plugins, torch 1.13)."""
+    return name.upper() in dist.Backend._plugins
+
+
+def read_premultiplied_factor(op: Any) -> float | Tensor:
+    """Return the factor of a PREMUL_SUM reduction, which only its pickled state tells (torch 1.13)."""
+    factor: float | Tensor = op.__getstate__()[1]
+    return factor

@@ -21,7 +21,7 @@ def export(*arguments: str) -> tuple[int, str, str]:
 def test_an_issue_has_a_script_without_this_package_what_came_and_versions() -> None:
     code, text, errors = export(BROKEN, "--form", "issue")
     assert code == 0, errors
-    assert text.startswith("ddp: one backward for each of two outputs gives the sum of both gradients")
+    assert text.startswith("ddp breaks a law: one backward for each of two outputs gives the sum of both gradients")
     script = text.partition("```python\n")[2].partition("```")[0]
     ast.parse(script)
     assert "zharness" not in script

@@ -57,6 +57,8 @@ def test_the_documentation_s_engine_claims_what_has_a_meaning_for_it() -> None:
     exec(text, names)  # noqa: S102 - the page's own code
     claims: Capabilities = names["MyEngine"].capabilities
     cells = plan(Request((), ("my_engine:MyEngine",), (0,)), lambda _engine, _stage: claims)
+    # A law of bf16 alone has no cell in fp32, whatever the engine claims.
+    cells = [cell for cell in cells if "applies only to the dtypes" not in cell.unsupported_reason]
     refused = [cell for cell in cells if cell.unsupported_reason]
     assert len(refused) < len(cells) / 7, [cell.unsupported_reason for cell in refused]
     assert "not written" not in claims.refuses.values()

@@ -205,6 +205,84 @@ def test_a_future_delivers(staged: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.world_size(2)
+def test_a_callback_of_a_future_may_wait_for_another_collective(staged: dist.ProcessGroup) -> None:
+    def reduce_again(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        again = done.value()[0].clone()
+        dist.all_reduce(again, group=staged)
+        return again
+
+    future = dist.all_reduce(torch.ones(2), group=staged, async_op=True).get_future().then(reduce_again)
+    assert torch.equal(future.wait(), torch.full((2,), 4.0))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_coalescing_block_delivers_all_its_collectives(
+    device: torch.device | None, staged: dist.ProcessGroup
+) -> None:
+    tensors = [torch.ones(3), torch.full((2,), 2.0)]
+    with dist._coalescing_manager(staged, device, async_ops=True) as block:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=staged, async_op=True)
+    block.wait()
+    assert [tensor.unique().item() for tensor in tensors] == [2.0, 4.0]
+
+
+@pytest.mark.world_size(2)
+def test_a_send_passes_a_collective_that_was_issued_before(staged: dist.ProcessGroup) -> None:
+    reduced, sent = torch.ones(2), torch.full((3,), 7.0)
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(reduced, group=staged, async_op=True)
+        dist.send(sent, 1, group=staged)
+        work.wait()
+    else:
+        received = torch.zeros(3)
+        dist.recv(received, 0, group=staged)
+        assert torch.equal(received, sent)
+        dist.all_reduce(reduced, group=staged)
+    assert torch.equal(reduced, torch.full((2,), 2.0))
+
+
+@pytest.mark.world_size(2)
+def test_a_tensor_that_is_freed_too_early_is_named(staged: dist.ProcessGroup) -> None:
+    for freed in range(2):
+        tensors = torch.empty(LENGTH), torch.ones(2 * LENGTH)
+        work = dist.reduce_scatter_tensor(*tensors, group=staged, async_op=True)
+        tensors[freed].untyped_storage().resize_(0)
+        with pytest.raises(EngineContractError, match=r"put of reduce_scatter_tensor, of shape .*, was freed before"):
+            work.wait()
+
+
+@pytest.mark.world_size(3)
+def test_lists_of_uneven_sizes(staged: dist.ProcessGroup) -> None:
+    rank = dist.get_rank()
+    rows = [torch.arange(size, dtype=torch.float32) for size in (1, 2, 3)]
+    part = torch.empty(rank + 1)
+    dist.reduce_scatter(part, rows, group=staged)
+    assert torch.equal(part, 3 * rows[rank])
+    gathered = [torch.empty_like(row) for row in rows]
+    dist.all_gather(gathered, rows[rank], group=staged)
+    assert all(torch.equal(found, row) for found, row in zip(gathered, rows, strict=True))
+
+
+@pytest.mark.world_size(2)
+def test_a_collective_that_says_it_is_completed_has_delivered(staged: dist.ProcessGroup) -> None:
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=staged, async_op=True)
+    while not work.is_completed():
+        pass
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+
+
+@pytest.mark.world_size(2)
+def test_a_sum_of_booleans_is_whether_any_is_true(staged: dist.ProcessGroup) -> None:
+    flags = torch.tensor([True, False, dist.get_rank() == 0])
+    dist.all_reduce(flags, group=staged)
+    assert flags.tolist() == [True, False, True]
+    assert flags.view(torch.uint8).max() == 1
+
+
+@pytest.mark.world_size(2)
 def test_functional_collectives_and_ddp_find_the_group(staged: dist.ProcessGroup) -> None:
     from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
@@ -224,7 +302,9 @@ def test_a_destroyed_group_has_no_thread() -> None:
     [thread] = [thread for thread in threading.enumerate() if thread.name.startswith(f"{BACKEND} ")]
     dist.barrier(group)
     dist.destroy_process_group(group)
-    thread.join()
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="the process group was destroyed"):
+        group.barrier()
 
 
 def test_the_backend_follows_from_device_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,8 +241,9 @@ def check(
     stop = Stop(max_failures or 0, max_seconds or (SECONDS_OF_A_CHANGE if changes else 0.0))
     with requested_device(device or "", backend or ""):
         choose_backend(max(sizes))  # raises UsageError for a backend that cannot have so many ranks
-        jobs = choose_job_count(max(sizes)) if jobs is None else jobs
-        require_usable_gpus((max(sizes) + 1) * jobs)
+        largest = max(*sizes, *request.array_world_sizes)
+        jobs = choose_job_count(largest) if jobs is None else jobs
+        require_usable_gpus((largest + 1) * jobs)
         options = RunOptions(
             *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
         )

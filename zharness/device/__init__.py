@@ -12,6 +12,7 @@ import torch
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
 from zharness.errors import UsageError
 
+POISON_CHOICES = ("on", "off")
 DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
 
 
@@ -52,13 +53,28 @@ def choose_job_count(world_size: int) -> int:
     cores = max(1, os.cpu_count() or 1)
     if not is_gpu_requested():
         return cores
-    contexts = sum(gpu.largest_context_count for gpu in read_gpus())
-    return min(cores, max(1, contexts // (world_size + 1)))
+    counts = [gpu.largest_context_count for gpu in read_gpus()]
+    contexts = sum(count for count in counts if count is not None)
+    return cores if not counts or None in counts else min(cores, max(1, contexts // (world_size + 1)))
 
 
 def is_gpu_requested() -> bool:
-    """Return whether the environment variable ``ZHARNESS_DEVICE`` is ``cuda``. Does not initialize CUDA."""
-    return os.environ.get(DEVICE_VARIABLE, "cpu") == "cuda"
+    """Return whether the environment variable ``ZHARNESS_DEVICE`` is ``cuda``. Does not initialize CUDA.
+
+    Raises UsageError unless the variable is ``cpu`` or ``cuda``, empty or not set.
+    """
+    return read_choice(DEVICE_VARIABLE, ("cpu", "cuda")) == "cuda"
+
+
+def read_choice(variable: str, choices: tuple[str, ...]) -> str:
+    """Return the value of an environment variable, by default the first of ``choices``.
+
+    Raises UsageError for any other value.
+    """
+    value = os.environ.get(variable) or choices[0]
+    if value not in choices:
+        raise UsageError(f"{variable} is {value!r}; expected one of {', '.join(choices)}")
+    return value
 
 
 def compute_device_type() -> str:
@@ -112,15 +128,13 @@ def choose_backend(world_size: int) -> BackendName:
 
     NCCL needs one GPU for each rank. Raises UsageError for an unknown name, and for NCCL without enough GPUs.
     """
+    read_choice(POISON_VARIABLE, POISON_CHOICES)  # of staged; a mistake is told before a rank starts
     requested, count = os.environ.get(BACKEND_VARIABLE, ""), torch.cuda.device_count() if is_gpu_requested() else 0
     if not requested:
         if not is_gpu_requested():
             return BackendName.GLOO
         return BackendName.NCCL if world_size <= count else BackendName.STAGED
-    names = [name.value for name in BackendName]
-    if requested not in names:
-        raise UsageError(f"{BACKEND_VARIABLE} is {requested!r}; expected one of {', '.join(names)}")
-    backend = BackendName(requested)
+    backend = BackendName(read_choice(BACKEND_VARIABLE, tuple(name.value for name in BackendName)))
     if backend is BackendName.NCCL and world_size > count:
         raise UsageError(
             f"{BACKEND_VARIABLE} is nccl, which needs one GPU for each of {world_size} ranks, and ranks have {count} "

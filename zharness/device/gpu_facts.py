@@ -17,14 +17,14 @@ NVIDIA_SMI_SECONDS = 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it; memory is in MiB."""
+    """One GPU as nvidia-smi describes it; memory is in MiB, and None if the driver does not tell it."""
 
     index: int
     name: str
     driver: str
     compute_mode: str
-    free_mib: int
-    total_mib: int
+    free_mib: int | None
+    total_mib: int | None
 
     @property
     def is_shared(self) -> bool:
@@ -32,25 +32,41 @@ class Gpu:
         return self.compute_mode == SHARED_MODE
 
     @property
-    def largest_context_count(self) -> int:
-        """Return how many processes fit into the free memory."""
-        return self.free_mib // CONTEXT_MIB
+    def largest_context_count(self) -> int | None:
+        """Return how many processes fit into the free memory, or None if it is not known."""
+        return None if self.free_mib is None else self.free_mib // CONTEXT_MIB
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that nvidia-smi lists; the tuple is empty if there is no nvidia-smi or no driver."""
+    """Return the GPUs that nvidia-smi lists and CUDA_VISIBLE_DEVICES names.
+
+    The tuple is empty if there is no nvidia-smi or no driver, or if nvidia-smi does not answer.
+    """
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
-    return tuple(parse_gpu(line) for line in done.stdout.splitlines() if line) if done.returncode == 0 else ()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return ()
+    found = [parse_gpu(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return tuple(gpu for gpu in found if gpu is not None and is_visible(gpu))
 
 
-def parse_gpu(line: str) -> Gpu:
-    """Return the GPU that one line of nvidia-smi's output describes; memory that is not known counts as 0."""
-    index, name, driver, mode, *memory = (part.strip() for part in line.split(","))
-    free, total = (int(part) if part.isdigit() else 0 for part in memory)
+def parse_gpu(line: str) -> Gpu | None:
+    """Return the GPU that one line of nvidia-smi's output describes, or None for a line of another form."""
+    index, *parts = (part.strip() for part in line.split(","))
+    if not index.isdigit() or len(parts) != len(QUERY.split(",")) - 1:
+        return None
+    name, driver, mode, *memory = parts
+    free, total = (int(part) if part.isdigit() else None for part in memory)
     return Gpu(int(index), name, driver, mode, free, total)
+
+
+def is_visible(gpu: Gpu) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES names the GPU by its index; GPUs named by UUID all count as visible."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return not names or not all(name.isdigit() for name in names) or str(gpu.index) in names
 
 
 def is_mps_running() -> bool:
@@ -78,7 +94,7 @@ def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ..
                 f"GPU {gpu.index} is in compute mode {gpu.compute_mode}, in which one process has it for itself: set "
                 "it back with 'nvidia-smi -c DEFAULT'"
             )
-        if gpu.free_mib and processes > gpu.largest_context_count * max(len(gpus), 1):
+        if gpu.largest_context_count is not None and processes > gpu.largest_context_count * len(gpus):
             return (
                 f"{processes} processes need about {processes * CONTEXT_MIB} MiB for their CUDA contexts, and GPU "
                 f"{gpu.index} has {gpu.free_mib} MiB free: use fewer --jobs or a smaller --world-size, or end what "

@@ -72,9 +72,8 @@ if __name__ == "__main__":
 
 
 class PublishedForm(Enum):
-    """What `zharness export --form` writes."""
+    """What `zharness export --form` writes, beside a script."""
 
-    SCRIPT = "script"
     ISSUE = "issue"
     PYTEST = "pytest"
 
@@ -117,7 +116,7 @@ def render_issue(record: Record, plain_script: str, output: str, packages: str, 
     cell = record.cell
     options = f", options {cell.engine_variant}" if cell.engine_variant else ""
     law = get_law(cell.law)
-    return f"""{cell.engine_label}: {law.statement}: this does not hold
+    return f"""{cell.engine_label} breaks a law: {law.statement}
 
 Stage {cell.stage}, {cell.world_size} ranks, {cell.dtype}{options}.
 

@@ -126,7 +126,7 @@ class EarlyFreeOfGradients(Comm):
 @mutant(
     FaultKind.STALE,
     Target("training.grads", Part.FORWARD, stage=3),
-    Target("double_backward.gradient_penalty", None, stage=3, cause="is not finite"),
+    Target("double_backward.gradient_penalty", None, model="blocks", stage=3, cause="is not finite"),
     origin=Origin.STREAMS,
 )
 class ReadsGatherWithoutWait(BrokenCollectives):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -21,13 +20,14 @@ from typing import NoReturn, Protocol
 from tqdm import tqdm
 
 from zharness.cell import Cell, is_cell_id
+from zharness.device import choose_job_count
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
 from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
-from zharness.run.plan import Plan, plan_with_coverage, shuffle_cells, validate_request
+from zharness.run.plan import ARRAY_WORLD_SIZES, Plan, plan_with_coverage, shuffle_cells, validate_request
 from zharness.run.reach import observe_with_reach, write_reach
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
@@ -129,7 +129,7 @@ class RunOptions:
     def job_count(self) -> int:
         """Return the number of cells to run at a time; by default one per core."""
         # A cell of two ranks does not need two cores: half of its time is start-up and judging.
-        return self.jobs or max(1, os.cpu_count() or 1)
+        return self.jobs or choose_job_count(max(ARRAY_WORLD_SIZES))
 
 
 @dataclass(frozen=True)

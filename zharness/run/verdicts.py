@@ -14,8 +14,8 @@ from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 # Packages of zharness that are under test like any engine: an exception from their code is the engine's failure.
 PACKAGES_UNDER_TEST = ("reference", "mutants")
-# The exceptions that torch raises for operands, for a kernel that failed and for memory that is used up.
-TORCH_ERRORS = ("builtins.RuntimeError", ".AcceleratorError", ".OutOfMemoryError")
+# The exceptions that torch raises for unsuitable operands, and for a kernel that failed.
+TORCH_ERRORS = ("builtins.RuntimeError", ".AcceleratorError")
 # The package of zharness with the code of the models, which an engine calls with weights that it prepared.
 MODEL_PACKAGE = "workload"
 

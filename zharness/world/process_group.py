@@ -14,7 +14,7 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
 
-from zharness.device import POISON_VARIABLE, BackendName, choose_backend
+from zharness.device import POISON_CHOICES, POISON_VARIABLE, BackendName, choose_backend, read_choice
 from zharness.torch_private import skip_construction_log_of_ddp
 from zharness.world.staged_group import register_staged_backend
 from zharness.world.staged_work import Poison
@@ -32,7 +32,7 @@ def form_process_group(rank: int, world_size: int, device: torch.device, store: 
         skip_construction_log_of_ddp()
     backend = choose_backend(world_size)
     if backend is BackendName.STAGED:
-        register_staged_backend(Poison(os.environ.get(POISON_VARIABLE, Poison.ON.value)))
+        register_staged_backend(Poison(read_choice(POISON_VARIABLE, POISON_CHOICES)))
     dist.init_process_group(
         backend.value,
         store=store,

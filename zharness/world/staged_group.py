@@ -15,18 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zharness.device import is_gpu_requested
-from zharness.torch_private import suspend_transforms, unwrap_functorch
-from zharness.world.staged_work import Exchange, Executor, Poison, Request, StagedWork, flatten_to_bytes
+from zharness.torch_private import is_backend_registered, suspend_transforms, unwrap_functorch
+from zharness.world.staged_operands import (
+    count_bytes,
+    make_options,
+    pad,
+    read_op,
+    start_all_reduces,
+)
+from zharness.world.staged_work import (
+    Exchange,
+    Executor,
+    JoinedWork,
+    Poison,
+    Request,
+    StagedWork,
+    call,
+    call_in_thread,
+)
 
 BACKEND = "staged"
-Op = dist.ReduceOp
-# gloo adds no booleans; NCCL does, and counts them as bytes.
-REDUCED_AS = {torch.bool: torch.uint8}
+SHUTDOWN_SECONDS = 10.0
 
 
 def register_staged_backend(poison: Poison) -> None:
     """Register ``staged`` with torch.distributed, once for each process."""
-    if BACKEND.upper() in dist.Backend._plugins:
+    if is_backend_registered(BACKEND):
         return
 
     def create(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> StagedGroup:
@@ -41,13 +55,15 @@ ProcessGroupBase: Any = dist.ProcessGroup
 
 
 class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
-    """A process group whose tensors are copied to the host, exchanged by gloo, and delivered to whoever waits."""
+    """A process group that copies tensors to the host, exchanges them by gloo, and delivers them at a wait."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, poison: Poison) -> None:
         super().__init__(rank, size)
         self._poison = poison
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._executor = Executor(f"{BACKEND} {rank}")
+        self._collectives = Executor(f"{BACKEND} {rank}", call)
+        self._transfers: Executor | None = None  # started by the first send or receive
+        self._coalesced: list[StagedWork] | None = None  # the collectives of an open coalescing block
         self._name = self._description = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -76,10 +92,33 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         return [torch.device(name) for name in (("cuda", "cpu") if is_gpu_requested() else ("cpu", "cuda"))]
 
     def shutdown(self) -> None:
-        """End the thread of the group."""
-        self._executor.stop()
+        """End the threads of the group; exchanges that hang are left after ``SHUTDOWN_SECONDS``."""
+        self._stop(SHUTDOWN_SECONDS)
 
-    abort = shutdown
+    def abort(self) -> None:
+        """End the threads of the group without waiting for exchanges."""
+        self._stop(0)
+
+    def _stop(self, seconds: float) -> None:
+        """End each thread of the group, and wait for it at most ``seconds``."""
+        for executor in (self._collectives, self._transfers):
+            if executor is not None:
+                executor.stop(seconds)
+
+    def _transfer(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        start: Callable[[Sequence[Tensor]], Exchange],
+    ) -> StagedWork:
+        """Issue a send or a receive, and return its handle.
+
+        Two ranks may both send before they receive, and before a collective that was issued earlier ends.
+        """
+        if self._transfers is None:
+            self._transfers = Executor(f"{BACKEND} transfers {self.rank()}", call_in_thread)
+        return self._transfers.submit(self._make_work(name, inputs, outputs, start))
 
     def _submit(
         self,
@@ -89,7 +128,10 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         start: Callable[[Sequence[Tensor]], Exchange],
     ) -> StagedWork:
         """Issue a collective and return its handle."""
-        return self._executor.submit_collective(self._make_work(name, inputs, outputs, start))
+        work = self._collectives.submit(self._make_work(name, inputs, outputs, start))
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _make_work(
         self,
@@ -109,17 +151,9 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     def _reduce_in_place(self, name: str, tensors: Sequence[Tensor], op: Any) -> StagedWork:
         """Issue an all-reduce of each of ``tensors``."""
         dtypes = [tensor.dtype for tensor in tensors]
-        return self._submit(name, tensors, tensors, lambda host: self._start_all_reduces(host, dtypes, op))
-
-    def _start_all_reduces(self, host: Sequence[Tensor], dtypes: Sequence[torch.dtype], op: Any) -> Exchange:
-        """All-reduce the bytes of host tensors of ``dtypes``."""
-        typed = [prepare_operand(flat, dtype, op, self.size()) for flat, dtype in zip(host, dtypes, strict=True)]
-        works = [
-            self._gloo.allreduce([tensor], make_options(dist.AllreduceOptions, reduceOp=exchange_op(op)))
-            for tensor in typed
-            if tensor.numel()  # gloo divides by it
-        ]
-        return Exchange(works, lambda: [finish_reduction(tensor, op, self.size()) for tensor in typed])
+        return self._submit(
+            name, tensors, tensors, lambda host: start_all_reduces(self._gloo, host, dtypes, op, self.size())
+        )
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
         """Reduce each of ``tensors`` in place."""
@@ -135,18 +169,25 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         op, dtypes = read_op(opts), [tensor.dtype for tensor in tensors]
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            exchange = self._start_all_reduces(host, dtypes, op)
+            exchange = start_all_reduces(self._gloo, host, dtypes, op, self.size())
             return exchange if outputs else Exchange(exchange.works, list)
 
         return self._submit("reduce", tensors, outputs, start)
 
     def _gather_all(self, name: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> StagedWork:
         """Issue one all-gather for each of ``inputs``; ``outputs`` has each one's list of tensors, one a rank."""
+        sizes = [[output.nbytes for output in row] for row in outputs]
 
         def start(host: Sequence[Tensor]) -> Exchange:
-            parts = [[torch.empty_like(flat) for _ in range(self.size())] for flat in host]
-            works = [self._gloo.allgather([row], [flat]) for row, flat in zip(parts, host, strict=True) if flat.numel()]
-            return Exchange(works, lambda: [part for row in parts for part in row])
+            # gloo gathers tensors of one size.
+            padded = [pad(flat, max(row)) for flat, row in zip(host, sizes, strict=True)]
+            parts = [[torch.empty_like(flat) for _ in row] for flat, row in zip(padded, sizes, strict=True)]
+            works = [
+                self._gloo.allgather([row], [flat]) for row, flat in zip(parts, padded, strict=True) if flat.numel()
+            ]
+            flat_sizes = [size for row in sizes for size in row]
+            flat_parts = [part for row in parts for part in row]
+            return Exchange(works, lambda: [part[:size] for part, size in zip(flat_parts, flat_sizes, strict=True)])
 
         return self._submit(name, inputs, [tensor for row in outputs for tensor in row], start)
 
@@ -196,13 +237,22 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         ``rows`` is 1 if an input already holds the parts of all ranks, else the number of ranks.
         """
         dtypes = [output.dtype for output in outputs]
+        sizes = [tensor.nbytes for tensor in inputs]
+        places = [
+            sizes[at : at + rows] if rows > 1 else [sizes[at] // self.size()] * self.size()
+            for at in range(0, len(sizes), rows)
+        ]
 
         def start(host: Sequence[Tensor]) -> Exchange:
             joined = [torch.cat(list(host[at : at + rows])) for at in range(0, len(host), rows)]
-            exchange = self._start_all_reduces(joined, dtypes, op)
-            return Exchange(
-                exchange.works, lambda: [whole.chunk(self.size())[self.rank()] for whole in exchange.finish()]
-            )
+            exchange = start_all_reduces(self._gloo, joined, dtypes, op, self.size())
+
+            def finish() -> list[Tensor]:
+                """Return this rank's part of each reduced tensor."""
+                wholes = zip(exchange.finish(), places, strict=True)
+                return [torch.split(whole, place)[self.rank()] for whole, place in wholes]
+
+            return Exchange(exchange.works, finish)
 
         return self._submit(name, inputs, outputs, start)
 
@@ -225,8 +275,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
         """Overwrite a tensor with the root's."""
-        root = 0 if opts is None else opts.rootRank
-        index = 0 if opts is None else opts.rootTensor
+        root, index = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
         outputs = [] if root == self.rank() else [tensors[index]]
 
         def start(host: Sequence[Tensor]) -> Exchange:
@@ -312,7 +361,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         def start(host: Sequence[Tensor]) -> Exchange:
             return Exchange([self._gloo.send([host[0]], destination, tag)], list)
 
-        return self._executor.submit_point_to_point(self._make_work("send", tensors, [], start))
+        return self._transfer("send", tensors, [], start)
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> StagedWork:
         """Receive a tensor from a rank of the group."""
@@ -330,14 +379,18 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             buffer = torch.empty(size, dtype=torch.uint8)
             return Exchange([receive(buffer)], lambda: [buffer])
 
-        return self._executor.submit_point_to_point(self._make_work("recv", [], tensors, start))
+        return self._transfer("recv", [], tensors, start)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Do nothing: collectives of a coalescing block are issued one by one."""
+        """Open a coalescing block, whose collectives are issued one by one."""
+        del device
+        self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> StagedWork:
-        """Return the handle of nothing, which ends after what was issued before."""
-        return self._submit("coalesced collectives", [], [], lambda _: Exchange([], list))
+    def _end_coalescing(self, device: torch.device) -> JoinedWork:
+        """Close the coalescing block, and return the handle of all its collectives."""
+        del device
+        works, self._coalesced = self._coalesced or [], None
+        return JoinedWork(works)
 
     # The names of torch 2.11 and older.
     _allgather_base = all_gather_single
@@ -345,49 +398,3 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def make_options(options_type: type, **values: Any) -> Any:
-    """Return options of a collective with these values."""
-    options = options_type()
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
-
-
-def read_op(opts: Any) -> Any:
-    """Return the reduction that ``opts`` asks for; SUM is the default."""
-    return Op(Op.SUM) if opts is None else opts.reduceOp
-
-
-def exchange_op(op: Any) -> Any:
-    """Return the reduction that gloo runs for ``op``: SUM for the mean and for sums of scaled operands."""
-    return Op.SUM if op == Op.AVG or op == Op.PREMUL_SUM else op
-
-
-def prepare_operand(flat: Tensor, dtype: torch.dtype, op: Any, size: int) -> Tensor:
-    """Return a host tensor of bytes as the operand of gloo, scaled as NCCL scales: floats before the sum."""
-    if flat.is_sparse:
-        return flat
-    tensor = flat.view(REDUCED_AS.get(dtype, dtype))
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if op == Op.PREMUL_SUM:
-        factor: float | Tensor = op.__getstate__()[1]
-        return tensor * factor
-    return tensor / size if op == Op.AVG and tensor.is_floating_point() else tensor
-
-
-def finish_reduction(tensor: Tensor, op: Any, size: int) -> Tensor:
-    """Return the bytes of a reduced host tensor; the mean of integers is rounded towards zero."""
-    if op == Op.AVG and not tensor.is_floating_point():
-        tensor = torch.div(tensor, size, rounding_mode="trunc")
-    return flatten_to_bytes(tensor)
-
-
-def count_bytes(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the bytes of each rank's part of ``tensor``; ``splits`` are rows, or equal parts if empty."""
-    if not splits:
-        return [tensor.nbytes // size] * size
-    row = tensor.nbytes // len(tensor) if len(tensor) else 0
-    return [row * split for split in splits]

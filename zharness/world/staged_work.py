@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -24,6 +25,9 @@ from zharness.errors import EngineContractError
 from zharness.torch_private import suspend_transforms
 
 POISON_BYTE = 0xFF
+
+
+RunFunction = Callable[[Callable[[], None]], None]  # calls the function that it is given
 
 
 class Poison(Enum):
@@ -73,21 +77,22 @@ class StagedWork(dist.Work):
         if poison is Poison.ON:
             for output in request.outputs:
                 poison_tensor(output)
-        self._issued = record_event([*request.inputs, *request.outputs])
+        self._issue_event = record_event([*request.inputs, *request.outputs])
         # Held until the exchange has ended. An Event would wait by Python code, whose calls a law counts.
-        self._running = threading.Lock()
-        self._running.acquire()
+        self._exchange_lock = threading.Lock()
+        self._exchange_lock.acquire()
         self._outcome: Outcome | None = None
-        self._delivery = threading.Lock()
-        self._delivered: list[torch.cuda.Event | None] = []  # one entry once the results are delivered
+        self._delivery_lock = threading.Lock()
+        self._delivery_events: list[torch.cuda.Event | None] = []  # one entry once the results are delivered
         self._future: torch.futures.Future[Any] | None = None
 
-    def execute(self, finish_in: Callable[[Callable[[], None]], None]) -> None:
+    def execute(self, finish_in: RunFunction) -> None:
         """Copy the inputs to the host and start the exchange; ``finish_in`` calls the function that ends it."""
         try:
             sources = self._request.inputs if self._copies is None else self._copies
-            exchange = self._request.start([copy_to_host(source, self._issued) for source in sources])
-        except Exception as error:  # noqa: BLE001 - raised where the caller waits
+            host = [copy_to_host(source, self._issue_event, self._request.name) for source in sources]
+            exchange = self._request.start(host)
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
             self._conclude(Outcome((), error))
         else:
             finish_in(lambda: self._finish(exchange))
@@ -97,67 +102,84 @@ class StagedWork(dist.Work):
         try:
             for work in exchange.works:
                 work.wait()
-            results = exchange.finish()
-        except Exception as error:  # noqa: BLE001 - raised where the caller waits
+            # In pinned memory, so that the copy to the GPU does not block the host.
+            on_gpu = self._issue_event is not None
+            results = [
+                result.pin_memory() if on_gpu and not result.is_sparse else result for result in exchange.finish()
+            ]
+        except BaseException as error:  # noqa: BLE001 - raised where the caller waits
             self._conclude(Outcome((), error))
         else:
-            self._conclude(Outcome([self._pin(result) for result in results]))
+            self._conclude(Outcome(results))
 
     def _conclude(self, outcome: Outcome) -> None:
-        """Store the outcome, and complete the future if the caller asked for one."""
-        with self._delivery:
-            self._outcome, future = outcome, self._future
-        self._running.release()
-        if future is not None:
-            self._complete(future)
+        """Store the outcome, and complete the future if the caller asked for one.
 
-    def _pin(self, result: Tensor) -> Tensor:
-        """Return a result for a GPU in pinned memory, so that its copy to the GPU does not block the host."""
-        return result.pin_memory() if self._issued is not None and not result.is_sparse else result
+        A future is completed in a thread of its own, because its callbacks may wait for another collective.
+        """
+        with self._delivery_lock:
+            self._outcome, future = outcome, self._future
+        self._exchange_lock.release()
+        if future is not None:
+            call_in_thread(lambda: self._complete(future))
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the exchange has ended, and deliver the results on the current stream.
 
-        A later call makes the current stream wait for that delivery. Time-outs are those of the exchange.
+        A later call makes the current stream wait for that delivery. ``timeout`` is ignored: exchanges have the
+        time-out of their group.
         """
         del timeout
-        with self._running:  # several threads may wait
+        with self._exchange_lock:  # several threads may wait
             pass
         self._deliver()
         return True
 
     def _deliver(self) -> None:
         """Copy the results into the outputs, once. Raise what the exchange raised, or EngineContractError."""
-        with self._delivery, suspend_transforms():
+        device = next((tensor.device for tensor in self._request.outputs if tensor.is_cuda), None)
+        with self._delivery_lock, suspend_transforms():
             assert self._outcome is not None, "delivered before the exchange has ended"
             if self._outcome.error is not None:
                 raise self._outcome.error
-            if not self._delivered:
-                self._require_unchanged_inputs()
-                for output, result in zip(self._request.outputs, self._outcome.results, strict=True):
-                    deliver(output, result)
-                self._delivered.append(record_event(self._request.outputs))
+            if not self._delivery_events:
+                self._copy_results(self._outcome.results, device)
                 self._outcome, self._copies = Outcome(()), None
-        event = self._delivered[0]
+        event = self._delivery_events[0]
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def _copy_results(self, results: Sequence[Tensor], device: torch.device | None) -> None:
+        """Copy the results into the outputs on the current stream of ``device``; record the event of the copy."""
+        try:
+            self._require_unchanged_inputs()
+            for output in self._request.outputs:
+                require_storage(output, f"an output of {self._request.name}")
+        except EngineContractError as error:
+            self._outcome = Outcome((), error)
+            raise
+        if self._issue_event is not None and device is not None:
+            # The issue poisoned the outputs on its stream, which may be another one.
+            torch.cuda.current_stream(device).wait_event(self._issue_event)
+        for output, result in zip(self._request.outputs, results, strict=True):
+            deliver(output, result)
+        self._delivery_events.append(record_event(self._request.outputs))
 
     def _require_unchanged_inputs(self) -> None:
-        """Raise EngineContractError for an input that differs from its copy and is not an output as well."""
+        """Raise EngineContractError for an input that was freed, or that differs from its copy and is no output."""
         for tensor, copied in zip(self._request.inputs, self._copies or (), strict=self._copies is not None):
             if any(share_storage(tensor, output) for output in self._request.outputs):
                 continue
+            require_storage(tensor, f"an input of {self._request.name}")
             if not torch.equal(copy_bytes(tensor), copied):
-                error = EngineContractError(
+                raise EngineContractError(
                     f"an input of {self._request.name}, of shape {tuple(tensor.shape)}, was overwritten before the "
                     "collective was waited for; wait for it first"
                 )
-                self._outcome = Outcome((), error)
-                raise error
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the list of outputs, which delivers the results as soon as they are there."""
-        with self._delivery:
+        with self._delivery_lock:
             if self._future is not None:
                 return self._future
             devices = sorted({tensor.device for tensor in self._request.outputs if tensor.is_cuda}, key=str)
@@ -177,8 +199,12 @@ class StagedWork(dist.Work):
             future.set_result(list(self._request.outputs))
 
     def is_completed(self) -> bool:
-        """Return whether the exchange has ended."""
-        return self._outcome is not None
+        """Return whether the exchange has ended; if it has, deliver the results, as who asks may read them then."""
+        if self._outcome is None:
+            return False
+        with suppress(Exception):  # exception() and wait() have it
+            self._deliver()
+        return True
 
     def is_success(self) -> bool:
         """Return whether the exchange has ended without an error."""
@@ -201,37 +227,66 @@ class StagedWork(dist.Work):
         return list(self._request.outputs)
 
 
-class Executor:
-    """A thread that executes the collectives of one process group in the order of their issue.
+class JoinedWork(dist.Work):
+    """The handle of the collectives of a coalescing block; to wait for it is to wait for each of them."""
 
-    Point-to-point exchanges start in that order too, but end in threads of their own: two ranks may both send before
-    they receive.
+    def __init__(self, works: Sequence[StagedWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for every collective."""
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the list of all outputs."""
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda done: [output for each in done.value() for output in each.value()])
+
+    def is_completed(self) -> bool:
+        """Return whether every collective has ended."""
+        return all([work.is_completed() for work in self._works])  # noqa: C419 - each delivers its results
+
+    def result(self) -> list[Tensor]:
+        """Return the outputs of all collectives, without waiting."""
+        return [output for work in self._works for output in work.result()]
+
+
+class Executor:
+    """A thread that starts the exchanges of one process group in the order of their issue.
+
+    ``finish_in`` calls the function that ends an exchange: in the thread, or elsewhere, so that the next one starts.
     """
 
-    def __init__(self, name: str) -> None:
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def __init__(self, name: str, finish_in: RunFunction) -> None:
+        self._finish_in = finish_in
+        self._requests: queue.SimpleQueue[StagedWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit_collective(self, work: StagedWork) -> StagedWork:
-        """Execute ``work`` after everything that was submitted before, and return it."""
-        self._requests.put(lambda: work.execute(call))
+    def submit(self, work: StagedWork) -> StagedWork:
+        """Execute ``work`` after everything that was submitted before, and return it.
+
+        Raises RuntimeError if the process group was destroyed.
+        """
+        if self._thread is None:
+            raise RuntimeError("the process group was destroyed")
+        self._requests.put(work)
         return work
 
-    def submit_point_to_point(self, work: StagedWork) -> StagedWork:
-        """Start ``work`` after everything that was submitted before, and return it."""
-        self._requests.put(lambda: work.execute(call_in_thread))
-        return work
-
-    def stop(self) -> None:
-        """Let the thread end after what was submitted; submitting more than once, or from the thread, is harmless."""
-        self._requests.put(None)
+    def stop(self, seconds: float) -> None:
+        """Let the thread end after what was submitted, and wait for its end, at most ``seconds``."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._requests.put(None)
+            if thread is not threading.current_thread():
+                thread.join(seconds)
 
     def _run(self) -> None:
         """Execute requests until ``stop``."""
-        while (request := self._requests.get()) is not None:
-            request()
-            del request  # or the thread would keep the tensors of the last collective alive
+        while (work := self._requests.get()) is not None:
+            work.execute(self._finish_in)
+            del work  # or the thread would keep the tensors of the last collective alive
 
 
 def call(function: Callable[[], None]) -> None:
@@ -242,6 +297,19 @@ def call(function: Callable[[], None]) -> None:
 def call_in_thread(function: Callable[[], None]) -> None:
     """Call ``function`` in a new thread."""
     threading.Thread(target=function, name="staged exchange", daemon=True).start()
+
+
+def require_storage(tensor: Tensor, name: str) -> None:
+    """Raise EngineContractError if the storage of ``tensor``, which messages call ``name``, was freed or cut."""
+    if tensor.is_sparse or not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise EngineContractError(
+            f"{name}, of shape {tuple(tensor.shape)}, was freed before the collective was waited for; wait for it first"
+        )
 
 
 def record_event(tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
@@ -263,11 +331,13 @@ def deliver(output: Tensor, result: Tensor) -> None:
         output.data.copy_(result.view(output.dtype).view(output.shape), non_blocking=True)
 
 
-def copy_to_host(tensor: Tensor, ready: torch.cuda.Event | None) -> Tensor:
+def copy_to_host(tensor: Tensor, ready: torch.cuda.Event | None, name: str) -> Tensor:
     """Return the bytes of ``tensor`` on the host, in a new flat uint8 tensor, read after the event ``ready``.
 
     The copy runs on a stream of its own, which ends before this function returns: nobody has to keep the tensor longer.
+    Raises EngineContractError if the input of the collective ``name`` was freed.
     """
+    require_storage(tensor, f"an input of {name}")
     if ready is None or not tensor.is_cuda:
         return copy_bytes(tensor)
     with torch.cuda.device(tensor.device), torch.cuda.stream(staging_stream(tensor.device)):

@@ -71,15 +71,17 @@ def find_deferred_modules(model: nn.Module) -> list[DeferredModule]:
 
 
 def infer_device(model: nn.Module, comm: Comm) -> torch.device:
-    """Return the device of the model's parameters.
+    """Return the device of the model's parameters; of a model on meta, the device of the process group.
 
-    If all parameters are on meta, it is the current GPU of a process that uses CUDA, unless its backend is gloo.
+    Groups of gloo are on the CPU and groups of NCCL on the current GPU. Another backend is on the current GPU if this
+    process uses CUDA, else on the CPU.
     """
     real = next((p.device for p in model.parameters() if not p.is_meta), None)
     if real is not None:
         return real
     uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_gpu = uses_cuda and dist.get_backend(comm.group) != dist.Backend.GLOO
+    backend = dist.get_backend(comm.group)
+    on_gpu = backend == dist.Backend.NCCL or (uses_cuda and backend != dist.Backend.GLOO)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
