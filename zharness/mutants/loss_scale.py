@@ -157,6 +157,7 @@ class _SkipAges(ReferenceEngine):
 @mutant_factory(
     FaultKind.LOSS_SCALE,
     Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="fp16", parameter="*/step"),
+    Target("precision.grad_scaler", Part.OPTIMIZER, model="mixed", variant="minimum", parameter="*/step"),
     over="reference",
     stages=ALL_STAGES,
     origin=Origin.BLIND_1,
