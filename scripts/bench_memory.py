@@ -40,7 +40,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options = ["--engine", arguments.engine, "--stage", arguments.stage, "--jobs", arguments.jobs]
     options += [word for law in arguments.only for word in ("--only", law)]
-    command = [sys.executable, "-m", "zharness", "model", arguments.model, *options]
+    command = [sys.executable, "-m", "zharness", "model", "--ignore-memory-limit", arguments.model, *options]
     began, peak, most_files, cpu_seconds = time.monotonic(), 0, 0, dict[int, float]()
     with (
         tempfile.TemporaryDirectory() as folder,
