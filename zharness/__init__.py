@@ -3,7 +3,7 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, device, mesh, names, toml_text, comm, step_summary, torch_private
+    0  errors, environment, device, mesh, names, toml_text, comm, step_summary, torch_private
     1  cell, world, workload, reference, law_set, project_file
     2  engines
     3  pytest_ranks, parity
@@ -19,7 +19,7 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
 ``suites/meta/test_map.py`` compares them with a traced run.
 
-1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` parse it, with the
+1. The command. ``cli/__init__.py``, ``cli/check.py`` and ``cli/options.py`` (``environment.py``) parse it, with the
    options that ``cli/project_options.py`` finds by ``project_file.py``;
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from suites.warm import programs
-from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE, requested_device
+from zharness.cli.options import requested_device
+from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE
 
 LAWS = ("training.grads", "training.clip_and_norm", "torch_func.grad", "parameters.every_kind")
 

@@ -22,6 +22,7 @@ FLOORS = {
     "torch_private": 0,
     "comm": 0,
     "device": 0,
+    "environment": 0,
     "mesh": 0,
     "step_summary": 0,
     "law_set": 1,

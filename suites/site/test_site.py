@@ -75,9 +75,9 @@ def test_a_square_has_the_worst_outcome_and_says_if_the_law_fails_in_this_engine
     assert [square.fails_here_only for square in rows["training"]] == [False, False, True, False, False]
     assert not any(square.fails_here_only for square in rows[RETAINED]), "two engines break it"
     assert not any(square.fails_here_only for square in rows["torch_func.grad"]), "it holds on no other engine"
-    assert rows["training.grads"][3].words == "2 pass"
+    assert rows["training.grads"][3].counts == "2 pass"
     tallies = count_laws(build_rows(records, columns), columns)
-    assert [tally.words for tally in tallies] == [
+    assert [tally.counts for tally in tallies] == [
         "2 hold, 0 broken",
         "1 hold, 0 broken",
         "0 hold, 1 broken",

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zharness.comm import ALL_GATHER
-from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE, BackendName, choose_backend
+from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE, BackendName, Poison, choose_backend
 from zharness.errors import EngineContractError, UsageError
 from zharness.world.staged_group import BACKEND, register_staged_backend
-from zharness.world.staged_work import Poison
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 LENGTH = 4  # elements for each rank

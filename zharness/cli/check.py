@@ -16,6 +16,7 @@ from zharness.cli.options import (
     NameChoice,
     parse_integer_option,
     parse_name_option,
+    requested_device,
 )
 from zharness.cli.project_options import read_project_failures, require_depth_of_command_line
 from zharness.errors import UsageError
@@ -204,7 +205,7 @@ def check(
     if patterns and all(map(is_cell_id, patterns)):
         refuse_axes_beside_cells()
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
-    from zharness.device import choose_backend, choose_job_count, requested_device, require_usable_gpus
+    from zharness.device import choose_backend, choose_job_count, require_usable_gpus
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment

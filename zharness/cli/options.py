@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from zharness.cell import parse_integers
+from zharness.environment import set_variables
 from zharness.errors import UsageError, find_close_names
 
 LAW_SET_HELP = (
@@ -61,3 +63,11 @@ def parse_integer_option(_context: click.Context, _parameter: click.Parameter, v
 def parse_name_option(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Parse ``fp32,bf16`` as names, each once."""
     return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+
+
+def requested_device(device: str, backend: str) -> AbstractContextManager[None]:
+    """Let the ranks that start in the block use ``device`` and ``backend``; an empty name changes nothing."""
+    from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE
+
+    requested = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend}
+    return set_variables({variable: value for variable, value in requested.items() if value})

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zharness.device import is_gpu_requested
+from zharness.device import compute_device_type
 from zharness.engines.deepspeed_process import import_deepspeed
 from zharness.world import assert_together, exchange
 
@@ -76,8 +76,7 @@ def set_accelerator_visible() -> None:
 
 def get_accelerator() -> Any:
     """Return DeepSpeed's accelerator. Raises MissingEngine if DeepSpeed is not installed."""
-    device = "cuda" if is_gpu_requested() else "cpu"
-    return import_deepspeed(device).accelerator.get_accelerator()
+    return import_deepspeed(compute_device_type()).accelerator.get_accelerator()
 
 
 def preferred_dtype() -> torch.dtype:

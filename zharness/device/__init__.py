@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
 from zharness.errors import UsageError
 
-POISON_CHOICES = ("on", "off")
 DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
 
 
@@ -24,19 +22,11 @@ class BackendName(Enum):
     STAGED = "staged"
 
 
-@contextmanager
-def requested_device(device: str, backend: str) -> Iterator[None]:
-    """Let the ranks that start in the block use ``device`` and ``backend``; an empty name changes nothing."""
-    before = {variable: os.environ.get(variable) for variable in (DEVICE_VARIABLE, BACKEND_VARIABLE)}
-    requested = zip(before, (device, backend), strict=True)
-    os.environ.update({variable: value for variable, value in requested if value})
-    try:
-        yield
-    finally:
-        for variable, value in before.items():
-            os.environ.pop(variable, None)
-            if value is not None:
-                os.environ[variable] = value
+class Poison(Enum):
+    """Whether a collective makes its outputs useless until it is waited for, and compares its inputs then."""
+
+    ON = "on"
+    OFF = "off"
 
 
 def require_usable_gpus(processes: int) -> None:
@@ -75,6 +65,11 @@ def read_choice(variable: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise UsageError(f"{variable} is {value!r}; expected one of {', '.join(choices)}")
     return value
+
+
+def read_poison() -> Poison:
+    """Return the value of ``ZHARNESS_POISON``, by default ON. Raises UsageError for any other text."""
+    return Poison(read_choice(POISON_VARIABLE, tuple(poison.value for poison in Poison)))
 
 
 def compute_device_type() -> str:
@@ -128,7 +123,7 @@ def choose_backend(world_size: int) -> BackendName:
 
     NCCL needs one GPU for each rank. Raises UsageError for an unknown name, and for NCCL without enough GPUs.
     """
-    read_choice(POISON_VARIABLE, POISON_CHOICES)  # of staged; a mistake is told before a rank starts
+    read_poison()  # a mistake is told before a rank starts
     requested, count = os.environ.get(BACKEND_VARIABLE, ""), torch.cuda.device_count() if is_gpu_requested() else 0
     if not requested:
         if not is_gpu_requested():

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zharness.device import compute_device_type
 from zharness.device.gpu_facts import Gpu, is_mps_running, read_gpus
 from zharness.doctor.finding import Finding, Severity, format_bytes, make_finding, ok_finding
 from zharness.world.limits import CGROUP_ROOT, RANK_BYTES, cgroup_memory_left, free_memory, largest_world_size
@@ -149,7 +150,7 @@ def inspect_backends() -> Iterator[Finding]:
 
 def inspect_devices() -> Finding:
     """Compare ``ZHARNESS_DEVICE`` with the number of GPUs. Does not initialize CUDA, so ranks can still be forked."""
-    count, device = torch.cuda.device_count(), os.environ.get("ZHARNESS_DEVICE", "cpu")
+    count, device = torch.cuda.device_count(), compute_device_type()
     text = f"cpu, {count} GPUs; ranks use {device} (ZHARNESS_DEVICE)"
     remedy = "unset ZHARNESS_DEVICE, or make GPUs visible to this process (CUDA_VISIBLE_DEVICES)"
     return make_finding("devices", text, Severity.PROBLEM, device == "cuda" and count == 0, remedy)

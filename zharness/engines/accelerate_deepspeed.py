@@ -7,7 +7,6 @@ caller can read none between the two. So the adapter runs the loop of accelerate
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from zharness.device import compute_device_type
 from zharness.engines import optimizers
 from zharness.engines.deepspeed import json_config
 from zharness.engines.deepspeed_build import require_sharding_optimizer
@@ -38,6 +38,7 @@ from zharness.engines.protocol import (
 )
 from zharness.engines.torch_engine import snapshot, validate_config
 from zharness.engines.without_forward import WholeTraining
+from zharness.environment import restore_variables
 from zharness.errors import EngineContractError
 
 ItemLoss = Callable[[Any, Tensor, Tensor, int], Tensor]  # of output, target, items of the step, and terms of its mean
@@ -55,7 +56,7 @@ CAPABILITIES = Capabilities(
 
 def warm_up() -> None:
     """Import accelerate and DeepSpeed, which takes seconds."""
-    import_deepspeed("cpu")
+    import_deepspeed(compute_device_type())
     importlib.import_module("accelerate")
 
 
@@ -69,7 +70,7 @@ def factory(model: nn.Module, config: EngineConfig) -> AccelerateDeepSpeedEngine
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTraining:
     """What ``accelerator.prepare`` returns: DeepSpeed's engine, and optimizer, data loader and scheduler."""
 
     engine: Any
@@ -106,11 +107,11 @@ class AccelerateDeepSpeedEngine(WholeTraining):
         reader = DeepSpeedTensorReader(engine, self._params, self._config.stage, RoundRobinLinks(()), data_group=None)
         hook = self._optimizer.register_step_pre_hook(lambda *_: self._grads.update(reader.step_gradients()))
         self._open.callback(hook.remove)
-        prepared = Prepared(engine, optimizer, dealt, scheduler)
+        prepared = PreparedTraining(engine, optimizer, dealt, scheduler)
         return list(self._run_epoch(accelerator, prepared, reader, adapt_loss(loss, counts_items)))
 
     def _run_epoch(
-        self, accelerator: Any, prepared: Prepared, reader: DeepSpeedTensorReader, loss: ItemLoss
+        self, accelerator: Any, prepared: PreparedTraining, reader: DeepSpeedTensorReader, loss: ItemLoss
     ) -> Iterator[TrainedStep]:
         """Yield what each step of an epoch did; the loop is that of accelerate's guide to gradient accumulation.
 
@@ -172,19 +173,16 @@ def accelerate_state(device_type: str) -> Iterator[None]:
 
     prepare_deepspeed(device_type)
     changed = DeepSpeedGlobalState(autocast=False)
-    before = os.environ.get(USE_DEEPSPEED)
     AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        with launch_variables():
-            PartialState(cpu=device_type == "cpu")
-        yield
-    finally:
-        changed.restore()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.pop(USE_DEEPSPEED, None)
-        if before is not None:
-            os.environ[USE_DEEPSPEED] = before
+    with restore_variables(USE_DEEPSPEED):
+        try:
+            with launch_variables():
+                PartialState(cpu=device_type == "cpu")
+            yield
+        finally:
+            changed.restore()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 def build_accelerator(config: EngineConfig) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from zharness.device import local_device_index
+from zharness.environment import set_variables
 
 
 @contextmanager
@@ -18,17 +20,10 @@ def launch_variables() -> Iterator[None]:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     values: Mapping[str, int] = {
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
+        "RANK": rank,
+        "LOCAL_RANK": local_device_index(rank),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), size),
         "OMP_NUM_THREADS": torch.get_num_threads(),
     }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
+    with set_variables({name: str(value) for name, value in values.items()}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zharness.device import compute_device_type
 from zharness.engines import optimizers, trainer_ddp
 from zharness.engines.accelerate_deepspeed import accelerate_state, build_accelerator, require_deepspeed
 from zharness.engines.deepspeed import json_config
@@ -29,7 +30,7 @@ CAPABILITIES = replace(trainer_ddp.CAPABILITIES, stages=frozenset({1, 2}))
 
 def warm_up() -> None:
     """Import the Trainer and DeepSpeed, which takes seconds."""
-    import_deepspeed("cpu")
+    import_deepspeed(compute_device_type())
     trainer_ddp.warm_up()
 
 

@@ -65,12 +65,8 @@ def export(text: str, options: ExportOptions, get_environment: GetEnvironment, r
     ``run_script(path)`` runs a script and returns its verdict; if it is None, the script is not verified. Raises
     UsageError for a cell that cannot be written as a script.
     """
-    cell = parse_exportable_cell(text)
-    get_law(cell.law)
-    if options.output is not None:
-        require_writable(options.output)
-    with show_progress("running the cell"):
-        record, claims = run_exported_cell(cell, options, get_environment)
+    record, claims = run_exported_cell(text, options, get_environment)
+    cell = record.cell
     if record.verdict not in EXPORTABLE_VERDICTS:
         raise UsageError(f"cannot export {cell.id}: its verdict is {record.verdict.value}: {record.cause}")
     name = options.output.name if options.output is not None else "script.py"
@@ -91,11 +87,8 @@ def export_published(
     ``run(path)`` runs the script or the test and returns its exit code and output. ``machine`` is described in the
     issue. Raises UsageError for a cell that does not fail, or that cannot be written as a script.
     """
-    cell = parse_exportable_cell(text)
-    if options.output is not None:
-        require_writable(options.output)
-    with show_progress("running the cell"):
-        record, claims = run_exported_cell(cell, options, get_environment)
+    record, claims = run_exported_cell(text, options, get_environment)
+    cell = record.cell
     if record.verdict not in (Verdict.FAIL, Verdict.CRASH):
         raise UsageError(f"there is nothing to report of {cell.id}: its verdict is {record.verdict.value}")
     script = render_cell_script(record, claims, "script.py")
@@ -139,10 +132,20 @@ def write_and_verify(script: Script, record: Record, output: Path | None, run_sc
 
 
 def run_exported_cell(
-    cell: Cell, options: ExportOptions, get_environment: GetEnvironment
+    text: str, options: ExportOptions, get_environment: GetEnvironment
 ) -> tuple[Record, Capabilities]:
-    """Run the cell; return its record and the claims of its engine. Raises UsageError if the cell is unsupported."""
-    with Runner({cell.engine: get_environment(cell.engine)}, options.timeout, options.seed) as runner:
+    """Run the cell ``text``; return its record and the claims of its engine.
+
+    Raises UsageError if the cell is unsupported or cannot be exported, or if the output cannot be written.
+    """
+    cell = parse_exportable_cell(text)
+    get_law(cell.law)
+    if options.output is not None:
+        require_writable(options.output)
+    with (
+        show_progress("running the cell"),
+        Runner({cell.engine: get_environment(cell.engine)}, options.timeout, options.seed) as runner,
+    ):
         planned = plan_named_cell(cell, runner.claims)
         if planned.unsupported_reason:
             raise UsageError(f"cannot run {cell.id}: {planned.unsupported_reason}")

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zharness.comm import Comm
+from zharness.device import Poison
 from zharness.engines.reference import ReferenceEngine
 from zharness.world.staged_group import BACKEND, register_staged_backend
-from zharness.world.staged_work import Poison
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 

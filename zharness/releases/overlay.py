@@ -23,6 +23,7 @@ from pathlib import Path
 import filelock
 from tqdm import tqdm
 
+from zharness.environment import set_variables
 from zharness.errors import UsageError
 from zharness.releases import launch, usage_locks
 
@@ -130,16 +131,8 @@ def has_cuda() -> bool:
         return False
     import torch
 
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
+    with set_variables({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def torch_version() -> str:

@@ -13,11 +13,11 @@ HOLDS_COLOUR, BROKEN_COLOUR, LABEL_COLOUR = "#1a6b3a", "#a4260f", "#3b434b"  # w
 def describe_badge(tally: Tally) -> dict[str, object]:
     """Return what the template of the badge shows: its texts, widths in pixels, and the colour."""
     label_width = len(LABEL) * CHARACTER_WIDTH
-    words_width = len(tally.words) * CHARACTER_WIDTH
+    words_width = len(tally.counts) * CHARACTER_WIDTH
     return {
-        "title": f"{tally.column.title}, laws of zharness: {tally.words}",
+        "title": f"{tally.column.title}, laws of zharness: {tally.counts}",
         "label": LABEL,
-        "words": tally.words,
+        "words": tally.counts,
         "padding": PADDING,
         "label_width": label_width,
         "words_width": words_width,

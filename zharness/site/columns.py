@@ -25,7 +25,7 @@ class Column:
 
     @property
     def torch_note(self) -> str:
-        """The release of torch in words, or an empty string if the engine is a part of torch."""
+        """``with torch RELEASE``, or an empty string if the engine is a part of torch."""
         return "" if self.version == self.torch_version else f"with torch {self.torch_version}"
 
     @property

@@ -15,13 +15,14 @@ from zharness.site.columns import Column, find_column, worst_outcome
 class Square:
     """The outcomes of one law, or of one group of laws, on one engine release.
 
-    ``outcome`` is the most serious outcome, or empty if no cell was run. ``words`` counts the cells of each outcome.
-    ``status`` says whether the law is broken in any cell; an expected failure is broken, too. ``fails_here_only`` says
-    that the law is broken here, holds on another engine, and is broken in no release of another engine.
+    ``outcome`` is the most serious outcome, or empty if no cell was run. ``counts`` has the number of cells of each
+    outcome. ``status`` says whether the law is broken in any cell; an expected failure is broken, too.
+    ``fails_here_only`` says that the law is broken here, holds on another engine, and is broken in no release of
+    another engine.
     """
 
     outcome: str
-    words: str
+    counts: str
     status: LawStatus
     fails_here_only: bool = False
 
@@ -53,7 +54,7 @@ class Tally:
     broken: int
 
     @property
-    def words(self) -> str:
+    def counts(self) -> str:
         """The counts, as the badge shows them."""
         return f"{self.holding} hold, {self.broken} broken"
 
@@ -84,7 +85,7 @@ def build_rows(records: Sequence[Record], columns: Sequence[Column]) -> tuple[Ro
 def build_law_row(law: str, records: Sequence[Record], columns: Sequence[Column]) -> Row:
     """Build the row of one law."""
     by_column = group_records(records, find_column)
-    statuses = {column: status_of(found) for column, found in by_column.items()}
+    statuses = {column: conclude_status(found) for column, found in by_column.items()}
     return Row(
         law,
         tuple(summarize(by_column.get(column, ()), fails_here_only(column, statuses)) for column in columns),
@@ -93,11 +94,11 @@ def build_law_row(law: str, records: Sequence[Record], columns: Sequence[Column]
 
 def summarize(records: Sequence[Record], here_only: bool) -> Square:
     """Sum up the records of one square."""
-    words = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
-    return Square(worst_outcome(records), words, status_of(records), here_only)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
+    return Square(worst_outcome(records), counts, conclude_status(records), here_only)
 
 
-def status_of(records: Iterable[Record]) -> LawStatus:
+def conclude_status(records: Iterable[Record]) -> LawStatus:
     """Return BROKEN if the law is broken in any record, else HOLDS if it holds in any, else UNKNOWN."""
     statuses = set(map(law_status, records))
     return next(

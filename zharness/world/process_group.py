@@ -14,10 +14,9 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import DebugLevel, Store, get_debug_level
 
-from zharness.device import POISON_CHOICES, POISON_VARIABLE, BackendName, choose_backend, read_choice
+from zharness.device import BackendName, choose_backend, read_poison
 from zharness.torch_private import skip_construction_log_of_ddp
 from zharness.world.staged_group import register_staged_backend
-from zharness.world.staged_work import Poison
 
 # The server enforces the deadline of a task, and extends it for builds and debuggers. The time-out of collectives is
 # longer than any such deadline, so that it never fires first.
@@ -32,7 +31,7 @@ def form_process_group(rank: int, world_size: int, device: torch.device, store: 
         skip_construction_log_of_ddp()
     backend = choose_backend(world_size)
     if backend is BackendName.STAGED:
-        register_staged_backend(Poison(read_choice(POISON_VARIABLE, POISON_CHOICES)))
+        register_staged_backend(read_poison())
     dist.init_process_group(
         backend.value,
         store=store,

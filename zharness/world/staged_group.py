@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.device import is_gpu_requested
+from zharness.device import Poison, is_gpu_requested
 from zharness.torch_private import is_backend_registered, suspend_transforms, unwrap_functorch
 from zharness.world.staged_operands import (
     count_bytes,
@@ -27,7 +28,6 @@ from zharness.world.staged_work import (
     Exchange,
     Executor,
     JoinedWork,
-    Poison,
     Request,
     StagedWork,
     call,
@@ -105,54 +105,36 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             if executor is not None:
                 executor.stop(seconds)
 
-    def _transfer(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Exchange],
-    ) -> StagedWork:
+    def _transfer(self, request: Request) -> StagedWork:
         """Issue a send or a receive, and return its handle.
 
         Two ranks may both send before they receive, and before a collective that was issued earlier ends.
         """
         if self._transfers is None:
             self._transfers = Executor(f"{BACKEND} transfers {self.rank()}", call_in_thread)
-        return self._transfers.submit(self._make_work(name, inputs, outputs, start))
+        return self._transfers.submit(self._make_work(request))
 
-    def _submit(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Exchange],
-    ) -> StagedWork:
+    def _submit(self, request: Request) -> StagedWork:
         """Issue a collective and return its handle."""
-        work = self._collectives.submit(self._make_work(name, inputs, outputs, start))
+        work = self._collectives.submit(self._make_work(request))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _make_work(
-        self,
-        name: str,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Exchange],
-    ) -> StagedWork:
-        """Return the handle of a collective on the plain tensors inside of torch.func's wrappers.
+    def _make_work(self, request: Request) -> StagedWork:
+        """Return the handle of a request for the plain tensors inside of torch.func's wrappers.
 
         ``start`` runs in another thread, where a wrapper cannot be read: it is not given one, and must not keep one.
         """
-        plain_inputs, plain_outputs = ([unwrap_functorch(tensor) for tensor in some] for some in (inputs, outputs))
+        inputs, outputs = ([unwrap_functorch(each) for each in some] for some in (request.inputs, request.outputs))
         with suspend_transforms():
-            return StagedWork(Request(name, plain_inputs, plain_outputs, start), self._poison)
+            return StagedWork(replace(request, inputs=inputs, outputs=outputs), self._poison)
 
     def _reduce_in_place(self, name: str, tensors: Sequence[Tensor], op: Any) -> StagedWork:
         """Issue an all-reduce of each of ``tensors``."""
         dtypes = [tensor.dtype for tensor in tensors]
         return self._submit(
-            name, tensors, tensors, lambda host: start_all_reduces(self._gloo, host, dtypes, op, self.size())
+            Request(name, tensors, tensors, lambda host: start_all_reduces(self._gloo, host, dtypes, op, self.size()))
         )
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> StagedWork:
@@ -172,7 +154,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             exchange = start_all_reduces(self._gloo, host, dtypes, op, self.size())
             return exchange if outputs else Exchange(exchange.works, list)
 
-        return self._submit("reduce", tensors, outputs, start)
+        return self._submit(Request("reduce", tensors, outputs, start))
 
     def _gather_all(self, name: str, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> StagedWork:
         """Issue one all-gather for each of ``inputs``; ``outputs`` has each one's list of tensors, one a rank."""
@@ -189,7 +171,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             flat_parts = [part for row in parts for part in row]
             return Exchange(works, lambda: [part[:size] for part, size in zip(flat_parts, flat_sizes, strict=True)])
 
-        return self._submit(name, inputs, [tensor for row in outputs for tensor in row], start)
+        return self._submit(Request(name, inputs, [tensor for row in outputs for tensor in row], start))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> StagedWork:
         """Gather the tensor of every rank into a list on every rank."""
@@ -215,7 +197,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             ]
             return Exchange(works, lambda: joined)
 
-        return self._submit(name, inputs, outputs, start)
+        return self._submit(Request(name, inputs, outputs, start))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> StagedWork:
         """Gather the tensor of every rank into one tensor on every rank."""
@@ -254,7 +236,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
 
             return Exchange(exchange.works, finish)
 
-        return self._submit(name, inputs, outputs, start)
+        return self._submit(Request(name, inputs, outputs, start))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -286,7 +268,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             ]
             return Exchange(works, lambda: list(host) if outputs else [])
 
-        return self._submit("broadcast", [tensors[index]], outputs, start)
+        return self._submit(Request("broadcast", [tensors[index]], outputs, start))
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> StagedWork:
         """Gather the tensor of every rank on the root."""
@@ -301,7 +283,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             )
             return Exchange([work], lambda: parts)
 
-        return self._submit("gather", inputs, list(outputs[0]) if is_root else [], start)
+        return self._submit(Request("gather", inputs, list(outputs[0]) if is_root else [], start))
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> StagedWork:
         """Give each rank its tensor of the root's list."""
@@ -316,7 +298,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             )
             return Exchange([work], lambda: [part])
 
-        return self._submit("scatter", list(inputs[0]) if is_root else [], outputs, start)
+        return self._submit(Request("scatter", list(inputs[0]) if is_root else [], outputs, start))
 
     def all_to_all_single(
         self,
@@ -336,7 +318,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             work = self._gloo.alltoall_base(received, host[0], received_bytes, sent_bytes)
             return Exchange([work], lambda: [received])
 
-        return self._submit("all_to_all_single", [tensor], [output], start)
+        return self._submit(Request("all_to_all_single", [tensor], [output], start))
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> StagedWork:
         """Send the i-th of ``inputs`` to rank i."""
@@ -348,12 +330,12 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             work = self._gloo.alltoall_base(received, torch.cat(list(host)), sizes, [flat.numel() for flat in host])
             return Exchange([work], lambda: torch.split(received, sizes))
 
-        return self._submit("all_to_all", inputs, outputs, start)
+        return self._submit(Request("all_to_all", inputs, outputs, start))
 
     def barrier(self, opts: Any = None) -> StagedWork:
         """Wait for all ranks."""
         del opts
-        return self._submit("barrier", [], [], lambda _: Exchange([self._gloo.barrier()], list))
+        return self._submit(Request("barrier", [], [], lambda _: Exchange([self._gloo.barrier()], list)))
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> StagedWork:
         """Send a tensor to a rank of the group."""
@@ -361,7 +343,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
         def start(host: Sequence[Tensor]) -> Exchange:
             return Exchange([self._gloo.send([host[0]], destination, tag)], list)
 
-        return self._transfer("send", tensors, [], start)
+        return self._transfer(Request("send", tensors, [], start))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> StagedWork:
         """Receive a tensor from a rank of the group."""
@@ -379,7 +361,7 @@ class StagedGroup(ProcessGroupBase):  # type: ignore[misc]
             buffer = torch.empty(size, dtype=torch.uint8)
             return Exchange([receive(buffer)], lambda: [buffer])
 
-        return self._transfer("recv", [], tensors, start)
+        return self._transfer(Request("recv", [], tensors, start))
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Open a coalescing block, whose collectives are issued one by one."""

@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zharness.device import Poison
 from zharness.errors import EngineContractError
 from zharness.torch_private import suspend_transforms
 
@@ -28,13 +28,6 @@ POISON_BYTE = 0xFF
 
 
 RunFunction = Callable[[Callable[[], None]], None]  # calls the function that it is given
-
-
-class Poison(Enum):
-    """Whether a collective makes its outputs useless until it is waited for, and compares its inputs then."""
-
-    OFF = "off"
-    ON = "on"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zharness.device import is_gpu_requested
+from zharness.device import compute_device_type
 
 
 class Accelerator:
@@ -101,7 +101,7 @@ class Accelerator:
 @functools.cache
 def get_accelerator() -> Accelerator:
     """Return the accelerator of this process."""
-    return Accelerator("cuda" if is_gpu_requested() else "cpu")
+    return Accelerator(compute_device_type())
 
 
 def is_current_accelerator_supported() -> bool:
