@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import selectors
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,6 +33,7 @@ from zharness.world.postmortem import (
 )
 from zharness.world.progress import ProgressMonitor
 from zharness.world.rank_coordinator import RankCoordinator
+from zharness.world.stack_request import request_stacks, wait_for_stacks
 from zharness.world.stacks import (
     find_waiting_collective,
     find_waiting_site,
@@ -46,7 +45,6 @@ from zharness.world.streams import RankStream
 from zharness.world.task import Isolation, RankTask
 from zharness.world.team import RankTeam, SelectorEvent, TeamMember
 
-STACK_DUMP_SECONDS = 0.5  # time for a hung rank to write its stacks
 PROCESS_EXIT_SECONDS = 0.2  # time between the closing of a process's files and its end
 SHUTDOWN_SECONDS = 30.0  # time for ranks to end after the last task; 256 ranks on a busy machine need several seconds
 
@@ -287,21 +285,19 @@ class TaskWatcher:
 
         The dump is written by faulthandler's signal handler, which is written in C and so works while Python hangs.
         """
+        requests = []
         for member in members:
             ranks.get_stack_path(self._team.scratch_dir, member.rank).write_bytes(b"")
             if member.rank not in self._ended_ranks:
-                os.kill(member.pid, signal.SIGUSR1)
-        stacks = {member.rank: "" for member in members}
-        ends_at = time.monotonic() + STACK_DUMP_SECONDS
-        while time.monotonic() < ends_at:
-            self._drain_streams(0.02)
-            current = {
-                rank: ranks.get_stack_path(self._team.scratch_dir, rank).read_text(errors="replace") for rank in stacks
-            }
-            if all(current.values()) and current == stacks:
-                break
-            stacks = current
-        return stacks
+                requests.append(request_stacks(member.pid))
+        return wait_for_stacks(requests, lambda: self._read_stacks(members), self._drain_streams)
+
+    def _read_stacks(self, members: list[TeamMember]) -> dict[int, str]:
+        """Return what ranks have written of their stacks so far, by rank."""
+        return {
+            member.rank: ranks.get_stack_path(self._team.scratch_dir, member.rank).read_text(errors="replace")
+            for member in members
+        }
 
     def _drain_streams(self, seconds: float) -> None:
         """Read the ranks' output, then sleep. A rank that blocks on a full pipe could not dump its stacks."""

@@ -31,6 +31,7 @@ from zharness.world.messages import DeadlineHold, RankNote, ShutdownMessage
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
 from zharness.world.postmortem import FATAL_ERROR_PREFIX, add_known_cause, describe_hang
 from zharness.world.process_end import is_process_alive, parse_fatal_dump, read_process_end
+from zharness.world.stack_request import request_stacks, wait_for_stacks
 from zharness.world.stacks import (
     find_waiting_collective,
     is_building,
@@ -42,8 +43,8 @@ from zharness.world.store import LaunchStore, pause, rank_outcome_key
 from zharness.world.task_watcher import strip_fatal_dump
 
 POLL_SECONDS = 0.25  # interval between two checks whether the launch is over
-STACK_DUMP_SECONDS = 0.5  # time for a rank to write its stacks
-FINAL_REPORT_SECONDS = 20.0  # time for rank 0 to write its report once the launch is over
+PROCESS_EXIT_SECONDS = 0.5  # time between the closing of a process's files and its end
+FINAL_REPORT_SECONDS = 40.0  # time for rank 0 to write its report once the launch is over
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes of a rank's output, from its end
 # Keys of the store: why the launch is over, and whether rank 0 has written its report.
 LAUNCH_OVER_KEY, REPORT_WRITTEN_KEY = "launch_over", "report_written"
@@ -291,17 +292,11 @@ class Witness:
         """Make the rank dump its stacks; return the stacks without the frames that run the task."""
         before = self._read_stack_file()
         try:
-            os.kill(self._watched_rank.pid, signal.SIGUSR1)
+            request = request_stacks(self._watched_rank.pid)
         except ProcessLookupError:
             return ""
-        stacks, ends_at = "", time.monotonic() + STACK_DUMP_SECONDS
-        while time.monotonic() < ends_at:
-            pause(0.02)
-            text = self._read_stack_file()[len(before) :]
-            if text and text == stacks:
-                break
-            stacks = text
-        return trim_stacks(stacks)
+        stacks = wait_for_stacks([request], lambda: {self._rank: self._read_stack_file()[len(before) :]}, pause)
+        return trim_stacks(stacks[self._rank])
 
     def _read_stack_file(self) -> str:
         """Return the text of all stacks that the rank has dumped so far."""
@@ -316,7 +311,7 @@ class Witness:
         The method reads the rank's last messages. Unless the rank received the shutdown message or rank 0 has already
         written its report, the method then posts how the process ended and declares the launch to be over.
         """
-        self._wait_for_end(STACK_DUMP_SECONDS)  # a process closes its files a moment before it has ended
+        self._wait_for_end(PROCESS_EXIT_SECONDS)  # a process closes its files a moment before it has ended
         # At once: torchrun reaps the process within a tenth of a second, and /proc has no exit status after that.
         end, cause = read_process_end(self._watched_rank.pid) or parse_fatal_dump(self._read_fatal_dump())
         while self._pipe.poll() and self._receive_message():
