@@ -112,8 +112,8 @@ def check_bash_command(command: Command, _root: Path) -> None:
     assert (ROOT / command.arguments[1]).is_file(), command.arguments[1]
 
 
-def accept_git_command(_command: Command, _root: Path) -> None:
-    """Accept a git command: none of it is part of this project."""
+def accept_foreign_command(_command: Command, _root: Path) -> None:
+    """Accept a command of which nothing is part of this project."""
 
 
 PROGRAMS: dict[str, Callable[[Command, Path], None]] = {
@@ -124,7 +124,8 @@ PROGRAMS: dict[str, Callable[[Command, Path], None]] = {
     "pip": check_pip_command,
     "bash": check_bash_command,
     "tox": check_tox_command,
-    "git": accept_git_command,
+    "git": accept_foreign_command,
+    "build": accept_foreign_command,
 }
 # Options of this plugin and of the plugins that the tests need. Listed here because `pytest --help` takes a second.
 PYTEST_OPTIONS = frozenset(

@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
+import zharness
 from suites.meta.documents import PAGES, ROOT
 
 WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 DOCUMENTED_COMMAND = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
+# The permissions of the jobs that publish, in the order of the jobs; every other job may only read.
+WRITING_JOBS = {"release.yml": [{"id-token": "write"}], "site.yml": [{"pages": "write", "id-token": "write"}]}
 ENVIRONMENT = re.compile(r"torch(\d+|_newest)|lint|actionlint")
 
 
@@ -62,12 +66,15 @@ def expand_variables(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...
 
 
 def variable_values(name: str, expression: str) -> list[str]:
-    """Return the values of ``${{ matrix.KEY }}`` or ``${{ inputs.KEY }}``."""
+    """Return the values of ``${{ matrix.KEY }}``, ``${{ inputs.KEY }}`` or ``${{ github.ref_name }}``."""
     kind, _, key = expression.strip("${} ").partition(".")
+    if (kind, key) == ("github", "ref_name"):
+        return [f"v{zharness.__version__}"]
     if kind == "inputs":
         given = load_workflow(name)[True]["workflow_call"]["inputs"][key]
         return [documented_inputs()[key] if given.get("required") else given["default"]]
-    return list(load_workflow(name)["jobs"]["torch"]["strategy"]["matrix"][key])
+    matrices = [job.get("strategy", {}).get("matrix", {}) for job in load_workflow(name)["jobs"].values()]
+    return list(next(matrix[key] for matrix in matrices if key in matrix))
 
 
 def documented_inputs() -> dict[str, str]:
@@ -116,8 +123,35 @@ def test_the_matrix_has_every_engine_on_every_torch_release() -> None:
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_has_read_permission_only(name: str) -> None:
+    jobs = load_workflow(name)["jobs"].values()
     assert load_workflow(name)["permissions"] == {"contents": "read"}
-    assert not any("permissions" in job for job in load_workflow(name)["jobs"].values())
+    writing = [job for job in jobs if "permissions" in job]
+    assert [job["permissions"] for job in writing] == WRITING_JOBS.get(name, [])
+    # A job that may publish runs no command and no file of the repository: only actions that are pinned to a commit.
+    assert not [step for job in writing for step in job["steps"] if "run" in step or "checkout" in step["uses"]]
+
+
+def test_a_release_is_published_as_it_was_checked_and_tried_and_by_no_token() -> None:
+    build, publish = load_workflow("release.yml")["jobs"].values()
+    lines = [step.get("run", step.get("uses", "")) for step in build["steps"]]
+    order = ("python -m build", "scripts/check_release.py", "scripts/try_wheel.py", "upload-artifact")
+    positions = [next(at for at, line in enumerate(lines) if part in line) for part in order]
+    assert positions == sorted(positions)
+    assert (publish["needs"], publish["environment"]) == ("build", "pypi")
+    assert publish["steps"][-1]["with"] == {"attestations": True}
+    assert not [path.name for path in WORKFLOWS.values() if "secrets." in path.read_text("utf-8")]
+
+
+def test_the_site_has_every_minor_and_the_last_five_releases_of_deepspeed() -> None:
+    releases = load_workflow("site.yml")["jobs"]["deepspeed"]["strategy"]["matrix"]["release"]
+    (pinned,) = re.findall(r"^deepspeed==(.*)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert releases == sorted(releases, key=Version)
+    assert releases[-1] == pinned
+    assert [Version(release).micro for release in releases[-5:]] == list(
+        range(Version(pinned).micro - 4, Version(pinned).micro + 1)
+    )
+    minors = [Version(release).minor for release in releases]
+    assert set(minors) == set(range(min(minors), max(minors) + 1))
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -15,7 +15,7 @@ from torch import nn
 
 import zharness
 from zharness.cli import cli
-from zharness.cli.releases import CellOptions
+from zharness.cli.cell_options import CellOptions
 from zharness.errors import UsageError
 from zharness.releases import index, overlay
 from zharness.releases.rank_environment import prepare_rank_environment
@@ -63,6 +63,7 @@ def invoke_cli(*arguments: str) -> Result:
         ),
         ("bisect deepspeed 12345678 --good 0.19.8 --bad 0.18.8", "unknown reproduction '12345678'"),
         ("compare deepspeed@nowhere deepspeed", "expected a source checkout"),
+        ("compare deepspeed deepspeed --changed HEAD", "--changed and --reach need each other"),
         ("repro --on deepspeed==0.18.8", "no reproduction was named"),
         ("repro 7352 --on fsdp2", "reproduction 7352 runs on deepspeed, not on fsdp2"),
     ],

@@ -14,6 +14,7 @@ from zharness.releases.bisect import Outcome
 from zharness.releases.prepared_release import PreparedRelease
 from zharness.run import Record, Request
 from zharness.run.changes import ChangeKind, classify_change
+from zharness.run.check_loop import RunResult
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Verdict
 from zharness.run.verdicts import apply_expected_failure
@@ -241,6 +242,32 @@ def test_what_the_users_own_excuses_cover_is_not_broken_by_the_change(capsys: py
     assert (
         compare_releases.compare_releases("deepspeed==1", "deepspeed==2", Request(), covered, (excuse("other#2"),)) == 1
     )
+
+
+def test_the_base_runs_the_cells_of_a_change_that_are_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    third = replace(CASE, stage=3)
+    engine = Engine({"1": {CASE: PASS, OTHER: FAIL}, "2": {CASE: FAIL, OTHER: FAIL, third: PASS}})
+    requests: list[Request] = []
+
+    def measure(request: Request) -> list[Record]:
+        requests.append(request)
+        return engine.measure(request)
+
+    def run_changed(request: Request) -> RunResult:
+        return RunResult(engine.measure(request), [], ["cells that reach them: 3 of 9", "STOPPED after 3 of 4 cells"])
+
+    call = ("deepspeed==1", "deepspeed==2", Request(), measure, ())
+    assert compare_releases.compare_releases(*call, run_changed) == 1
+    on_base = tuple(replace(case, engine="deepspeed==2").id for case in (CASE, OTHER))
+    assert requests[0].patterns == tuple(text.replace("==2", "==1") for text in on_base)
+    assert all(request.patterns == (on_base[0].replace("==2", f"=={n}"),) for n, request in enumerate(requests[1:], 1))
+    out = capsys.readouterr().out
+    assert "cells that reach them: 3 of 9" in out
+    assert "STOPPED after 3 of 4 cells" in out
+    assert "3 cells that reach the change run on it, 2 broken, run on the base too: the change breaks 1; 1 are" in out
+    engine.asked.clear()
+    nothing = compare_releases.compare_releases(*call, lambda request: RunResult([], [], ["0 of 9"]))
+    assert (nothing, engine.asked) == (0, [])
 
 
 def test_a_comparison_with_what_cannot_be_run_is_wrong_usage() -> None:

@@ -16,6 +16,7 @@ import click
 import zharness
 from zharness.cli import cells, releases
 from zharness.cli.check import check
+from zharness.cli.compare import compare
 from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
 from zharness.cli.init import init
@@ -133,7 +134,7 @@ for command in (
     releases.repro,
     releases.releases,
     releases.bisect,
-    releases.compare,
+    compare,
     laws,
     doctor,
     model,

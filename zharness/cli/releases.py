@@ -1,25 +1,19 @@
-"""The commands on releases of engines: repro, releases, bisect and compare."""
+"""The commands on releases of engines: repro, releases and bisect."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.cell_options import CellOptions, add_cell_options, reject_cell_options
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
-    from zharness.releases.history import RunRequest
-    from zharness.run import Record, Request
-    from zharness.run.expected_failures import ExpectedFailure
     from zharness.run.record import RecordFile
 
 
@@ -105,135 +99,6 @@ def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
     from zharness.run.record import open_record_file
 
     return open_record_file(path)
-
-
-def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that choose the cells of every release and how they run."""
-    options = (
-        click.option(
-            "--stage",
-            "stages",
-            callback=parse_integer_option,
-            metavar="0,1,2,3",
-            help="ZeRO stages to run; by default all stages of the engine.",
-        ),
-        click.option(
-            "--world-size",
-            "world_sizes",
-            callback=parse_integer_option,
-            default="2",
-            show_default=True,
-            metavar="1,2,4",
-            help="World sizes: the numbers of ranks on which each law runs.",
-        ),
-        click.option(
-            "--dtype",
-            "dtypes",
-            callback=parse_name_option,
-            default="fp32",
-            show_default=True,
-            metavar="fp32,bf16",
-            help="Dtypes in which the models train.",
-        ),
-        click.option(
-            "--model",
-            "models",
-            callback=parse_name_option,
-            metavar="NAME,...",
-            help="Models to train; by default all models.",
-        ),
-        click.option(
-            "--timeout",
-            type=SECONDS,
-            default=60.0,
-            show_default=True,
-            help="Time limit for the ranks of one cell, in seconds.",
-        ),
-        click.option(
-            "--isolation",
-            type=NameChoice(["fresh", "pooled"]),
-            default="pooled",
-            show_default=True,
-            help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
-        ),
-        click.option(
-            "--jobs", type=click.IntRange(1), help="Number of cells to run at the same time; by default one per core."
-        ),
-        click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-@dataclass(frozen=True)
-class CellOptions:
-    """The values of the options that ``add_cell_options`` adds; the fields have the names of the parameters."""
-
-    stages: tuple[int, ...]
-    world_sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    models: tuple[str, ...]
-    timeout: float
-    isolation: str
-    jobs: int | None
-    jsonl: Path | None
-
-    def build_request(self, patterns: tuple[str, ...]) -> Request:
-        """Build the request for the cells of an engine that is named later.
-
-        Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
-        """
-        from zharness.cli.name_index import require_known_names
-
-        require_known_names(laws=patterns, models=self.models, stages=self.stages, dtypes=self.dtypes)
-        from zharness.run import Request
-        from zharness.run.plan import validate_request
-
-        request = Request(patterns, (), self.stages, self.world_sizes, self.dtypes, self.models)
-        validate_request(request)
-        return request
-
-    def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
-        """Return a function that runs the cells of a request.
-
-        All records go to one file, which ``stack`` closes. Each expected failure that matches no cell is printed once
-        on standard error.
-        """
-        from zharness.releases.rank_environment import prepare_rank_environment
-        from zharness.run.check_loop import RunOptions, open_optional_record_file, run_request
-        from zharness.world import Isolation
-
-        options = RunOptions(
-            self.timeout, jobs=self.jobs or 0, isolation=Isolation(self.isolation), user_expected_failures=user_failures
-        )
-        open_sink = cache(partial(open_optional_record_file, stack, self.jsonl))
-        print_once = cache(partial(click.echo, err=True))
-
-        def measure(request: Request) -> list[Record]:
-            """Run the cells of ``request`` and return their records."""
-            result = run_request(request, options, open_sink, prepare_rank_environment)
-            for description in result.unmatched_failures:
-                print_once(f"UNMATCHED {description}")
-            return result.records
-
-        return measure
-
-
-def reject_cell_options(identifier: str) -> None:
-    """Raise UsageError if the current command was given options that choose cells or how they run."""
-    context = click.get_current_context()
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name in {field.name for field in fields(CellOptions)}
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    ]
-    if given:
-        raise UsageError(
-            f"got {', '.join(given)} with reproduction {identifier}, but these options apply only to laws; leave them "
-            "out, or name a law"
-        )
 
 
 @click.command(name="releases")
@@ -345,47 +210,3 @@ def bisect(engine: str, check: str, good: str, bad: str, **options: Any) -> int:
         request, measure = cell_options.build_request((check,)), cell_options.build_measure(stack)
         trial = compare_releases.make_cell_trial(engine, request, measure)
         return compare_releases.run_bisect(engine, good, bad, trial)
-
-
-@click.command()
-@click.argument("base")
-@click.argument("change")
-@click.option(
-    "--law",
-    "--check",
-    "checks",
-    multiple=True,
-    help="Law to run: a law, a group, a glob or a cell id; by default all laws. May be repeated.",
-)
-@click.option(
-    "--expected-failures",
-    "--excuses",
-    "expected_failures",
-    multiple=True,
-    type=OUTPUT,
-    help="TOML file of failures that the change is expected to cause; may be repeated.",
-)
-@add_cell_options
-def compare(
-    base: str, change: str, checks: tuple[str, ...], expected_failures: tuple[Path, ...], **options: Any
-) -> int:
-    """Run the same cells on a base and on a change of it, and fail only if the change breaks a cell.
-
-    Base and change are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
-    and are reported only if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that
-    is not broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
-
-    \b
-    zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
-    """
-    from zharness.releases import compare_releases
-    from zharness.releases.rank_environment import prepare_rank_environment
-    from zharness.run.expected_failures import read_expected_failures
-
-    cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
-    request = cell_options.build_request(checks)
-    for engine in (base, change):
-        prepare_rank_environment(engine)  # raises before the other side has run for a minute
-    with ExitStack() as stack:
-        measure = cell_options.build_measure(stack, user_failures)
-        return compare_releases.compare_releases(base, change, request, measure, user_failures)

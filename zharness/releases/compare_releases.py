@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import click
@@ -20,6 +20,7 @@ from zharness.releases.prepared_release import prepare_release
 from zharness.releases.repros import Repro
 from zharness.run import Record, Request
 from zharness.run.changes import FAILURE_KINDS, Change, LawStatus, failure_signature, law_status, strip_release
+from zharness.run.check_loop import RunResult
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record import Verdict
 
@@ -90,22 +91,32 @@ def get_fault_exit_code(columns: Iterable[ReleaseRecords]) -> int:
 
 
 def compare_releases(
-    base: str, change: str, request: Request, run_request: RunRequest, expected_failures: Sequence[ExpectedFailure]
+    base: str,
+    change: str,
+    request: Request,
+    run_request: RunRequest,
+    expected_failures: Sequence[ExpectedFailure],
+    run_changed: Callable[[Request], RunResult] | None = None,
 ) -> int:
     """Run ``request`` on the releases ``base`` and ``change``, print the differences, and return the exit code.
 
     The exit code is 3 if the harness failed in a cell. Otherwise it is 1 if a law holds on ``base`` and is broken on
     ``change``, and 0 if not. New failures are run a second time on both releases, because a busy machine may miss a
     deadline once. A failure that ``expected_failures`` cover is printed but does not count, and a failure on both
-    releases does not count either. Raises UsageError if a release cannot be run, or if the two releases have no cell in
-    common.
+    releases does not count either. If ``run_changed`` is not None, it runs the cells of ``request`` that reach the
+    change, and ``base`` runs those of them that are broken. Raises UsageError if a release cannot be run, or if the two
+    releases have no cell in common.
     """
-    found = run_both(base, change, request, run_request)
-    counted = history.describe_overlap(found[0].records, found[1].records)
+    if run_changed is None:
+        found = run_both(base, change, request, run_request)
+        counted = history.describe_overlap(found[0].records, found[1].records)
+    else:
+        found, counted = run_change_first(base, change, request, run_request, run_changed)
     changed = history.find_changes(found[0].records, found[1].records)
     expected = [flip for flip in changed if is_expected_failure(flip, expected_failures)]
     suspects = [flip for flip in changed if flip.kind in FAILURE_KINDS and flip not in expected]
-    again = run_both(base, change, restrict_to_cells(request, suspects), run_request) if suspects else []
+    suspected = restrict_to_cells(request, (suspect.after for suspect in suspects))
+    again = run_both(base, change, suspected, run_request) if suspects else []
     broken = find_repeated(suspects, again)
     once = [flip for flip in suspects if flip not in broken]
     text = render_changes([flip for flip in changed if flip not in expected and flip not in once])
@@ -129,16 +140,49 @@ def compare_releases(
 
 def run_both(base: str, change: str, request: Request, run_request: RunRequest) -> list[ReleaseRecords]:
     """Return the records of ``base`` and of ``change``. Raises UsageError if one of the releases cannot be run."""
-    found = [history.run_release(text, request, run_request) for text in (base, change)]
-    for column in found:
-        if column.failure_reason:
-            raise UsageError(f"{column.engine}: {column.failure_reason}")
-    return found
+    return [require_records(history.run_release(text, request, run_request)) for text in (base, change)]
 
 
-def restrict_to_cells(request: Request, changes: Sequence[Change]) -> Request:
-    """Return a copy of ``request`` that runs only the cells of ``changes``."""
-    return replace(request, patterns=tuple(change.after.cell.id for change in changes))
+def run_change_first(
+    base: str,
+    change: str,
+    request: Request,
+    run_request: RunRequest,
+    run_changed: Callable[[Request], RunResult],
+) -> tuple[list[ReleaseRecords], str]:
+    """Run the cells that reach a change on ``change``, and on ``base`` those of them that are broken.
+
+    Returns the records of both and a sentence with their numbers. What was selected, and what did not run for lack of
+    time, is printed. Raises UsageError if one of the releases cannot be run.
+    """
+    notes = list[str]()
+
+    def run_selected(selected: Request) -> list[Record]:
+        """Run the cells, and keep the sentences on them."""
+        result = run_changed(selected)
+        notes.extend(result.coverage)
+        return result.records
+
+    after = require_records(history.run_release(change, request, run_selected))
+    for note in notes:
+        click.echo(f"{note}\n")
+    step_summary.append_section("zharness compare --changed", *notes)
+    broken = [record for record in after.records.values() if is_broken(record)]
+    before = history.run_release(base, restrict_to_cells(request, broken), run_request if broken else lambda _: [])
+    counted = f"{len(after.records)} cells that reach the change run on it, {len(broken)} broken, run on the base too"
+    return [require_records(before), after], counted
+
+
+def require_records(column: ReleaseRecords) -> ReleaseRecords:
+    """Return ``column``. Raises UsageError if the release could not be run."""
+    if column.failure_reason:
+        raise UsageError(f"{column.engine}: {column.failure_reason}")
+    return column
+
+
+def restrict_to_cells(request: Request, records: Iterable[Record]) -> Request:
+    """Return a copy of ``request`` that runs only the cells of ``records``."""
+    return replace(request, patterns=tuple(record.cell.id for record in records))
 
 
 def find_repeated(suspects: Sequence[Change], second_columns: Sequence[ReleaseRecords]) -> list[Change]:

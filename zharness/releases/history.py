@@ -55,7 +55,8 @@ def run_release(engine: str, request: Request, run_request: RunRequest) -> Relea
         records = run_request(request_for_engine(request, engine))
     except UsageError as error:
         return ReleaseRecords(engine, split_release(engine)[1] or engine, {}, str(error))
-    return ReleaseRecords(engine, records[0].engine_version, {strip_release(record.cell): record for record in records})
+    release = records[0].engine_version if records else split_release(engine)[1] or engine
+    return ReleaseRecords(engine, release, {strip_release(record.cell): record for record in records})
 
 
 def run_releases(release_engines: Iterable[str], request: Request, run_request: RunRequest) -> list[ReleaseRecords]:

@@ -1,0 +1,103 @@
+"""What a release promises: files that agree on its version, constraints that work alone, a table of what was tested."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from scripts.check_release import find_disagreements, find_wrong_files, read_version
+from scripts.try_wheel import WITH_EXTRAS, WITHOUT_EXTRAS
+from suites.meta.documents import ROOT
+from suites.meta.test_workflows import load_workflow
+from zharness.cli import cli
+
+COMPATIBILITY = re.compile(r"^\| ([^|]+) \| ([^|]+) \|", re.MULTILINE)
+FREE_OF_TORCH = {"torch", "sympy"}  # what constraints-any-torch.txt leaves out
+
+
+def read_pins(name: str) -> list[str]:
+    """Return the lines of a file of constraints that are not comments."""
+    return [line for line in (ROOT / name).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+
+
+def write_sources(folder: Path, version: str = "1.2.0", cited: str = "1.2.0", changelog: str = "") -> Path:
+    """Write the files of a release that name its version."""
+    (folder / "zharness").mkdir()
+    (folder / "zharness" / "__init__.py").write_text(f'__version__ = "{version}"\n', encoding="utf-8")
+    (folder / "CITATION.cff").write_text(f"version: {cited}\n", encoding="utf-8")
+    text = changelog or "## 1.2.0 (2026-11-30)\n\n- a line\n\n## 1.1.0 (2026-10-01)\n\n- a line\n"
+    (folder / "CHANGELOG.md").write_text(f"# Changelog\n\n{text}", encoding="utf-8")
+    return folder
+
+
+def test_the_sources_agree_on_their_version() -> None:
+    assert list(find_disagreements(ROOT, "")) == []
+
+
+def test_a_release_whose_files_agree_is_accepted(tmp_path: Path) -> None:
+    assert list(find_disagreements(write_sources(tmp_path), "v1.2.0")) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "tag", "said"),
+    [
+        ({}, "v1.2.1", "the tag is v1.2.1"),
+        ({"version": "1.2"}, "", "expected 1.2"),
+        ({"cited": "1.1.0"}, "", "CITATION.cff has the version 1.1.0"),
+        ({"changelog": "## 1.1.0 (2026-10-01)\n\n- a line\n"}, "", "begins with a section of 1.1.0"),
+        ({"changelog": "## 1.2.0 (2026-10-01)\n\n## 1.1.0 (2026-09-01)\n\n- a line\n"}, "", "is empty"),
+        ({"changelog": "## 1.2.0 (unreleased)\n\n- a line\n"}, "v1.2.0", "has the date 'unreleased'"),
+        ({"changelog": "## 1.2.0 (2026-10-01)\n\n- a\n\n## 1.3.0 (2026-11-01)\n\n- a\n"}, "", "from new to old"),
+    ],
+)
+def test_a_release_whose_files_disagree_is_refused(tmp_path: Path, files: dict[str, str], tag: str, said: str) -> None:
+    assert [text for text in find_disagreements(write_sources(tmp_path, **files), tag) if said in text]
+
+
+def test_built_files_of_another_version_are_refused(tmp_path: Path) -> None:
+    dist = write_sources(tmp_path) / "dist"
+    dist.mkdir()
+    assert [*find_wrong_files(tmp_path, dist)] == [f"{dist} has no files; expected one sdist and one wheel"]
+    for name in ("zharness-1.1.0-py3-none-any.whl", "zharness-1.1.0.tar.gz"):
+        with zipfile.ZipFile(dist / name, "w") as file:
+            file.writestr("zharness-1.1.0.dist-info/METADATA", "Version: 1.1.0\n\ntext\n")
+    first = next(find_wrong_files(tmp_path, dist))
+    assert first == "zharness-1.1.0-py3-none-any.whl has the version 1.1.0; expected 1.2.0"
+
+
+def test_constraints_work_alone_beside_a_wheel() -> None:
+    whole = read_pins("constraints.txt")
+    assert not [line for line in whole if line.startswith("-")]
+    assert read_pins("constraints-any-torch.txt") == [
+        line for line in whole if Requirement(line).name not in FREE_OF_TORCH
+    ]
+
+
+def test_the_commands_that_are_tried_from_the_wheel_exist() -> None:
+    names = {trial.line.split()[1] for trial in (*WITHOUT_EXTRAS, *WITH_EXTRAS) if trial.line.startswith("zharness ")}
+    assert names - {"--version"} <= set(cli.commands)
+    assert {"check", "repro", "mutants", "report", "site", "init", "export"} <= names
+
+
+def test_the_table_of_compatibility_has_what_the_workflows_test() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").partition("## Compatibility")[2]
+    rows = {name.strip(): re.findall(r"\d[\d.]*", releases) for name, releases in COMPATIBILITY.findall(page)}
+    tox = configparser.RawConfigParser()
+    tox.read(ROOT / "tox.ini")
+    pins = {
+        Requirement(line).name: next(iter(Requirement(line).specifier)).version for line in read_pins("constraints.txt")
+    }
+    assert rows["Python"] == load_workflow("test.yml")["jobs"]["suites"]["strategy"]["matrix"]["python"]
+    torch = re.findall(r"torch==(\d+\.\d+)", tox["testenv:torch{24,26,28,213,_newest}"]["deps"])
+    assert [release.rpartition(".")[0] for release in rows["torch"]][: len(torch)] == torch
+    assert rows["DeepSpeed"] == load_workflow("site.yml")["jobs"]["deepspeed"]["strategy"]["matrix"]["release"]
+    assert rows["pytest"] == ["8.2", "8.4", "9.0", "9.1", "9.2"]
+    for name in ("accelerate", "transformers"):
+        assert rows[name] == [pins[name]]
+    assert rows["Lightning Fabric"] == [pins["lightning-fabric"]]
+    assert read_version(ROOT) in page

@@ -1,0 +1,174 @@
+"""The options that choose the cells of releases and how they run, for releases, bisect and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from zharness.releases.history import RunRequest
+    from zharness.run import Record, Request
+    from zharness.run.changed_cells import ChangeSelection
+    from zharness.run.check_loop import RunResult
+    from zharness.run.expected_failures import ExpectedFailure
+
+    RunCells = Callable[[Request, ChangeSelection | None, float], RunResult]
+
+
+def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options that choose the cells of every release and how they run."""
+    options = (
+        click.option(
+            "--stage",
+            "stages",
+            callback=parse_integer_option,
+            metavar="0,1,2,3",
+            help="ZeRO stages to run; by default all stages of the engine.",
+        ),
+        click.option(
+            "--world-size",
+            "world_sizes",
+            callback=parse_integer_option,
+            default="2",
+            show_default=True,
+            metavar="1,2,4",
+            help="World sizes: the numbers of ranks on which each law runs.",
+        ),
+        click.option(
+            "--dtype",
+            "dtypes",
+            callback=parse_name_option,
+            default="fp32",
+            show_default=True,
+            metavar="fp32,bf16",
+            help="Dtypes in which the models train.",
+        ),
+        click.option(
+            "--model",
+            "models",
+            callback=parse_name_option,
+            metavar="NAME,...",
+            help="Models to train; by default all models.",
+        ),
+        click.option(
+            "--timeout",
+            type=SECONDS,
+            default=60.0,
+            show_default=True,
+            help="Time limit for the ranks of one cell, in seconds.",
+        ),
+        click.option(
+            "--isolation",
+            type=NameChoice(["fresh", "pooled"]),
+            default="pooled",
+            show_default=True,
+            help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
+        ),
+        click.option(
+            "--jobs", type=click.IntRange(1), help="Number of cells to run at the same time; by default one per core."
+        ),
+        click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """The values of the options that ``add_cell_options`` adds; the fields have the names of the parameters."""
+
+    stages: tuple[int, ...]
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    models: tuple[str, ...]
+    timeout: float
+    isolation: str
+    jobs: int | None
+    jsonl: Path | None
+
+    def build_request(self, patterns: tuple[str, ...]) -> Request:
+        """Build the request for the cells of an engine that is named later.
+
+        Raises UsageError for a law, stage, dtype or model that does not exist, before any release is fetched.
+        """
+        from zharness.cli.name_index import require_known_names
+
+        require_known_names(laws=patterns, models=self.models, stages=self.stages, dtypes=self.dtypes)
+        from zharness.run import Request
+        from zharness.run.plan import validate_request
+
+        request = Request(patterns, (), self.stages, self.world_sizes, self.dtypes, self.models)
+        validate_request(request)
+        return request
+
+    def build_run(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunCells:
+        """Return a function that runs the cells of a request, or those of them that a change selects.
+
+        The records of all its runs go to one file, which ``stack`` closes.
+        """
+        from zharness.releases.rank_environment import prepare_rank_environment
+        from zharness.run.check_loop import RunOptions, Stop, open_optional_record_file, run_request
+        from zharness.world import Isolation
+
+        open_sink = cache(partial(open_optional_record_file, stack, self.jsonl))
+        options = RunOptions(
+            self.timeout, jobs=self.jobs or 0, isolation=Isolation(self.isolation), user_expected_failures=user_failures
+        )
+
+        def run(request: Request, changes: ChangeSelection | None, max_seconds: float) -> RunResult:
+            """Run the cells of ``request``; after ``max_seconds``, if that is not 0, no other cell starts."""
+            limited = replace(options, changes=changes, stop=Stop(seconds=max_seconds))
+            return run_request(request, limited, open_sink, prepare_rank_environment)
+
+        return run
+
+    def build_measure(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunRequest:
+        """Return a function that runs the cells of a request.
+
+        All records go to one file, which ``stack`` closes.
+        """
+        return make_measure(self.build_run(stack, user_failures))
+
+
+def make_measure(run: RunCells) -> RunRequest:
+    """Return a function that runs all cells of a request by ``run`` and returns their records.
+
+    Each expected failure that matches no cell is printed once on standard error.
+    """
+    print_once = cache(partial(click.echo, err=True))
+
+    def measure(request: Request) -> list[Record]:
+        """Run the cells of ``request`` and return their records."""
+        result = run(request, None, 0.0)
+        for description in result.unmatched_failures:
+            print_once(f"UNMATCHED {description}")
+        return result.records
+
+    return measure
+
+
+def reject_cell_options(identifier: str) -> None:
+    """Raise UsageError if the current command was given options that choose cells or how they run."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in {field.name for field in fields(CellOptions)}
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise UsageError(
+            f"got {', '.join(given)} with reproduction {identifier}, but these options apply only to laws; leave them "
+            "out, or name a law"
+        )

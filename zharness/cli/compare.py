@@ -1,0 +1,102 @@
+"""The command ``compare``: what a change of an engine breaks."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zharness.cli.cell_options import CellOptions, add_cell_options, make_measure
+from zharness.cli.check import SECONDS_OF_A_CHANGE
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS
+from zharness.errors import UsageError
+
+if TYPE_CHECKING:
+    from zharness.run import Request
+    from zharness.run.check_loop import RunResult
+
+
+@click.command()
+@click.argument("base")
+@click.argument("change")
+@click.option(
+    "--law",
+    "--check",
+    "checks",
+    multiple=True,
+    help="Law to run: a law, a group, a glob or a cell id; by default all laws. May be repeated.",
+)
+@click.option(
+    "--expected-failures",
+    "--excuses",
+    "expected_failures",
+    multiple=True,
+    type=OUTPUT,
+    help="TOML file of failures that the change is expected to cause; may be repeated.",
+)
+@click.option(
+    "--changed",
+    "commit",
+    metavar="COMMIT",
+    help="Run the cells that reach a function which the change has changed since it left COMMIT, those that are likely "
+    "to fail first; the base runs those of them that break. Needs --reach.",
+)
+@click.option(
+    "--reach",
+    "reach_file",
+    type=INPUT_FILE,
+    metavar="FILE",
+    help="File that `zharness check --record-reach FILE` wrote in an earlier run.",
+)
+@click.option(
+    "--max-seconds",
+    type=SECONDS,
+    default=SECONDS_OF_A_CHANGE,
+    show_default=True,
+    help="With --changed: start no other cell of the change after this number of seconds, and say what did not run.",
+)
+@add_cell_options
+def compare(
+    base: str,
+    change: str,
+    checks: tuple[str, ...],
+    expected_failures: tuple[Path, ...],
+    commit: str | None,
+    reach_file: Path | None,
+    max_seconds: float,
+    **options: Any,
+) -> int:
+    """Run the same cells on a base and on a change of it, and fail only if the change breaks a cell.
+
+    Base and change are NAME@CHECKOUT, NAME==RELEASE or NAME. Cells that the change breaks are run once more on both,
+    and are reported only if they break again. Exit codes: 0 the change breaks no cell, 1 the change breaks a cell that
+    is not broken on the base, 2 base or change cannot be run or they share no cell, 3 the harness itself failed.
+
+    \b
+    zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
+    zharness compare deepspeed@base deepspeed@change --changed HEAD^1 --reach reach.jsonl
+    """
+    if (commit is None) != (reach_file is None):
+        raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
+    from zharness.releases import compare_releases
+    from zharness.releases.rank_environment import prepare_rank_environment
+    from zharness.run.changed_cells import ChangeSelection
+    from zharness.run.expected_failures import read_expected_failures
+
+    cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
+    request = cell_options.build_request(checks)
+    for engine in (base, change):
+        prepare_rank_environment(engine)  # raises before the other side has run for a minute
+    changes = ChangeSelection(commit, reach_file) if commit is not None and reach_file is not None else None
+    with ExitStack() as stack:
+        run = cell_options.build_run(stack, user_failures)
+
+        def run_changed(request: Request) -> RunResult:
+            """Run the cells of ``request`` that reach the change."""
+            return run(request, changes, max_seconds)
+
+        return compare_releases.compare_releases(
+            base, change, request, make_measure(run), user_failures, run_changed if changes else None
+        )
