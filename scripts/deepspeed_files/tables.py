@@ -5,14 +5,15 @@ state no law about the engine: they read DeepSpeed's internals or files, need a 
 ask for a limit of DeepSpeed, or refuse this machine themselves. A test of the kind ``decided`` states a law in which
 the reference engine differs, and one of the kind ``open`` a law that the stand-in does not follow yet. With
 ``verdict = "passed"`` an exception names tests that pass without running, for example because they return on a CPU;
-they count as tests without law. The list ``uncollectable`` has the files that cannot be imported.
+they count as tests without law. The list ``uncollectable`` has the files that cannot be imported, and ``below_two``
+those of which the drop-in saves less than half of the CPU seconds.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -69,19 +70,29 @@ def compare_times(own: FileRun, swapped: FileRun) -> list[Any]:
     The ratio is a lower bound if the run with the own fixtures was killed.
     """
     more = " or more" if own.status == KILLED else ""
-    ratio = f"{own.cpu_seconds / max(swapped.cpu_seconds, 0.1):.1f} x{more}"
+    ratio = f"{find_ratio(own, swapped):.1f} x{more}"
     return [own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds, ratio]
 
 
 def sum_up(pairs: Sequence[tuple[FileRun, FileRun]]) -> list[Any]:
     """Return the last row: how many files have a ratio of 2 or more, and the sums."""
-    reached = sum(own.cpu_seconds >= 2 * swapped.cpu_seconds for own, swapped in pairs)
+    reached = sum(not saves_less_than_half(*pair) for pair in pairs)
     same, tests = sum(count_same(*pair) for pair in pairs), sum(len(own.outcomes) for own, _ in pairs)
     sums = [sum(values) for values in zip(*(compare_times(*pair)[:-1] for pair in pairs), strict=True)]
     ratio = f"{sums[2] / max(sums[3], 0.1):.1f} x"
     summary = f"2 x or more: {reached} of {len(pairs)} files"
     ranks = sum(own.processes or 0 for own, _ in pairs)
     return ["all", summary, "", f"{same} of {tests}", ranks, *sums, ratio]
+
+
+def saves_less_than_half(own: FileRun, swapped: FileRun) -> bool:
+    """Return whether the ratio of the CPU seconds, as the table shows it, is below 2."""
+    return round(find_ratio(own, swapped), 1) < 2
+
+
+def find_ratio(own: FileRun, swapped: FileRun) -> float:
+    """Return the ratio of the CPU seconds."""
+    return own.cpu_seconds / max(swapped.cpu_seconds, 0.1)
 
 
 def find_reason(run: FileRun) -> str:
@@ -107,10 +118,13 @@ def render_stand_in(runs: Runs, listed: Exceptions) -> Iterator[str]:
     yield tabulate(rows, ["file", "outcomes", "state a law", "pass", "failures"], tablefmt="github")
 
 
-def find_unexpected(runs: Runs, listed: Exceptions, differences: Sequence[str]) -> Iterator[str]:
+def find_unexpected(
+    runs: Runs, listed: Exceptions, differences: Sequence[str], slower: Collection[str]
+) -> Iterator[str]:
     """Describe runs that did not end, failures on the reference engine that no exception names, and differences.
 
-    A test may end otherwise with the drop-in if its own message matches one of ``differences``.
+    A test may end otherwise with the drop-in if its own message matches one of ``differences``, and the drop-in may
+    save less than half of the CPU seconds of the files ``slower``.
     """
     for (path, way), run in runs.items():
         if run.status == KILLED or not run.outcomes:
@@ -121,6 +135,8 @@ def find_unexpected(runs: Runs, listed: Exceptions, differences: Sequence[str]) 
                     yield f"{path}::{name} failed on the reference engine: {run.outcomes[name][1]}"
         elif way is Way.OWN and (path, Way.DROP_IN) in runs:
             swapped = runs[path, Way.DROP_IN]
+            if run.processes != 0 and saves_less_than_half(run, swapped) and path not in slower:
+                yield f"{path}: {run.cpu_seconds} CPU s with its own fixtures, {swapped.cpu_seconds} with the drop-in"
             for name, (verdict, message) in run.outcomes.items():
                 other = get_verdict(swapped, name)
                 if verdict != other and not any(re.search(pattern, message) for pattern in differences):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, run_beside, start_beside
+from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, WITHOUT_RANKS, run_beside, start_beside
 
 LIFE = """
 import threading
@@ -102,7 +105,7 @@ def test_verdicts_are_those_without_ranks(tmp_path: Path, plugins: tuple[str, ..
     beside = run_beside(tmp_path, LIFE, *options, plugins=plugins)
     beside.assert_same_verdicts()
     for mode in beside.on_ranks:
-        check_reports(tmp_path / mode, tmp_path / "without ranks")
+        check_reports(tmp_path / mode, tmp_path / WITHOUT_RANKS)
 
 
 def check_reports(on_ranks: Path, without: Path) -> None:
@@ -116,8 +119,28 @@ def check_reports(on_ranks: Path, without: Path) -> None:
             (suite,) = ElementTree.parse(folder / "report.xml").getroot()  # noqa: S314 - pytest wrote it
             totals.append({name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")})
         assert totals[0] == totals[1]
-    for name in ("page.html", "log.jsonl"):
-        assert (on_ranks / name).exists() == (without / name).exists()
+    for name, read in (("page.html", read_page), ("log.jsonl", read_log)):
+        if (without / name).exists():
+            assert read(on_ranks / name) == read(without / name)
+
+
+def read_page(page: Path) -> list[tuple[str, list[str]]]:
+    """Return the id without world size and the results of every test in a page of pytest-html."""
+    (blob,) = re.findall(r'data-jsonblob="([^"]*)"', page.read_text())
+    tests = json.loads(html.unescape(blob))["tests"]
+    return [(strip_world_size(name), [row["result"] for row in rows]) for name, rows in tests.items()]
+
+
+def read_log(log: Path) -> list[tuple[str, str, str]]:
+    """Return the id without world size, the phase and the outcome of every report in a file of pytest-reportlog."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    reports = [record for record in records if record["$report_type"] == "TestReport"]
+    return [(strip_world_size(report["nodeid"]), report["when"], report["outcome"]) for report in reports]
+
+
+def strip_world_size(name: str) -> str:
+    """Return an id without the part that says how many ranks there are."""
+    return re.sub(r"w2-|\[w2\]|\(w2\)", "", name)
 
 
 MODES = """
@@ -267,7 +290,7 @@ def test_scenarios_of_pytest_bdd_run_on_ranks(tmp_path: Path) -> None:
     pytest.importorskip("pytest_bdd", reason="needs pytest-bdd: tox -e plugins")
     beside = run_beside(tmp_path, FEATURE, "--cucumberjson=report.json", plugins=("pytest_bdd.plugin",))
     beside.assert_same_verdicts()
-    expected = read_steps(tmp_path / "without ranks")
+    expected = read_steps(tmp_path / WITHOUT_RANKS)
     assert len(expected) == 2
     for mode in beside.on_ranks:
         assert read_steps(tmp_path / mode) == expected, mode
@@ -296,7 +319,8 @@ def test_on_ranks():
 
 def test_mpi_pytest_runs_its_own_tests_beside_tests_on_ranks(tmp_path: Path) -> None:
     pytest.importorskip("pytest_mpi", reason="needs mpi-pytest: tox -e plugins")
-    run_beside(tmp_path / "apart", MPI, plugins=("pytest_mpi.plugin",)).assert_same_verdicts()
+    beside = run_beside(tmp_path / "apart", MPI, plugins=("pytest_mpi.plugin",))
+    beside.assert_same_verdicts(in_order=False)  # two processes of mpiexec report one test, each when it is ready
     both = f"import pytest\n@{ON_RANKS}\n@pytest.mark.parallel(2)\ndef test_both():\n    pass\n"
     refused = start_beside(tmp_path / "both", both, plugins=("pytest_mpi.plugin",)).finish()
     assert refused.status == pytest.ExitCode.USAGE_ERROR
@@ -320,13 +344,47 @@ def test_under_mpiexec_mpi_pytest_refuses_tests_on_ranks_as_every_test_without_i
         assert f"ERROR test_it.py::{name}pytest.UsageError: Serial" in done.stdout, done.stdout
 
 
+def test_pycharm_hears_one_result_of_each_test(tmp_path: Path) -> None:
+    pytest.importorskip("teamcity", reason="needs teamcity-messages: tox -e plugins")
+    beside = run_beside(tmp_path, LIFE, "--teamcity", plugins=("teamcity.pytest_plugin",))
+    expected, *on_ranks = (
+        re.findall(r"##teamcity\[(test(?:Started|Failed|Ignored|Finished)) .*?name='(.*?)'", strip_world_size(output))
+        for output in (beside.by_mode[WITHOUT_RANKS].output, *(run.output for run in beside.on_ranks.values()))
+    )
+    assert expected.count(expected[0]) == 1
+    assert on_ranks == [expected, expected]
+
+
 EDITOR = "suites.pytest_ranks.editor_plugin"
 
 
 def test_an_editor_hears_one_verdict_of_each_test(tmp_path: Path) -> None:
     beside = run_beside(tmp_path, LIFE, plugins=(EDITOR,))
     beside.assert_same_verdicts()
-    expected = (tmp_path / "without ranks" / "heard.txt").read_text()
+    expected = (tmp_path / WITHOUT_RANKS / "heard.txt").read_text()
     for mode in beside.on_ranks:
-        heard = (tmp_path / mode / "heard.txt").read_text().replace("[w2-", "[").replace("[w2]", "")
-        assert heard == expected, mode
+        heard = (tmp_path / mode / "heard.txt").read_text()
+        assert strip_world_size(heard) == expected, mode
+
+
+@pytest.mark.skipif(find_spec("vscode_pytest") is None, reason="PYTHONPATH lacks python_files of VS Code's extension")
+def test_vs_code_is_sent_one_result_of_each_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_RUN_PIPE", "sent.txt")
+    beside = run_beside(tmp_path, LIFE, plugins=("vscode_pytest",))
+    beside.assert_same_verdicts()
+    expected = read_sent_results(tmp_path / WITHOUT_RANKS)
+    assert len(expected) == 9
+    for mode in beside.on_ranks:
+        assert read_sent_results(tmp_path / mode) == expected, mode
+
+
+def read_sent_results(folder: Path) -> list[tuple[str, str]]:
+    """Return the id, without file and world size, and the outcome of every result that VS Code's plugin sent."""
+    sent = (folder / "sent.txt").read_bytes().decode()
+    messages = re.findall(r"\r\n\r\n(\{.*?\})(?=content-length|$)", sent, re.DOTALL)
+    results = [json.loads(message)["params"].get("result") or {} for message in messages]
+    return [
+        (strip_world_size(test.partition("::")[2]), outcome["outcome"])
+        for result in results
+        for test, outcome in result.items()
+    ]
