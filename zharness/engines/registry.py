@@ -182,6 +182,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.fsdp.fully_shard",
             distribution="torch",
             install="pip install torch",
+            warm_up="zharness.engines.tensor_parallel:warm_up",
             sources=("torch.distributed.fsdp._fully_shard", "torch.distributed.checkpoint.state_dict"),
         ),
         EngineInfo(
@@ -190,6 +191,7 @@ BUILT_IN: dict[str, EngineInfo] = {
             summary="torch.distributed.tensor.parallel.parallelize_module, on a mesh with the axis tp alone",
             distribution="torch",
             install="pip install torch",
+            warm_up="zharness.engines.tensor_parallel:warm_up",
             sources=("torch.distributed.tensor",),
         ),
         EngineInfo(

@@ -23,8 +23,9 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
-from zharness.parity import Comparison, Part, Tier, compare_bitwise
+from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
+from zharness.parity.calibration import calibrate_mean, compare_calibrated
 
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
@@ -151,6 +152,25 @@ def compare_replicas(
                 yield add_hint(compare_bitwise(place, shards[first], shards[rank]), hint)
 
 
+def observe_mean_gradient(ctx: RankContext) -> None:
+    """Run one backward, and record the reduced gradients."""
+    engine = ctx.build_engine()
+    ctx.train(engine, step=0)
+    ctx.record("grads", engine.full_grads())
+    engine.close()
+
+
+def judge_mean_gradient(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of rank 0 by tier C with the float64 mean, and those of all ranks with each other."""
+    calibrated = calibrate_mean(ctx.baseline, ctx.data_size)
+    rank_grads = ctx.rank_records("grads")
+    ctx.check_gradient_names(calibrated.oracle.keys(), rank_grads[0])
+    grads = {name: rank_grads[0][name].double() for name in calibrated.oracle}
+    yield compare_calibrated(ctx.location("", Part.REDUCTION, rank=0), calibrated, grads)
+    for name in calibrated.oracle:
+        yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
+
+
 def mesh_law(
     name: str,
     statement: str,
@@ -160,12 +180,13 @@ def mesh_law(
     kept_because: str,
     models: tuple[str, ...] = MODELS,
     variants: tuple[Variant, ...] = (Variant(),),
+    tier: Tier = Tier.STAGED,
 ) -> Law:
-    """Build a law of the group ``mesh``, whose models are exact."""
+    """Build a law of the group ``mesh``, whose models are exact unless ``tier`` is that of random weights."""
     return Law(
         name=f"mesh.{name}",
         statement=statement,
-        tier=Tier.STAGED,
+        tier=tier,
         models=models,
         observe=observe,
         judge=judge,
@@ -208,5 +229,14 @@ LAWS = (
         judge_norm,
         Feature.CLIP,
         kept_because="the only law of a norm over replicated and split gradients",
+    ),
+    mesh_law(
+        "mean_gradient",
+        "on random weights the mean gradient of one backward is as near to float64 as that of torch's kernels",
+        observe_mean_gradient,
+        judge_mean_gradient,
+        kept_because="the cheapest law of random weights, with one backward whatever the number of ranks",
+        models=("mlp",),
+        tier=Tier.CALIBRATED,
     ),
 )

@@ -134,6 +134,18 @@ class LeavesOutTheSumOfPartialOutputs(OverMesh):
         return nn.functional.linear(inputs[0].to_local(), module.weight.to_local(), module.bias.to_local())
 
 
+@mutant(FaultKind.REDUCE_DTYPE, on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
+class RoundsSumsOfPartialOutputs(OverMesh):
+    """The outputs of a row-wise layer are rounded to bf16 after they are summed over tp."""
+
+    def spoil_modules(self) -> None:
+        if self.tensor_size > 1:
+            self.hook_output(next(name for name, word in self.config.tp_plan.items() if word.startswith("rowwise")))
+
+    def changed_output(self, module: Any, inputs: Any, output: Any) -> Any:
+        return output.bfloat16().float()
+
+
 @mutant(FaultKind.SHARDS, on_mesh(part=Part.FORWARD), origin=Origin.MESH)
 class GathersOutputsInReversedOrder(OverMesh):
     """The parts of a column-wise layer's output are gathered from the last rank of tp to the first."""

@@ -152,20 +152,64 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
     gradient. Where a SyncBatchNorm joins the ranks, the gradient is that of the sum of all ranks' losses times
     ``loss_weights``. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
     """
+    part = record_runs(baseline, rank, step, loss_weights)
+    return build_calibration(part.oracle, part.squares, part.plain_grads, torch.finfo(baseline.dtype).eps)
+
+
+@lru_cache(maxsize=8)
+def calibrate_mean(baseline: Baseline, ranks: int, step: int = 0) -> Calibration:
+    """Compute the calibration of the mean gradient of all ranks' micro-batches at the initial weights.
+
+    Each plain run is the mean of the plain runs of all ranks, in the dtype of the model. Raises SharedDrawError as
+    ``calibrate`` does.
+    """
+    parts = [record_runs(baseline, rank, step) for rank in range(ranks)]
+    names = list(parts[0].oracle)
+    oracle = {name: torch.stack([part.oracle[name] for part in parts]).mean(dim=0) for name in names}
+    rank_squares = [part.squares for part in parts if part.squares is not None]
+    squares = (
+        {name: torch.stack([squares[name] for squares in rank_squares]).sum(dim=0) / ranks**2 for name in names}
+        if len(rank_squares) == ranks
+        else None
+    )
+    plain_grads = [
+        {name: torch.stack([grads[name] for grads in runs]).mean(dim=0) for name in names}
+        for runs in zip(*(part.plain_grads for part in parts), strict=True)
+    ]
+    return build_calibration(oracle, squares, plain_grads, torch.finfo(baseline.dtype).eps)
+
+
+@dataclass(frozen=True)
+class RecordedRuns:
+    """The float64 gradients of a micro-batch, those of CALIBRATION_RUNS plain runs, and what its samples add.
+
+    ``squares`` are the sums of squares of what each sample adds, or None if samples depend on each other.
+    """
+
+    oracle: Grads
+    squares: Grads | None
+    plain_grads: Sequence[Grads]
+
+
+def record_runs(baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = ()) -> RecordedRuns:
+    """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError."""
     runs = SampleRuns.record(baseline, rank, step, loss_weights)
-    samples = torch.arange(runs.batch.num_samples)
-    oracle = dict(runs.compute_grads(samples, wide=True))
+    oracle = dict(runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True))
     squares = sum_squares_of_samples(runs, oracle)
+    plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
+    return RecordedRuns(oracle, squares, plain_grads)
+
+
+def build_calibration(oracle: Grads, squares: Grads | None, plain_grads: Sequence[Grads], eps: float) -> Calibration:
+    """Return the calibration with the units that follow from ``squares`` and the limits from ``plain_grads``."""
     units = {}
     for name, whole in oracle.items():
         s = (whole.square() if squares is None else squares[name]).sqrt()
         floor = UNIT_FLOOR * s.square().mean().sqrt() if s.numel() else s.sum()
         units[name] = s.clamp(min=max(float(floor), torch.finfo(torch.float64).tiny))
-    plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
     bare = Calibration(oracle, units, ErrorStatistics(0.0, 0.0, 0.0), find_zero_names(oracle, plain_grads))
     judged = [name for name in oracle if name not in bare.zero_names]
     plain_runs = [error_statistics(bare, grads, judged) for grads in plain_grads]
-    eps = torch.finfo(baseline.dtype).eps
     limits = ErrorStatistics(
         max_error=LARGEST_FACTOR * max(run.max_error for run in plain_runs),
         rms_error=SPREAD_FACTOR * max(run.rms_error for run in plain_runs),

@@ -12,6 +12,7 @@ from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
+LARGE_WORLD = 16  # ranks of a cell whose cost is printed: fewer cost less than the imports of their server
 MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
 MAX_LISTED_CELLS = 4  # one for each stage; the JSON lines have every cell
 
@@ -104,3 +105,13 @@ def render_summary(records: Sequence[Record], seconds: float) -> str:
     """Render the last line of a run: cells, seconds, and outcomes."""
     parts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(records).items())
     return f"{count_cells(len(records))} in {seconds:.1f} s: {parts}"
+
+
+def render_rank_costs(records: Sequence[Record]) -> str:
+    """Render a line for each cell of LARGE_WORLD ranks or more that ran: CPU time of all ranks, and of one."""
+    return "\n".join(
+        f"{record.cell.id}: {record.cell.world_size} ranks took {record.rank_cpu_seconds:.1f} s of CPU, "
+        f"{record.rank_cpu_seconds / record.cell.world_size:.2f} s each"
+        for record in records
+        if record.rank_cpu_seconds is not None and record.cell.world_size >= LARGE_WORLD
+    )

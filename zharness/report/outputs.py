@@ -11,7 +11,7 @@ import click
 from zharness import step_summary
 from zharness.errors import UsageError
 from zharness.report.comparison import RunComparison, render_comparison
-from zharness.report.failures import render_failures, render_summary
+from zharness.report.failures import render_failures, render_rank_costs, render_summary
 from zharness.report.junit import write_junit
 from zharness.report.matrix import render_matrix
 from zharness.report.page import require_page_writable, write_page
@@ -65,6 +65,7 @@ class Outputs:
             "\n".join(coverage),
             render_failures(records),
             "\n".join(f"UNMATCHED {description}" for description in unmatched_failures),
+            render_rank_costs(records),
             render_summary(records, seconds),
         ]
         click.echo("\n\n".join(part for part in parts if part))

@@ -68,7 +68,8 @@ class Record:
     behind the verdict ``contract``. ``withheld_feature`` is a feature that the engine does not claim although the law
     holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
     ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended differently on
-    fresh ranks, which all other fields describe: an earlier cell left state behind.
+    fresh ranks, which all other fields describe: an earlier cell left state behind. ``rank_cpu_seconds`` is the CPU
+    time of all ranks together, or None if a rank did not return or none ran.
     """
 
     cell: Cell
@@ -95,6 +96,7 @@ class Record:
     withheld_feature: str = ""
     raising_frame: str = ""
     pool_difference: str = ""
+    rank_cpu_seconds: float | None = None
 
     @property
     def is_expected(self) -> bool:
@@ -163,6 +165,7 @@ class Record:
             "cause": self.cause,
             "raising_frame": self.raising_frame,
             "seconds": round(self.seconds, 4),
+            "rank_cpu_seconds": None if self.rank_cpu_seconds is None else round(self.rank_cpu_seconds, 4),
             "command": self.command,
         }
         return {key: as_json_number(value) for key, value in plain.items()}
@@ -211,6 +214,7 @@ def parse_record(line: str) -> Record:
             withheld_feature=plain.get("withheld", ""),  # missing in lines of older releases
             raising_frame=plain.get("raising_frame", ""),  # the same
             pool_difference=plain.get("pool_difference", ""),  # missing in lines of older releases
+            rank_cpu_seconds=plain.get("rank_cpu_seconds"),  # the same
         )
         require_field_types(record)
         return record

@@ -55,7 +55,8 @@ class RankOutcome:
     hung or was stopped, and ``site`` is the collective in which that rank waited, or empty. ``phase`` is the test phase
     in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
     before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
-    ``imported_modules`` are the modules of torch that the rank imported during this task.
+    ``imported_modules`` are the modules of torch that the rank imported during this task. ``cpu_seconds`` is the CPU
+    time that the task took on the rank, if it returned.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class RankOutcome:
     captured_output: tuple[CapturedOutput, ...] = ()
     leftovers: tuple[str, ...] = ()
     imported_modules: tuple[str, ...] = ()
+    cpu_seconds: float = 0.0
 
     @property
     def output(self) -> str:

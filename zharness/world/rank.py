@@ -230,7 +230,7 @@ def redirect_streams(pipes: RankPipes) -> None:
 
 def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., Any] | None) -> RankOutcome:
     """Run a task on this rank and return the outcome, which includes any exception that was raised, even SystemExit."""
-    modules_before = len(sys.modules)
+    modules_before, cpu_before = len(sys.modules), time.process_time()
     try:
         form_group(task, slot)
         function = (
@@ -246,6 +246,7 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
             time.monotonic_ns(),
             payload=payload,
             imported_modules=find_new_torch_modules(modules_before),
+            cpu_seconds=time.process_time() - cpu_before,
         )
     except BaseException as error:  # noqa: BLE001 - a rank reports every exception that ended it
         return outcome_from_exception(slot.rank, error)
