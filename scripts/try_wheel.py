@@ -46,7 +46,7 @@ WITHOUT_EXTRAS = (
     Trial("zharness report failing.jsonl", "FAIL", 1),
     Trial("zharness init failing.jsonl", "zharness.toml"),
     Trial("zharness laws versions", "1.0"),
-    Trial("zharness mutants loses_the_shards_edge --scope targets --no-jsonl", "killed"),
+    Trial("zharness mutants loses_the_shards_edge --scope targets", "killed"),
     Trial("zharness repro zero1-step-between-backwards", "as expected"),
     Trial("zharness repro zero1-step-between-backwards --issue", "### "),
     Trial(f"zharness export '{CELL}' -o shown.py", "shown.py"),
