@@ -43,21 +43,21 @@ WITHOUT_EXTRAS = (
     Trial("zharness doctor", "python"),
     Trial("zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'", "1 pass"),
     Trial(f"zharness check training.grads --engine {BROKEN} --stage 2 --model mlp --jsonl failing.jsonl", "FAIL", 1),
-    Trial("zharness report failing.jsonl", "FAIL", 1),
+    Trial("zharness report failing.jsonl", "it is broken", 1),
     Trial("zharness init failing.jsonl", "zharness.toml"),
     Trial("zharness laws versions", "1.0"),
-    Trial("zharness mutants loses_the_shards_edge --scope targets --no-jsonl", "killed"),
+    Trial("zharness mutants loses_the_shards_edge --scope targets", "killed"),
     Trial("zharness repro zero1-step-between-backwards", "as expected"),
     Trial("zharness repro zero1-step-between-backwards --issue", "### "),
-    Trial(f"zharness export '{CELL}' -o shown.py", "shown.py"),
+    Trial(f"zharness export '{CELL}' -o shown.py", "shows the same verdict"),
     Trial("torchrun --standalone --nproc_per_node=2 shown.py", "", 1),
     Trial("zharness check ddp --engine nonsense", "nonsense", 2),
 )
 WITH_EXTRAS = (
     Trial("pip install '{wheel}[report]' pytest -c constraints.txt", ""),
-    Trial("zharness report failing.jsonl --html failing.html", "FAIL", 1),
+    Trial("zharness report failing.jsonl --html failing.html", "it is broken", 1),
     Trial("zharness site failing.jsonl -o site", "site/index.html"),
-    Trial("pytest --pyargs zharness.repro -k zero1-step-between-backwards -p no:cacheprovider", "1 passed"),
+    Trial("pytest --pyargs zharness.repro -k zero1_noreport_step_between_backwards -p no:cacheprovider", "1 passed"),
     Trial("pytest test_shards.py", "2 passed"),
 )
 SHARDS = """import pytest

@@ -47,6 +47,7 @@ def pytest_load_initial_conftests(
     add_free_short_names(parser)
 
 
+INSTALLED_REPROS = os.path.join(os.path.dirname(__file__), "repro")  # a wheel's; a clone's conftest.py has its own
 CUDA_INIT_SOURCE = pytest.StashKey[str]()  # on the config: the file whose import initialized CUDA
 
 
@@ -71,6 +72,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from zharness.pytest_ranks.torchrun_plugin import register_torchrun_plugin
 
         register_torchrun_plugin(config)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect each reproduction that a wheel has installed as a test, for `pytest --pyargs zharness.repro`."""
+    folder, name = os.path.split(file_path)
+    if folder != INSTALLED_REPROS or not name.endswith(".py") or name == "__init__.py":
+        return None
+    from zharness.releases.repro_items import ReproFile
+
+    collector: pytest.Collector = ReproFile.from_parent(parent, path=file_path)
+    return collector
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

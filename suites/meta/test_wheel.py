@@ -46,8 +46,13 @@ def test_a_wheel_is_whole_and_reproduces_a_bug(tmp_path: Path) -> None:
     with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
         packaged = {name for name in wheel.namelist() if ".dist-info/" not in name}
         wheel.extractall(tmp_path / "installed")
-    assert packaged == list_files(ROOT / "zharness") | {f"zharness/{name}" for name in list_files(ROOT / "repro")}
+    scripts = {f"zharness/{name}" for name in list_files(ROOT / "repro")}
+    assert packaged == list_files(ROOT / "zharness") | scripts | {"zharness/repro/__init__.py"}
     path = str(tmp_path / "installed")
     imported = run_python("-c", "import zharness; print(zharness.__file__)", folder=tmp_path, path=path)
     assert imported.startswith(path)
     assert " as expected " in run_python("-c", MAIN, "repro", BUG, folder=tmp_path, path=path)
+    collected = run_python(
+        "-m", "pytest", "--pyargs", "zharness.repro", "--collect-only", "-q", folder=tmp_path, path=path
+    )
+    assert len({line.partition("::")[0] for line in collected.splitlines() if "::" in line}) == len(scripts)

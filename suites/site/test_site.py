@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import subprocess
@@ -16,13 +17,17 @@ import pytest
 from click.testing import CliRunner
 
 from suites.site.many_runs import ISSUE, MARKUP, RETAINED, TORCH, make, many_runs
+from suites.warm import programs
 from zharness.cli import cli
 from zharness.errors import UsageError
+from zharness.laws import LAWS
 from zharness.run import Record, Verdict
+from zharness.run.expected_failures import expected_failures_for
 from zharness.site import command
-from zharness.site.columns import sort_columns
+from zharness.site.columns import Column, sort_columns
 from zharness.site.folder import MARKER
 from zharness.site.history import describe_command, follow_law
+from zharness.site.programs import read_program
 from zharness.site.table import build_rows, count_laws
 
 
@@ -186,6 +191,46 @@ def test_a_finding_has_its_reason_its_issue_and_its_reproductions(site: Path) ->
     assert ISSUE in (site / "laws" / f"{RETAINED}.html").read_text(encoding="utf-8")
     (unreported,) = (site / "findings").glob("deepspeed-*.html")
     assert "is not one of this release of zharness" in unreported.read_text(encoding="utf-8")
+
+
+def test_a_contract_has_its_documentation_its_remedy_and_its_cells(tmp_path: Path) -> None:
+    entry = next(each for each in expected_failures_for("ddp") if each.remedy)
+    held = make("ddp", TORCH, RETAINED, Verdict.CONTRACT, entry.reason)
+    written = write_records(tmp_path / "r.jsonl", [replace(held, documentation_url=entry.documented)])
+    assert command.build_site([written], tmp_path / "out") == 0
+    (page,) = (tmp_path / "out" / "contracts").glob("ddp-*.html")
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    assert entry.reason in text
+    assert f'href="{entry.documented}"' in text
+    assert all(f"{name} = {value}" in text for name, value in entry.remedy.items())
+    for linking in ("index.html", f"laws/{RETAINED}.html"):
+        assert f"contracts/{page.name}" in (tmp_path / "out" / linking).read_text(encoding="utf-8")
+
+
+def test_a_finding_has_the_reason_of_the_users_own_file(tmp_path: Path) -> None:
+    (tmp_path / "zharness.toml").write_text(
+        '[[expected_failure]]\nengine = "deepspeed"\nlaw = "torch_func.grad"\nupstream = "no report known"\n'
+        'reason = "the reason of the user"\nverdict = "crash"\nsignatures = ["it crashed"]\n',
+        encoding="utf-8",
+    )
+    write_records(tmp_path / "r.jsonl", many_runs())
+    done = programs.run("-m", "zharness", "site", "r.jsonl", "-o", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (page,) = (tmp_path / "out" / "findings").glob("deepspeed-*.html")
+    assert "the reason of the user" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_law_has_its_program(site: Path) -> None:
+    text = html.unescape((site / "laws" / f"{RETAINED}.html").read_text(encoding="utf-8"))
+    assert "def retained_same_loss(participant: Participant) -> None:" in text
+    programs_of_laws = [read_program(law) for law in LAWS.values()]
+    assert all(program.startswith(("def ", "@")) for program in programs_of_laws)
+    assert len(set(programs_of_laws)) > 0.9 * len(LAWS)
+
+
+def test_a_build_of_torch_is_no_other_torch() -> None:
+    assert Column("ddp", "2.8.0", "2.8.0+cu128").torch_note == ""
+    assert Column("deepspeed", "0.19.8", "2.8.0+cu128").torch_note == "with torch 2.8.0+cu128"
 
 
 def test_a_badge_is_an_svg_with_a_title(site: Path) -> None:

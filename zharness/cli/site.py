@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from zharness.cli.options import INPUT_FILE
+from zharness.cli.project_options import read_project_failures
+from zharness.project_file import find_project_file
 
 
 @click.command()
@@ -20,7 +22,16 @@ from zharness.cli.options import INPUT_FILE
     metavar="FOLDER",
     help="Write the site into FOLDER. A site that this command wrote there is replaced; other files are never.",
 )
-def site(records: tuple[Path, ...], folder: Path) -> int:
+@click.option(
+    "--expected-failures",
+    "--excuses",
+    "expected_failures",
+    multiple=True,
+    type=INPUT_FILE,
+    help="TOML file of expected failures whose reasons the pages show, beside those of zharness.toml in the current "
+    "folder and of zharness. May be repeated.",
+)
+def site(records: tuple[Path, ...], folder: Path, expected_failures: tuple[Path, ...]) -> int:
     """Write a static site from records of any number of runs: engines, releases, and releases of torch.
 
     RECORDS are files that `zharness check --jsonl FILE` and `zharness releases --jsonl FILE` wrote:
@@ -34,7 +45,8 @@ def site(records: tuple[Path, ...], folder: Path) -> int:
 
     The site has a table of laws x engine releases, whose filters are kept in the address; a page for each law, with its
     statement and with the release on which each cell broke or was mended; a page for each finding that the records
-    name, with its reason, issue and reproduction; and a badge for each engine release (badges/*.svg). It loads nothing
+    name, with its reason, issue and reproduction; one for each contract, with its documentation and remedy; and a badge
+    for each engine release (badges/*.svg). It loads nothing
     from elsewhere, and can be served from any folder, as by GitHub Pages.
 
     If a cell was run several times on one release, its worst record counts. Exit codes: 0 the site was written,
@@ -42,4 +54,5 @@ def site(records: tuple[Path, ...], folder: Path) -> int:
     """
     from zharness.site.command import build_site
 
-    return build_site(records, folder)
+    failures = read_project_failures(find_project_file(Path.cwd()), expected_failures)
+    return build_site(records, folder, failures)

@@ -31,6 +31,7 @@ from zharness.releases.prepared_release import PreparedRelease, get_installed_ve
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED_FOLDER = _PACKAGE / "repro"  # pyproject.toml gives it this name
 REPRO_FOLDER = _INSTALLED_FOLDER if _INSTALLED_FOLDER.is_dir() else _PACKAGE.parent / "repro"
+PACKAGE_FILE = "__init__.py"  # the only file of an installed folder that is no script
 MARKER = "repro: REPRODUCED: "
 NOT_YET = "not yet"
 CUDA = "cuda"
@@ -167,7 +168,7 @@ def load_catalogue(folder: Path = REPRO_FOLDER) -> tuple[Repro, ...]:
 
     Raises UsageError if there are none, if a header is wrong, or if two scripts have the same id.
     """
-    scripts = sorted(folder.glob("*.py"))
+    scripts = sorted(path for path in folder.glob("*.py") if path.name != PACKAGE_FILE)
     if not scripts:
         raise UsageError(f"found no reproduction in {folder}; expected scripts that end in .py; install zharness again")
     found = sorted((parse_repro(script) for script in scripts), key=lambda repro: (repro.engine, repro.id))

@@ -25,8 +25,12 @@ class Column:
 
     @property
     def torch_note(self) -> str:
-        """``with torch RELEASE``, or an empty string if the engine is a part of torch."""
-        return "" if self.version == self.torch_version else f"with torch {self.torch_version}"
+        """``with torch RELEASE``, or an empty string if the engine is a part of torch.
+
+        The metadata of some builds of torch lacks the label of its build, as in 2.8.0 for 2.8.0+cu128.
+        """
+        is_torch = self.version in (self.torch_version, self.torch_version.partition("+")[0])
+        return "" if is_torch else f"with torch {self.torch_version}"
 
     @property
     def release(self) -> str:

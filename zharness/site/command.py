@@ -12,6 +12,7 @@ import click
 from tqdm import tqdm
 
 from zharness.errors import UsageError
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.record_reader import load_records
 from zharness.site.folder import replace_folder, require_replaceable
 from zharness.site.pages import MISSING_JINJA_MESSAGE, Site
@@ -20,9 +21,10 @@ PROGRESS_DELAY_SECONDS = 2.0
 Item = TypeVar("Item")
 
 
-def build_site(paths: Sequence[Path], folder: Path) -> int:
+def build_site(paths: Sequence[Path], folder: Path, user_failures: Sequence[ExpectedFailure] = ()) -> int:
     """Write the site of the records in ``paths`` into ``folder``, and return the exit code.
 
+    ``user_failures`` are the user's own expected failures, whose reasons are shown.
     The exit code is 0 whatever the verdicts are, and 2 if a line of the files is not a record; the site is then written
     without it and says so. Raises UsageError if there is no record, jinja2 is missing, or the folder must not be
     replaced.
@@ -32,7 +34,7 @@ def build_site(paths: Sequence[Path], folder: Path) -> int:
     require_replaceable(folder.resolve())
     with show_progress("reading", "line") as bar:
         loaded = load_records(paths, lambda lines: count_taken(lines, bar))
-    site = Site(loaded.records, loaded.skipped_lines)
+    site = Site(loaded.records, loaded.skipped_lines, user_failures)
     size = 0
     with replace_folder(folder) as beside, show_progress("writing", "file", site.size) as bar:
         for file in count_taken(site.render(), bar):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +10,18 @@ from zharness.engines.registry import is_checkout
 from zharness.errors import UsageError
 from zharness.releases.repros import Repro, load_catalogue
 from zharness.run.changes import strip_release
-from zharness.run.expected_failures import expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.outcomes import group_records
 from zharness.run.record import Record
 from zharness.site.columns import find_column, sort_columns
+from zharness.site.slugs import make_slug
 
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
 UNREPORTED = "no report known"  # what an expected failure names in place of an issue
-NO_REASON = "the expected failure is not one of this release of zharness; the file that excused it has the reason"
+NO_REASON = (
+    "the expected failure is not one of this release of zharness; `zharness site --expected-failures FILE` reads the "
+    "file that excused it, which has the reason"
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,7 @@ class FindingKey:
     @property
     def slug(self) -> str:
         """The name of the finding's page, which is the same in every site."""
-        digest = hashlib.sha256(f"{self.upstream}\n{self.engine}\n{self.reason}".encode()).hexdigest()[:8]
-        return f"{slugify(self.engine or self.upstream)}-{digest}"
+        return make_slug(self.engine or self.upstream, self.upstream, self.engine, self.reason)
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,6 @@ class Finding:
         return tuple(sorted({record.cell.law for record in self.records}))
 
 
-def slugify(text: str) -> str:
-    """Return ``text`` with only letters, digits, dots, signs and underscores, for the name of a file."""
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.")
-
-
 def find_address(upstream: str) -> str:
     """Return the web address of an issue written as ``owner/name#1``, or of one given by its address; else ''."""
     issue = _ISSUE.search(upstream)
@@ -81,9 +78,9 @@ def find_address(upstream: str) -> str:
     return upstream if re.fullmatch(r"https://\S+", upstream) else ""
 
 
-def find_reason(record: Record) -> str:
-    """Return the reason that this release of zharness gives for an expected failure, or an empty string."""
-    for entry in expected_failures_for(record.cell.engine):
+def find_reason(record: Record, user_failures: Sequence[ExpectedFailure] = ()) -> str:
+    """Return the reason that the user's files or this zharness give for an expected failure, or an empty string."""
+    for entry in (*user_failures, *expected_failures_for(record.cell.engine)):
         if (
             entry.upstream == record.expected_failure
             and entry.verdict == record.verdict.value
@@ -101,10 +98,10 @@ def find_key(record: Record, reason: str) -> FindingKey:
     return FindingKey(UNREPORTED, strip_release(record.cell).engine, reason or NO_REASON)
 
 
-def collect_findings(records: Iterable[Record]) -> tuple[Finding, ...]:
+def collect_findings(records: Iterable[Record], user_failures: Sequence[ExpectedFailure] = ()) -> tuple[Finding, ...]:
     """Return a finding for each cause that the records name, reported ones first."""
     excused = [record for record in records if record.expected_failure and record.verdict.is_broken]
-    reasons = {id(record): find_reason(record) for record in excused}
+    reasons = {id(record): find_reason(record, user_failures) for record in excused}
     catalogue = load_repros()
     findings = [
         Finding(

@@ -16,17 +16,23 @@ from zharness.laws import LAWS
 from zharness.report.page import content_security_policy, read_base_styles
 from zharness.report.page.columns import OUTCOME_GLYPHS, OUTCOME_MEANINGS
 from zharness.run.changes import strip_release
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import group_records, outcome_name
 from zharness.run.record import Record
 from zharness.site import history, table
 from zharness.site.badge import describe_badge
 from zharness.site.columns import WORST_FIRST, Column, find_column, sort_columns
-from zharness.site.findings import Finding, collect_findings, find_address, slugify
+from zharness.site.contracts import Contract, collect_contracts
+from zharness.site.findings import Finding, collect_findings, find_address
+from zharness.site.programs import read_program
+from zharness.site.slugs import slugify
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 MISSING_JINJA_MESSAGE = 'the site needs jinja2, which is not installed; install it with: pip install "zharness[report]"'
+
+WIDEST_WITH_WORDS = 8  # columns; the squares of a wider table show signs, and their words to those who cannot see them
 
 
 @dataclass(frozen=True)
@@ -40,19 +46,22 @@ class SiteFile:
 class Site:
     """The pages of the site of some records."""
 
-    def __init__(self, records: Sequence[Record], skipped: Sequence[str] = ()) -> None:
+    def __init__(
+        self, records: Sequence[Record], skipped: Sequence[str] = (), user_failures: Sequence[ExpectedFailure] = ()
+    ) -> None:
         self._records = records
         self._skipped = skipped
         self._by_law = group_records(records, lambda record: record.cell.law)
         self._columns = sort_columns(records)
-        self._findings = collect_findings(records)
+        self._findings = collect_findings(records, user_failures)
         self._finding_of = {id(record): each for each in self._findings for record in each.records}
+        self._contracts = collect_contracts(records, user_failures)
         self._badges = name_badges(self._columns)
 
     @property
     def size(self) -> int:
         """The number of files that ``render`` yields."""
-        return 1 + len(self._by_law) + len(self._findings) + len(self._badges)
+        return 1 + len(self._by_law) + len(self._findings) + len(self._contracts) + len(self._badges)
 
     def render(self) -> Iterator[SiteFile]:
         """Yield every file of the site. Raises UsageError if jinja2 is missing."""
@@ -61,6 +70,8 @@ class Site:
             yield self._render_law(law, records)
         for finding in self._findings:
             yield self._render_finding(finding)
+        for contract in self._contracts:
+            yield self._render_contract(contract)
         for tally in self._tallies:
             yield SiteFile(
                 self._badges[tally.column], self._environment.get_template("badge.svg").render(describe_badge(tally))
@@ -79,6 +90,8 @@ class Site:
             tallies=self._tallies,
             badges=self._badges,
             findings=self._findings,
+            contracts=self._contracts,
+            is_compact=len(self._columns) > WIDEST_WITH_WORDS,
             groups=[row.name for row in self._rows if row.is_group],
             engines=list(dict.fromkeys(column.engine for column in self._columns)),
             outcomes=[outcome for outcome in WORST_FIRST if outcome in outcomes],
@@ -94,6 +107,8 @@ class Site:
             "law.html",
             name=law,
             law=LAWS.get(law),
+            program=read_program(LAWS[law]) if law in LAWS else "",
+            contracts=[contract for contract in self._contracts if law in contract.laws],
             histories=list(history.follow_law(records, self._columns)),
         )
 
@@ -104,6 +119,15 @@ class Site:
             "finding.html",
             finding=finding,
             by_column=group_records(finding.records, find_column),
+        )
+
+    def _render_contract(self, contract: Contract) -> SiteFile:
+        """Render the page of one contract: what the engine documents, its remedy, and the cells that need it."""
+        return self._render_page(
+            f"contracts/{contract.slug}.html",
+            "contract.html",
+            contract=contract,
+            by_column=group_records(contract.records, find_column),
         )
 
     def _render_page(self, path: str, template: str, script: str = "", **values: Any) -> SiteFile:

@@ -3,7 +3,8 @@
 
 const BROKEN = ["fail", "crash", "hang", "stale", "error", "undetermined", "leak", "excused"];
 const form = document.getElementById("filters");
-const heads = [...document.querySelectorAll("#laws thead th")];
+const heads = [...document.querySelectorAll("#laws .releases th")];
+const spans = [...document.querySelectorAll("#laws .engines th")];
 const engines = heads.map((head) => head.dataset.engine);
 const rows = [...document.querySelectorAll("#laws tbody tr")].map((element) => ({
   element,
@@ -51,6 +52,7 @@ function show() {
   const filter = Object.fromEntries(new FormData(form));
   const shown = engines.map((engine) => !engine || !filter.engine || engine === filter.engine);
   heads.forEach((head, i) => (head.hidden = !shown[i]));
+  for (const span of spans) span.hidden = Boolean(filter.engine) && span.dataset.name !== filter.engine;
   const laws = rows.filter((row) => !row.isGroup);
   const found = laws.filter((row) => matches(row, filter, shown));
   const kept = new Set(found);

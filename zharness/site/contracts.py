@@ -1,0 +1,58 @@
+"""Group the cells that hold only under a documented remedy into contracts: what an engine documents about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zharness.run.changes import strip_release
+from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.outcomes import group_records
+from zharness.run.record import Record, Verdict
+from zharness.site.slugs import make_slug
+
+
+@dataclass(frozen=True)
+class Contract:
+    """One page: the records that hold under the remedy which ``address``, a page of the engine, recommends."""
+
+    engine: str
+    reason: str
+    address: str
+    remedy: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+    @property
+    def title(self) -> str:
+        """A short name for headings and links."""
+        return f"{self.engine}: {self.reason}"
+
+    @property
+    def slug(self) -> str:
+        """The name of the contract's page, which is the same in every site."""
+        return make_slug(self.engine, self.reason, self.address)
+
+    @property
+    def laws(self) -> tuple[str, ...]:
+        """The laws that need the remedy."""
+        return tuple(sorted({record.cell.law for record in self.records}))
+
+
+def collect_contracts(records: Iterable[Record], user_failures: Sequence[ExpectedFailure] = ()) -> tuple[Contract, ...]:
+    """Return a contract for each engine, reason and documented address of the records."""
+    kept = [record for record in records if record.verdict is Verdict.CONTRACT]
+    groups = group_records(
+        kept, lambda record: (strip_release(record.cell).engine, record.cause, record.documentation_url)
+    )
+    return tuple(
+        Contract(*key, find_remedy(group[0], user_failures), tuple(group)) for key, group in sorted(groups.items())
+    )
+
+
+def find_remedy(record: Record, user_failures: Sequence[ExpectedFailure]) -> Mapping[str, Any]:
+    """Return the engine options under which a record holds, or nothing if no entry has its reason and address."""
+    for entry in (*user_failures, *expected_failures_for(record.cell.engine)):
+        if (entry.reason, entry.documented) == (record.cause, record.documentation_url):
+            return entry.remedy
+    return {}
