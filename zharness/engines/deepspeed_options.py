@@ -242,12 +242,8 @@ OTHER_OPTIONS: Mapping[str, StagedOption] = {
     "universal_checkpoint": staged(SHARDED, {UNIVERSAL_CHECKPOINT: True}),
     "unwrapped": staged(STAGE_3, {UNWRAPPED: True}),
     "unscaled_backward": staged(frozenset({0, 1, 2, 3}), {UNSCALED_BACKWARD: True}),
-    "zero_init": staged(
-        STAGE_3,
-        {ZERO_INIT: True},
-        dtypes=frozenset({"fp32"}),
-        refuses={Feature.MASTERS: "zero.Init partitions a model that is given whole, and leaves its dtype"},
-    ),
+    # Given a whole model, zero.Init partitions it and leaves its dtype.
+    "zero_init": staged(STAGE_3, {ZERO_INIT: True}, dtypes=frozenset({"fp32"})),
     "json_scheduler": staged(
         frozenset({0, 1, 2, 3}), {JSON_SCHEDULER: True}, laws=_SCHEDULED, laws_reason=_OTHER_SCHEDULES
     ),
