@@ -20,6 +20,7 @@ from zharness.export.shrink import (
     PROGRAM_LAYERS,
     extract_failure_signature,
     iter_smaller_cells,
+    iter_smaller_meshes,
     law_programs,
     shrink_failure,
 )
@@ -88,6 +89,35 @@ def test_smaller_cells_are_smaller_in_one_axis() -> None:
     assert {each.world_size for each in found} == {1, 2, 3, 4}
     assert {each.stage for each in found} == {0, 1, 2}
     assert replace(case, dtype="fp32") in found
+
+
+def test_a_smaller_mesh_lacks_an_axis_or_has_fewer_ranks_along_it() -> None:
+    cell = Cell.parse("mesh.norm[fsdp2-zero2-w16.rep2.tp4-fp32-exact]")
+    smaller = [each.world_label for each in iter_smaller_meshes(cell)]
+    assert smaller == ["w8.tp4", "w4.rep2", "w8.rep2.tp2"]
+
+
+def test_a_failure_is_the_same_on_a_mesh_with_other_coordinates() -> None:
+    text = "step 0, reduction: norm (seen on rank 0) expected 2, got 4 (1 of 1 elements wrong); rank 0 is "
+    first = extract_failure_signature(Verdict.FAIL, f"{text}dp_replicate 0, tp 0")
+    assert first.can_match(extract_failure_signature(Verdict.FAIL, f"{text}dp_shard 0, tp 0"))
+    assert first.detail == ""
+
+
+def test_a_failure_on_a_mesh_shrinks_to_the_smallest_mesh_that_shows_it(tmp_path: Path) -> None:
+    script = tmp_path / "small.py"
+    cell = "mesh.norm[zharness.mutants:norm_counts_replicas-zero2-w4.rep2.tp2-fp32-exact]"
+    run = programs.run("-m", "zharness", "shrink", cell, "-o", str(script), spares=1)
+    assert run.returncode == 0, run.stderr
+    assert "mesh.norm[zharness.mutants:norm_counts_replicas-zero2-w2.tp2-fp32-exact]" in run.stderr
+    assert "the script shows the same verdict" in run.stderr
+    assert "2 ranks on the mesh tp2" in script.read_text()
+
+
+def test_a_standalone_script_of_a_mesh_is_refused_in_one_sentence() -> None:
+    run = programs.run("-m", "zharness", "export", "mesh.norm[fsdp2-zero2-w4.tp2-fp32-exact]", "--standalone")
+    assert run.returncode == 2
+    assert "whose mesh a script without zharness cannot build" in run.stderr
 
 
 def test_programs_that_are_tried_first_are_legal() -> None:

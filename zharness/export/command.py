@@ -51,11 +51,14 @@ class ExportOptions:
     form: ScriptForm = ScriptForm.IMPORTED
 
 
-def parse_exportable_cell(text: str) -> Cell:
-    """Return the cell whose id is ``text``. Raises UsageError on a mesh, which scripts cannot build yet."""
+def parse_exportable_cell(text: str, form: ScriptForm) -> Cell:
+    """Return the cell whose id is ``text``. Raises UsageError on a mesh, which standalone scripts cannot build."""
     cell = Cell.parse(text)
-    if cell.mesh.sizes:
-        raise UsageError(f"cannot export or shrink {cell.id}: scripts have no mesh yet; run `zharness check` on the id")
+    if cell.mesh.sizes and form is ScriptForm.STANDALONE:
+        raise UsageError(
+            f"got {cell.id}, whose mesh a script without zharness cannot build; expected `zharness export` or "
+            "`zharness shrink` without --standalone and --form"
+        )
     return cell
 
 
@@ -87,7 +90,7 @@ def export_published(
     ``run(path)`` runs the script or the test and returns its exit code and output. ``machine`` is described in the
     issue. Raises UsageError for a cell that does not fail, or that cannot be written as a script.
     """
-    record, claims = run_exported_cell(text, options, get_environment)
+    record, claims = run_exported_cell(text, replace(options, form=ScriptForm.STANDALONE), get_environment)
     cell = record.cell
     if record.verdict not in (Verdict.FAIL, Verdict.CRASH):
         raise UsageError(f"there is nothing to report of {cell.id}: its verdict is {record.verdict.value}")
@@ -138,7 +141,7 @@ def run_exported_cell(
 
     Raises UsageError if the cell is unsupported or cannot be exported, or if the output cannot be written.
     """
-    cell = parse_exportable_cell(text)
+    cell = parse_exportable_cell(text, options.form)
     get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
@@ -189,7 +192,7 @@ def shrink(
     ``get_run_script(engine)`` returns the function that runs scripts on that engine; if it is None, the script is not
     verified. Raises UsageError for a cell that does not fail.
     """
-    cell = parse_exportable_cell(text)
+    cell = parse_exportable_cell(text, options.form)
     get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)

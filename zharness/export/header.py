@@ -35,7 +35,9 @@ def render_cell_docstring(
     """Return the docstring of a cell's script; ``explanation`` says how the script decides whether the law holds."""
     cell = record.cell
     options = f", options {cell.engine_variant}" if cell.engine_variant else ""
-    where = f"{cell.engine_label} {record.engine_version} at stage {cell.stage}, {cell.world_size} ranks{options}"
+    mesh = f" on the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
+    ranks = f"{cell.world_size} ranks{mesh}"
+    where = f"{cell.engine_label} {record.engine_version} at stage {cell.stage}, {ranks}{options}"
     holds = "holds" if record.verdict is Verdict.PASS else "does not hold"
     return render_docstring(
         title=f"{cell.law} {holds} on {where}.",

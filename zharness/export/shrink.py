@@ -17,6 +17,7 @@ from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL
 from zharness.law_kit.record_comparisons import STALE_FORWARD_HINT
 from zharness.law_kit.setting import SEPARATOR
 from zharness.laws import get_law
+from zharness.mesh import Mesh
 from zharness.run.plan import plan_named_cell
 from zharness.run.program_runner import ProgramOutcome, ProgramRunner
 from zharness.run.program_search import PASS_OUTCOME, SearchOptions, SearchResult, search_programs, shrink_batch
@@ -76,6 +77,7 @@ class FailureSignature:
 
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '[^']*'$")  # the program that an any_order law appends
+_COORDINATES = re.compile(r"(; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*$")  # which a smaller mesh does not have
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
@@ -85,7 +87,8 @@ def extract_failure_signature(verdict: Verdict, cause: str) -> FailureSignature:
     """Return the signature of the failure that ``verdict`` and ``cause`` describe."""
     part = re.match(r"step \d+, ([a-z ]+):", cause)
     if part:
-        hint = _PROGRAM_SUFFIX.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
+        hint = _COORDINATES.sub("", cause.rpartition("); ")[2]) if "); " in cause else ""
+        hint = _PROGRAM_SUFFIX.sub("", hint)
         if hint.startswith(STALE_FORWARD_HINT):  # any part of the step that reads a forward's result may show it
             return FailureSignature(verdict, STALE_FORWARD_HINT)
         # "only 1 of 16 elements" cannot be seen in a model with one element.
@@ -173,8 +176,9 @@ def shrink_failure(cell: Cell, seed: int, environment: RankEnvironment, timeout:
         programs.wanted_signature, programs.deadline = extract_failure_signature(first.verdict, first.cause), until
         claims = cells.claims(record.cell.engine, record.cell.stage)
         smallest = ShrinkResult(record, claims, tried, cells.call_in_judge(count_parameter_owners, record.cell.model))
-        # A failure of a user's model needs that model, which no program contains.
-        if record.cell.law.partition(".")[0] not in TRAINING_LAW_GROUPS or is_user_model(record.cell.model):
+        # No program contains a user's model or has a mesh, without which the failure may be another one.
+        needs_cell = is_user_model(record.cell.model) or bool(record.cell.mesh.sizes)
+        if record.cell.law.partition(".")[0] not in TRAINING_LAW_GROUPS or needs_cell:
             return smallest
         batch = find_smallest_program(programs, record.cell, seed, claims)
         if len(batch) != 1:
@@ -236,10 +240,20 @@ def iter_smaller_cells(cell: Cell, user_models: Sequence[str] = ()) -> Iterator[
         names = names[:MAX_OTHER_MODELS] if cell.variant in law.workload_variants else []
     yield from (replace(cell, model=name) for name in (*names, *user_models))
     yield from (replace(cell, engine_variant=label) for label in smaller_settings(cell.engine_variant))
+    yield from iter_smaller_meshes(cell)
     yield from (replace(cell, world_size=size) for size in range(1, cell.world_size))
     if cell.dtype != "fp32":
         yield replace(cell, dtype="fp32")
     yield from (replace(cell, stage=stage) for stage in range(cell.stage))
+
+
+def iter_smaller_meshes(cell: Cell) -> Iterator[Cell]:
+    """Yield cells that lack one axis of the mesh, and cells with a smaller axis, as long as it splits the world."""
+    for axis, size in cell.mesh.sizes:
+        for smaller in (divisor for divisor in range(1, size) if size % divisor == 0):
+            sizes = tuple((name, smaller if name == axis else n) for name, n in cell.mesh.sizes)
+            mesh = Mesh(tuple((name, n) for name, n in sizes if n > 1))
+            yield replace(cell, mesh=mesh, world_size=cell.world_size * smaller // size)
 
 
 def smaller_settings(label: str) -> list[str]:

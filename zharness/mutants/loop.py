@@ -123,3 +123,49 @@ class LosesTheLastStep(OverTrainer):
     def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
         *steps, last = super().train(samples, loss, counts_items)
         return [*steps, replace(last, params=steps[-1].params)]
+
+
+class OverAccelerateDeepSpeed(OverTrainer):
+    """The base class of mutants of accelerate over DeepSpeed."""
+
+    over = "accelerate_deepspeed"
+    stages = (1,)
+
+
+class OverTrainerDeepSpeed(OverTrainer):
+    """The base class of mutants of transformers.Trainer over DeepSpeed."""
+
+    over = "trainer_deepspeed"
+    stages = (1,)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_loop("loop.training", "accumulated", None, cause="made 4 steps of 2"),
+    origin=Origin.MESH,
+)
+class StepsAtEachMicroBatchOfAccelerate(OverAccelerateDeepSpeed):
+    """DeepSpeed is configured with windows of one micro-batch, and so makes a step at each."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, accumulation_steps=1))
+
+
+@mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.LOCAL_GRADIENT), origin=Origin.MESH)
+class RecordsTheFirstGradientsOfAccelerate(OverAccelerateDeepSpeed):
+    """The gradients that are recorded of every step are those of the first."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        steps = super().train(samples, loss, counts_items)
+        return [replace(step, grads=steps[0].grads) for step in steps]
+
+
+@mutant(FaultKind.STALE, on_loop("loop.training", "accumulated", Part.OPTIMIZER), origin=Origin.MESH)
+class ReadsWeightsBeforeTheStepOfDeepSpeed(OverTrainerDeepSpeed):
+    """The weights that are recorded of a step are those before it."""
+
+    def train(self, samples: Samples, loss: Loss, counts_items: bool) -> Sequence[TrainedStep]:
+        before = self.right.full_params()
+        steps = super().train(samples, loss, counts_items)
+        olds = [before, *(step.params for step in steps)]
+        return [replace(step, params=old) for step, old in zip(steps, olds, strict=False)]

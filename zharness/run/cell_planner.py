@@ -13,7 +13,7 @@ from zharness.mesh import Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
-from zharness.run.mesh_claims import reason_mesh_not_stated
+from zharness.run.mesh_claims import needs_mesh, reason_mesh_not_stated
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -115,9 +115,10 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
 
 
 @cache
-def list_calibrated_laws() -> str:
-    """Return the names of the laws that are calibrated, separated by commas."""
-    return ", ".join(law.name for law in find_laws(()) if law.is_calibrated)
+def list_calibrated_laws(mesh: Mesh) -> str:
+    """Return the names of the calibrated laws that have cells on ``mesh``, joined by "and"."""
+    calibrated = (law for law in find_laws(()) if law.is_calibrated)
+    return " and ".join(law.name for law in calibrated if mesh.sizes or not needs_mesh(law))
 
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
@@ -139,7 +140,8 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )
     if kernels is not None and not exact and not is_tolerant:
-        return f"only exact models and {list_calibrated_laws()} can judge kernels other than torch's ({kernels})"
+        laws = list_calibrated_laws(cell.mesh)
+        return f"only exact models and {laws} can judge kernels other than torch's ({kernels})"
     terms = cell.mesh.data_size(cell.world_size)
     refusal = capabilities.refusal(Feature.SUM) or capabilities.scaled_sum
     if refusal and law.get_variant(cell.variant).exact_by_sum and not is_power_of_two(terms):
