@@ -283,8 +283,12 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
     (package / "engine.py").write_text(changed, encoding="utf-8")
     found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
     assert found.returncode == 1, found.stdout + found.stderr
-    assert "functions changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2" in found.stdout
-    assert "FAIL training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
+    assert (
+        "functions and branches changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2"
+        in found.stdout
+    )
+    assert "; cells with one more option: " in found.stdout
+    assert "FAIL training.grads[shop.engine:Engine" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2
     assert "expected a commit of the repository" in refused.stderr
