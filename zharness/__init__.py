@@ -37,7 +37,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    leaves out (the modules ``law_set`` and ``run.law_variants``). A run without a pattern adds cells that cover pairs
    (the module ``run.covering``), says which pairs no cell can have (``run.claimed_pairs``), and finds expected failures
    for options under which no cell failed (``run.stale_failures``). ``--changed`` keeps the cells that reach a function
-   that differs from a commit (``run.changed_cells``, ``run.changed_functions``, ``run.reach``, ``run.engine_sources``).
+   that differs from a commit (``run.changed_cells``, ``run.candidate_cells``, ``run.changed_functions``, ``run.reach``,
+   ``run.engine_sources``).
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks

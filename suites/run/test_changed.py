@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from suites.warm import programs
 from zharness.cell import Cell
+from zharness.engines import EngineOption
 from zharness.errors import UsageError
+from zharness.run.candidate_cells import find_mentioned_options
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import describe_selection, find_reaching_cells, order_cells
 from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
@@ -93,6 +96,48 @@ def test_a_line_belongs_to_the_innermost_function() -> None:
     assert name_functions(SOURCE, range(14, 16), "engine.py") == {"Engine.step"}
     with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
         name_functions("def", range(1, 2), "engine.py")
+
+
+BRANCHES = """\
+def step(self):
+    if self.clip:
+        for weight in self.weights:
+            weight.clip()
+    elif self.log:
+        print()
+    try:
+        close()
+    except OSError:
+        pass
+"""
+
+
+def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> None:
+    found = {
+        line: find_functions_of_lines(list_functions(BRANCHES), {line}, with_signatures=True)
+        for line in (2, 4, 6, 8, 10)
+    }
+    assert found == {
+        2: {"step"},
+        4: {"step > if self.clip > for weight in self.weights"},
+        6: {"step > else of if self.clip > if self.log"},
+        8: {"step"},
+        10: {"step > except OSError"},
+    }
+
+
+def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
+    cells = [make_cell("training.grads"), make_cell("training.grads", 1), make_cell("training.grads", 2)]
+    cells[2] = replace(cells[2], cell=replace(cells[2].cell, engine_variant="offload_optimizer"))
+    reach = {cell.cell.id: CellReach(frozenset({"f:a"}), 1.0) for cell in cells}
+    changed = {"f:a", "f:a > if self.offload_optimizer"}
+    options = {
+        "offload_optimizer": EngineOption({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        "overlap": EngineOption({"zero_optimization": {"overlap_comm": True}}),
+    }
+    assert find_mentioned_options(options, changed) == {"offload_optimizer"}
+    ordered = list(order_cells(find_reaching_cells(cells, reach, changed), reach, {"offload_optimizer"}))
+    assert ordered == [cells[2], cells[0], cells[1]]
 
 
 def test_a_diff_has_the_lines_of_both_sides() -> None:
@@ -238,8 +283,12 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
     (package / "engine.py").write_text(changed, encoding="utf-8")
     found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
     assert found.returncode == 1, found.stdout + found.stderr
-    assert "functions changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2" in found.stdout
-    assert "FAIL training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
+    assert (
+        "functions and branches changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2"
+        in found.stdout
+    )
+    assert "; cells with one more option: " in found.stdout
+    assert "FAIL training.grads[shop.engine:Engine" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2
     assert "expected a commit of the repository" in refused.stderr

@@ -197,7 +197,7 @@ LAWS = (
     backward_law(
         engine_backward,
         "engine.backward(loss) gives the gradients of plain PyTorch's loss.backward(), and frees the graph",
-        models=("blocks", "delegating"),
+        models=("blocks", "delegating", "mapped"),
         kept_because="the call that DeepSpeed's users write, in which engines count micro-batches",
     ),
     backward_law(

@@ -85,6 +85,21 @@ class BackwardLeavesAutocast(Around):
             self.right.backward(loss, retain_graph=retain_graph)
 
 
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.weights_of_two_dtypes", None, model="adapted", cause="the same dtype"),
+    origin=Origin.PRECISION,
+    imitates=deepspeed(8113),
+)
+class GathersOneDtype(Around):
+    """Gathers the weights of a forward under ``torch_autocast`` together, and raises if they have two dtypes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "torch_autocast" in self.config.options and len({weight.dtype for weight in self.module.parameters()}) > 1:
+            raise AssertionError("all weights of a gather must have the same dtype")
+        return self.right(*args, **kwargs)
+
+
 @mutant(FaultKind.AUTOCAST, Target("precision.autocast_nested", Part.FORWARD, model="mixed"), origin=Origin.PRECISION)
 class OuterAutocastWins(Around):
     """Ignores its ``torch_autocast`` section if the caller runs the engine under torch.autocast."""

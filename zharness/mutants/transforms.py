@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zharness import torch_private
@@ -85,6 +86,54 @@ class LegacyFunctions(Around):
 
     def close(self) -> None:
         torch_private.has_setup_context = self.kept
+        self.right.close()
+
+
+class LinearWithoutVmapRule(torch.autograd.Function):
+    """A linear layer as an autograd.Function for which torch.func.vmap has no rule."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer."""
+        output = inputs @ weight.t()
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        """Save inputs and weight for backward."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients of inputs, weight and bias."""
+        inputs, weight, bias = ctx.saved_tensors
+        (grad,) = grads
+        rows = grad.reshape(-1, grad.shape[-1])
+        return grad @ weight, rows.t() @ inputs.reshape(-1, inputs.shape[-1]), None if bias is None else rows.sum(0)
+
+
+def apply_without_vmap_rule(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the output of a linear layer, with the arguments of torch.nn.functional.linear."""
+    output: Tensor = LinearWithoutVmapRule.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+@mutant(
+    FaultKind.GRAPH,
+    Target("backward.engine_backward", None, model="mapped", cause="vmap"),
+    origin=Origin.GRAPHS,
+    imitates=deepspeed(8023),
+)
+class ReplacesLinear(Around):
+    """Replaces torch.nn.functional.linear by an autograd.Function that no forward can call under torch.func.vmap."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.kept = nn.functional.linear
+        nn.functional.linear = apply_without_vmap_rule  # type: ignore[assignment]
+
+    def close(self) -> None:
+        nn.functional.linear = self.kept
         self.right.close()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zharness.cell import is_cell_id
 from zharness.errors import UsageError
+from zharness.run.candidate_cells import add_option_cells, find_mentioned_options, plan_recorded_cells, sets_option
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_functions import find_changed_functions
 from zharness.run.engine_sources import MODULE_LEVEL
+from zharness.run.plan import ClaimsLookup, Request, plan
 from zharness.run.reach import CellReach, name_in_record, read_reach
 
 MAX_NAMED = 5  # functions in a sentence
@@ -36,10 +39,13 @@ class ChangedCells:
     description: str
 
 
-def select_changed_cells(planned: Sequence[PlannedCell], selection: ChangeSelection) -> ChangedCells:
-    """Select the cells of ``planned`` that reach a changed function of their engine. Raises UsageError."""
+def select_changed_cells(request: Request, claims: ClaimsLookup, selection: ChangeSelection) -> ChangedCells:
+    """Select the cells of ``request`` that reach a changed function of their engine. Raises UsageError."""
     reach = read_reach(selection.reach_file)
-    runnable = [cell for cell in planned if not cell.unsupported_reason]
+    matrix = plan(replace(request, depth=1), claims)
+    is_of_single_cells = bool(request.patterns) and all(map(is_cell_id, request.patterns))
+    recorded = [] if request.depth == 1 or is_of_single_cells else plan_recorded_cells(request, reach, matrix, claims)
+    runnable = [cell for cell in (*matrix, *recorded) if not cell.unsupported_reason]
     cells, sentences = list[PlannedCell](), list[str]()
     for engine in dict.fromkeys(cell.cell.engine for cell in runnable):
         changed = find_changed_functions(engine, selection.base)
@@ -50,8 +56,16 @@ def select_changed_cells(planned: Sequence[PlannedCell], selection: ChangeSelect
                 "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
             )
         chosen = find_reaching_cells(own, reach, changed)
-        cells += order_cells(chosen, reach)
-        sentences.append(describe_selection(engine, selection.base, changed, own, chosen, reach))
+        candidates, measured = (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims)
+        options = {
+            name: option
+            for stage in {cell.cell.stage for cell in own}
+            for name, option in claims(engine, stage).engine_options.items()
+        }
+        cells += order_cells(candidates, measured, find_mentioned_options(options, changed))
+        sentence = describe_selection(engine, selection.base, changed, own, chosen, reach)
+        added = len(candidates) - len(chosen)
+        sentences.append(sentence + (f"; cells with one more option: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
 
 
@@ -65,7 +79,7 @@ def describe_selection(
 ) -> str:
     """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches."""
     parts = [
-        f"{engine}: functions changed since {base}: {len(changed)}{name_some(changed)}",
+        f"{engine}: functions and branches changed since {base}: {len(changed)}{name_some(changed)}",
         f"cells that reach them: {len(reaching)} of {len(cells)}",
     ]
     outside = find_unreached_modules(cells, reach, changed)
@@ -122,25 +136,29 @@ def find_unreached_modules(
 
 def list_modules(functions: Set[str]) -> frozenset[str]:
     """Return the name of the lines outside of functions in each file that has one of ``functions``."""
-    return frozenset(f"{name[: name.rindex(':') + 1]}{MODULE_LEVEL}" for name in functions)
+    return frozenset(f"{name.partition(':')[0]}:{MODULE_LEVEL}" for name in functions)
 
 
 def order_cells(
-    reaching: Mapping[PlannedCell, frozenset[str]], reach: Mapping[str, CellReach]
+    reaching: Mapping[PlannedCell, frozenset[str]],
+    reach: Mapping[str, CellReach],
+    mentioned_options: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
     """Yield the cells in rounds: in each round one cell of each law variant, the most promising first.
 
-    A cell promises more, the fewer cells reach the changed functions that it reaches, and the shorter it is.
+    A cell promises more if it sets one of ``mentioned_options``, which the change names; then, the fewer cells reach
+    the changed functions and branches that it reaches; and the shorter it is.
     """
     counts = Counter(name for functions in reaching.values() for name in functions)
 
-    def rate(cell: PlannedCell) -> float:
+    def rate(cell: PlannedCell) -> tuple[bool, float]:
         """Return how promising a cell is."""
         rarity = sum(1 / counts[name] for name in reaching[cell])
-        return rarity / max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
+        seconds = max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
+        return sets_option(cell.cell, mentioned_options), rarity / seconds
 
     queues: dict[tuple[str, str], list[PlannedCell]] = {}
-    for cell in sorted(reaching, key=lambda cell: -rate(cell)):
+    for cell in sorted(reaching, key=rate, reverse=True):
         queues.setdefault((cell.cell.law, cell.cell.variant), []).append(cell)
     for position in range(max(map(len, queues.values()), default=0)):
         yield from (queue[position] for queue in queues.values() if position < len(queue))

@@ -211,8 +211,8 @@ def run_request(
         reach_folder = Path(stack.enter_context(TemporaryDirectory())) if options.reach_file else None
         lanes = range(options.job_count())
         runners = [stack.enter_context(options.create_runner(environments, reach_folder)) for _ in lanes]
-        planned = plan_with_coverage(request, runners[0].claims)
-        selected = select_changed_cells(planned.cells, options.changes) if options.changes else None
+        planned = plan_with_coverage(request, runners[0].claims) if options.changes is None else Plan((), {})
+        selected = select_changed_cells(request, runners[0].claims, options.changes) if options.changes else None
         cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         pin_runners_to_cores(runners, cells)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from zharness.engines.registry import EngineInfo
 from zharness.errors import UsageError
 
 MINIMUM_VERSION = (7, 6, 2)  # of coverage.py: the first whose JSON report has functions
+MAX_CONDITION = 80  # characters of a condition in the name of a branch
+BRANCH = " > "  # between a function and a condition on the way to a branch
 MODULE_LEVEL = "<module>"  # the name of the lines of a file that are in no function
 
 
 @dataclass(frozen=True)
 class FunctionLines:
-    """A function of a source file, with its qualified name and the lines from its signature to its end.
+    """A function of a source file, or a branch inside it, with its name and its lines, of a function the signature too.
 
     ``first_body_line`` is the first line that runs when the function is called. A nested function is not part of the
-    outer one.
+    outer one, and a branch is not part of the function or branch around it.
     """
 
     name: str
@@ -71,23 +75,63 @@ def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def list_functions(source: str) -> list[FunctionLines]:
-    """Return the functions and methods of a file's ``source``, inner ones behind the outer one. Raises SyntaxError."""
+    """Return the functions and branches of a file's ``source``, inner ones behind outer ones. Raises SyntaxError.
+
+    A branch is what a function may run without, as the body of an ``if`` or of a loop. Its name is that of the function
+    and the conditions on the way: ``Engine.step > if self.clip > else``.
+    """
     found: list[FunctionLines] = []
 
-    def collect(node: ast.AST, prefix: str) -> None:
-        """Add the functions below ``node``, whose qualified names begin with ``prefix``."""
+    def collect(node: ast.AST, prefix: str, function: str) -> None:
+        """Add what is below ``node``: functions whose names begin with ``prefix``, and branches of ``function``."""
         for child in ast.iter_child_nodes(node):
-            name = prefix
+            name, inner = prefix, function
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                name = f"{prefix}{child.name}."
+                name, inner = f"{prefix}{child.name}.", ""
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-                last = child.end_lineno or child.lineno
+                last, inner = child.end_lineno or child.lineno, name[:-1]
                 found.append(FunctionLines(name[:-1], first, child.body[0].lineno, last))
-            collect(child, name)
+            branches = dict(list_branches(child)) if inner else {}
+            for label, body in branches.items():
+                branch = f"{inner}{BRANCH}{label}"
+                found.append(
+                    FunctionLines(branch, body[0].lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
+                )
+                collect(ast.Module(body, []), name, branch)
+            inside = {statement for body in branches.values() for statement in body}
+            rest: list[Any] = [
+                below
+                for below in ast.iter_child_nodes(child)
+                if isinstance(below, (ast.stmt, ast.ExceptHandler, ast.match_case)) and below not in inside
+            ]
+            collect(ast.Module(rest, []), name, inner)
 
-    collect(ast.parse(source), "")
+    collect(ast.parse(source), "", "")
     return found
+
+
+def list_branches(node: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """Yield the bodies of a statement that may not run when the statement does, each with its condition."""
+    label = ""
+    if isinstance(node, (ast.If, ast.While)):
+        label = f"{type(node).__name__.lower()} {shorten(node.test)}"
+    elif isinstance(node, (ast.For, ast.AsyncFor)):
+        label = f"for {shorten(node.target)} in {shorten(node.iter)}"
+    elif isinstance(node, ast.ExceptHandler):
+        label = f"except {shorten(node.type)}" if node.type else "except"
+    elif isinstance(node, ast.match_case):
+        label = f"case {shorten(node.pattern)}"
+    if isinstance(node, (ast.If, ast.While, ast.For, ast.AsyncFor, ast.ExceptHandler, ast.match_case)):
+        yield label, node.body
+    if isinstance(node, (ast.If, ast.While, ast.For, ast.AsyncFor)) and node.orelse:
+        yield f"else of {label}", node.orelse
+
+
+def shorten(node: ast.AST) -> str:
+    """Return the source of an expression or pattern, cut off after MAX_CONDITION characters."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= MAX_CONDITION else f"{text[:MAX_CONDITION]}..."
 
 
 def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:

@@ -1,8 +1,8 @@
 """Record which functions of an engine's source each cell reaches, and read such a record.
 
-The record is a file of JSON lines. The first line has the names of all functions, as in
-``deepspeed/runtime/engine.py:DeepSpeedEngine.step``, and each other line a cell with the numbers of those that it
-reached. coverage.py measures on the ranks, which makes a run about twice as long.
+The record is a file of JSON lines. The first line has the names of all functions and of their branches, as in
+``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with the numbers of
+those that it reached. coverage.py measures on the ranks, which makes a run about twice as long.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from zharness.workload import (
     exact_blocks,
     exact_chain,
     exact_heads,
+    exact_layers,
     exact_mixing,
     exact_mlp,
     exact_tokens,
@@ -227,6 +228,17 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+        ),
+        *(
+            ModelSpec(
+                name=name,
+                summary=summary,
+                build=build,
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+            )
+            for name, (summary, build) in exact_layers.LAYERS_MODELS.items()
         ),
         ModelSpec(
             name="changing",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -233,6 +234,29 @@ def judge_nested(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from compare_process_state(ctx, "switches", range(2))
 
 
+TWO_DTYPES_STEPS = 3  # an engine may gather weights ahead in the second step, when it knows their order
+
+
+def observe_two_dtypes(ctx: RankContext) -> None:
+    """Train steps of a model with weights of two dtypes under torch_autocast, and record losses and gradients."""
+    engine = ctx.build_engine(optimizer=ZERO_LR_SGD, options=AUTOCAST_OPTIONS)
+    for step in range(TWO_DTYPES_STEPS):
+        engine.backward(ctx.loss(engine, step))
+        ctx.record(f"grads-{step}", engine.full_grads())
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+
+
+def judge_two_dtypes(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the losses and gradients of each step with those of plain PyTorch under torch.autocast."""
+    safe = low_precision_parameters(ctx.baseline, SAFE_MODULES)
+    for step in range(TWO_DTYPES_STEPS):
+        expected = [compute_baseline_local(ctx, rank, micro=step) for rank in range(ctx.data_size)]
+        yield from ctx.compare_losses(step, expected)
+        yield from judge_reduced_gradients(ctx, f"grads-{step}", expected, safe)
+
+
 LAWS = (
     precision_law(
         "autocast_policy",
@@ -252,6 +276,19 @@ LAWS = (
         variants=(Variant(model_scope=ModelScope.ANY),),
         sets_autocast=True,
         kept_because="forward and backward in different autocast states, which shows a state that leaks",
+    ),
+    # No step moves the integers of its weights, so that an engine's own kernels have to give the same sums.
+    replace(
+        precision_law(
+            "weights_of_two_dtypes",
+            "frozen weights in bf16 and trained ones in fp32 train under torch_autocast as under torch.autocast",
+            observe_two_dtypes,
+            judge_two_dtypes,
+            models=("adapted",),
+            sets_autocast=True,
+            kept_because="the only law whose weights have two dtypes, which meet in one gather",
+        ),
+        weights_stay_integers=True,
     ),
     precision_law(
         "autocast_nested",

@@ -1,0 +1,114 @@
+"""Find cells beyond the matrix that may reach a change: those that a record names, and those of single options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from zharness.cell import Cell
+from zharness.engines import EngineOption
+from zharness.engines.registry import split_release
+from zharness.laws import find_laws
+from zharness.run.cell_planner import CellPlanner, PlannedCell
+from zharness.run.configuration import cell_setting
+from zharness.run.plan import ClaimsLookup, Request
+from zharness.run.reach import CellReach, name_in_record
+
+ENOUGH_CELLS = 300  # of a change; they take two minutes, so that there is no time for cells that the record lacks
+MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
+COMMON_KEYS = frozenset({"zero_optimization"})
+
+
+def plan_recorded_cells(
+    request: Request, reach: Mapping[str, CellReach], matrix: Sequence[PlannedCell], claims: ClaimsLookup
+) -> Iterator[PlannedCell]:
+    """Yield the runnable cells of ``reach`` that ``request`` selects and its ``matrix`` lacks.
+
+    A covering array is not planned anew, which would take longer than the cells of a small change. Cells that this
+    version of zharness does not have are left out.
+    """
+    known = {cell.cell for cell in matrix}
+    laws = {law.name: law for law in find_laws(request.patterns)}
+    for engine in request.engines:
+        planners = {
+            cell.cell.stage: CellPlanner(claims(engine, cell.cell.stage))
+            for cell in matrix
+            if cell.cell.engine == engine
+        }
+        for name in reach:
+            cell = replace(Cell.parse(name), engine=engine)
+            law = laws.get(cell.law)
+            is_selected = (
+                Cell.parse(name).engine == split_release(engine)[0]
+                and cell.stage in planners
+                and cell.world_size in (*request.world_sizes, *request.array_world_sizes)
+                and cell.dtype in (*request.dtypes, *request.array_dtypes)
+                and cell.mesh == request.mesh
+                and (not request.models or cell.model in request.models)
+            )
+            if cell in known or law is None or not is_selected:
+                continue
+            if cell.model in law.models and cell.variant in law.workload_variants:
+                planned = planners[cell.stage].plan_cell(law, cell)
+                if not planned.unsupported_reason:
+                    yield planned
+
+
+def plan_option_cells(
+    reaching: Sequence[PlannedCell], claims: ClaimsLookup
+) -> Iterator[tuple[PlannedCell, PlannedCell]]:
+    """Yield runnable cells with one option each, each behind the cell of ``reaching`` without options that it extends.
+
+    A record has each law under each option, but not each variant and model of the law.
+    """
+    for base in reaching:
+        if base.cell.engine_variant:
+            continue
+        capabilities = claims(base.cell.engine, base.cell.stage)
+        planner = CellPlanner(capabilities)
+        (law,) = find_laws((base.cell.law,))
+        for option in capabilities.engine_options:
+            planned = planner.plan_cell(law, replace(base.cell, engine_variant=option))
+            if not planned.unsupported_reason:
+                yield base, planned
+
+
+def find_mentioned_options(options: Mapping[str, EngineOption], changed: Set[str]) -> frozenset[str]:
+    """Return the names of those ``options`` whose keys are in the name of a changed branch, as in its condition."""
+    text = "\n".join(changed)
+    return frozenset(
+        name
+        for name, option in options.items()
+        if any(key.removeprefix("stage3_") in text for key in list_keys(option.options))
+    )
+
+
+def list_keys(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of an option's sections that are long enough to identify it in source."""
+    for key, value in options.items():
+        if len(key) >= MIN_KEY_LENGTH and key not in COMMON_KEYS:
+            yield key
+        if isinstance(value, Mapping):
+            yield from list_keys(value)
+
+
+def sets_option(cell: Cell, names: Set[str]) -> bool:
+    """Return whether ``cell`` sets one of the options ``names``."""
+    return not names.isdisjoint(cell_setting(cell.engine_variant).options)
+
+
+def add_option_cells(
+    reaching: Mapping[PlannedCell, frozenset[str]], reach: Mapping[str, CellReach], claims: ClaimsLookup
+) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
+    """Return ``reaching`` and ``reach`` with option cells, up to ENOUGH_CELLS; they may reach what their base does."""
+    cells, measured = dict(reaching), dict(reach)
+    if len(cells) >= ENOUGH_CELLS:
+        return cells, measured
+    for base, planned in plan_option_cells(list(reaching), claims):
+        name = name_in_record(planned.cell)
+        if name not in measured:
+            cells[planned], measured[name] = reaching[base], reach[name_in_record(base.cell)]
+        if len(cells) >= ENOUGH_CELLS:
+            break
+    return cells, measured
