@@ -38,7 +38,7 @@ With --cpu-devices, both ways count the CPU as so many devices, so that tests wh
 # Import swaps as pairs of a pattern and its replacement.
 SWAPS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "pytorch": (
-        (r"torch\.testing\._internal\.common_(distributed|fsdp)\b", r"zharness.compat.pytorch.common_\1"),
+        (r"torch\.testing\._internal(\.| import )common_(distributed|fsdp)\b", r"zharness.compat.pytorch\1common_\2"),
         (
             r"torch\.testing\._internal\.distributed\._tensor\.common_dtensor\b",
             "zharness.compat.pytorch.common_dtensor",
@@ -188,8 +188,12 @@ def copy_tests(options: argparse.Namespace, file: str, target: Path, *, is_swapp
     text = (target / file).read_text()
     if options.cpu_devices:
         text = FIRST_IMPORT.sub(COUNT_CPUS, text, count=1)
-    for pattern, replacement in SWAPS[options.project] if is_swapped else ():
-        text = re.sub(pattern, replacement, text)
+    if is_swapped:
+        unchanged = text
+        for pattern, replacement in SWAPS[options.project]:
+            text = re.sub(pattern, replacement, text)
+        if text == unchanged:
+            sys.exit(f"{file}: no import of a class that has a drop-in, so both ways would be the same")
     (target / file).write_text(text)
     return target
 
