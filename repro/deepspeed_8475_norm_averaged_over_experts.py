@@ -89,9 +89,12 @@ def main():
     found = CLIP / factor
     is_right = abs(found / wanted - 1) < 1e-3
     dist.barrier()
-    if dist.get_rank() == 0:
-        line = f"the gradients were clipped by the norm {found:.6g}, and their norm is {wanted:.6g}"
-        print(OK if is_right else f"repro: REPRODUCED: {line}", flush=True)
+    if not is_right:
+        if dist.get_rank() == 0:
+            line = f"the gradients were clipped by the norm {found:.6g}, and their norm is {wanted:.6g}"
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+    elif dist.get_rank() == 0:
+        print(OK, flush=True)
     dist.destroy_process_group()
     sys.exit(0 if is_right else 1)
 

@@ -288,7 +288,7 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
         in found.stdout
     )
     assert "; cells with one more option: " in found.stdout
-    assert "FAIL training.grads[shop.engine:Engine" in found.stdout
+    assert "training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2
     assert "expected a commit of the repository" in refused.stderr
