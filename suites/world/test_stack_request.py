@@ -17,6 +17,7 @@ from zharness.world.stack_request import (
     request_stacks,
     wait_for_stacks,
 )
+from zharness.world.store import pause
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -27,12 +28,16 @@ def child_that_waits(prepare: Callable[[], None]) -> Iterator[int]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        prepare()
-        os.write(writer, b"ready")
-        threading.Event().wait()
-    os.read(reader, 5)
-    os.close(reader)
+        try:
+            prepare()
+            os.write(writer, b"ready")
+            threading.Event().wait()
+        finally:
+            os._exit(1)  # the child has pytest's stack, which it must not unwind
     os.close(writer)
+    greeting = os.read(reader, 5)
+    os.close(reader)
+    assert greeting == b"ready", "the child ended before it waited"
     try:
         yield pid
     finally:
@@ -58,7 +63,7 @@ def test_two_equal_reads_are_not_the_end_of_the_stacks() -> None:
         return {0: text.decode()}
 
     with child_that_waits(lambda: faulthandler.register(signal.SIGUSR1, file=writer)) as pid:
-        stacks = wait_for_stacks([request_stacks(pid)], read_stacks, lambda _: None)
+        stacks = wait_for_stacks([request_stacks(pid)], read_stacks, pause)
     os.close(reader)
     os.close(writer)
     assert "in child_that_waits" in stacks[0]

@@ -1,28 +1,31 @@
-"""Turn torch's messages of CUDA errors into one line with the remedy."""
+"""Add the remedy to torch's messages of CUDA errors."""
 
 from __future__ import annotations
 
-import re
-
-_ERROR = re.compile(r"CUDA error: (?P<text>[^\n]+)(?:\nSearch for `(?P<name>\w+)')?")
-_OUT_OF_MEMORY = re.compile(r"^CUDA out of memory\.[^\n]*", re.MULTILINE)
+_SHARED_MEMORY = (
+    "all ranks that run at a time share the GPU's memory: run fewer at a time (zharness check --jobs, pytest -n), "
+    "or on fewer ranks"
+)
 # CUDA reports what a kernel did at a later call, so the line that raised is not the one that launched the kernel.
-_KERNEL_REMEDY = (
+_EARLIER_KERNEL = (
     "an earlier kernel of this rank failed: CUDA_LAUNCH_BLOCKING=1 stops at its launch, and compute-sanitizer names it"
 )
+# How torch's messages begin, and the remedy. Errors of other calls than kernels have none here.
 _REMEDIES = {
-    "out of memory": "all ranks and cells share the GPU's memory: use fewer --jobs or a smaller --world-size",
-    "ECC": "the GPU's memory is damaged, which no test can mend: 'nvidia-smi -q -d ECC' counts its errors",
+    "CUDA out of memory": _SHARED_MEMORY,
+    "CUDA error: out of memory": _SHARED_MEMORY,
+    "CUDA error: an illegal memory access": _EARLIER_KERNEL,
+    "CUDA error: misaligned address": _EARLIER_KERNEL,
+    "CUDA error: an illegal instruction": _EARLIER_KERNEL,
+    "CUDA error: unspecified launch failure": _EARLIER_KERNEL,
+    "CUDA error: device-side assert triggered": _EARLIER_KERNEL,
+    "CUDA error: uncorrectable ECC error": "the GPU's memory is damaged, which no test can mend: "
+    "'nvidia-smi -q -d ECC' counts its errors",
 }
 
 
-def describe_cuda_error(message: str) -> str:
-    """Return the message of a CUDA error as one line with its name and the remedy; any other message unchanged."""
-    memory, error = _OUT_OF_MEMORY.search(message), _ERROR.search(message)
-    if memory is not None:
-        return f"{memory[0]}; {_REMEDIES['out of memory']}"
-    if error is None:
-        return message
-    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in error["text"]), _KERNEL_REMEDY)
-    name = f" ({error['name']})" if error["name"] else ""
-    return f"CUDA error: {error['text']}{name}; {remedy}"
+def add_cuda_remedy(message: str) -> str:
+    """Return the message of a rank's exception with the remedy in its first line, if it is a CUDA error with one."""
+    remedy = next((remedy for start, remedy in _REMEDIES.items() if message.startswith(start)), "")
+    first, newline, rest = message.partition("\n")
+    return f"{first}; {remedy}{newline}{rest}" if remedy else message

@@ -180,7 +180,7 @@ class OrdersRanksByDataFirst(OverMesh):
         return self.right(seen[turned[dist.get_rank()]], *args[1:], **kwargs)
 
 
-@mutant(FaultKind.SCALE, on_mesh(), origin=Origin.MESH)
+@mutant(FaultKind.SCALE, on_mesh(), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
 class MultipliesTheLossByTheTensorSize(OverMesh):
     """Backward runs on the loss times the number of ranks of tp."""
 
@@ -241,7 +241,7 @@ class LosesTheGradientOfOneSequencePart(OverMesh):
         return inputs[0] * weight + bias
 
 
-@mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), origin=Origin.MESH)
+@mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.one_hot"), on_mesh("mesh.mean_gradient", model="mlp"), origin=Origin.MESH)
 class TakesTheFirstDataCoordinateAlone(OverMesh):
     """The loss of the first data coordinate stands for those of all."""
 

@@ -4,7 +4,8 @@ The oracle is the plain model's gradient in float64, computed from the same roun
 element is z = (g - oracle) / s. Here s is the root of the sum of squares of the gradients of single samples, but at
 least a tenth of the root mean square of s over the tensor. Eight runs of plain PyTorch, with permuted samples and
 different micro-batch sizes, determine the limits of z; the engine under test never contributes to these limits. Such
-limits miss small errors, so only local gradients are judged by tier C, and the reduction is judged by tier S.
+limits miss small errors, so the reduction of local gradients that tier C judged is judged by tier S. On a mesh whose
+ranks have parts of a local gradient, the mean of one backward is judged by tier C as well.
 """
 
 from __future__ import annotations

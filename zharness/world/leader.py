@@ -47,13 +47,13 @@ from zharness.world.witness import (
     LAUNCH_OVER_KEY,
     POLL_SECONDS,
     REPORT_WRITTEN_KEY,
+    WITNESS_REPORT_SECONDS,
     LaunchOver,
 )
 
 # Ends after which a rank runs no further task.
 LOST_ENDS = (RankEnd.SIGNALLED, RankEnd.EXITED, RankEnd.HUNG, RankEnd.STOPPED)
 ATTACH_TIMEOUT = 300.0  # seconds for every rank to collect its tests, as long as torch waits for a rendezvous
-WITNESS_REPORT_SECONDS = 15.0  # seconds for the witnesses to post their ranks' outcomes once the launch is over
 SILENCE_TIMEOUT = 30.0  # seconds beyond a task's time-out for its ranks or their witnesses to post outcomes
 NO_REPORT_CAUSE = "neither the rank nor its witness reported anything; its machine may be down"
 

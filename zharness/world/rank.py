@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, set_debug_level, set_debug_level_from_env
 
 from zharness.device import is_gpu_requested, local_device_index, rank_device, require_reproducible_kernels
-from zharness.device.cuda_errors import describe_cuda_error
+from zharness.device.cuda_errors import add_cuda_remedy
 from zharness.errors import WorldError
 from zharness.world.cores import use_batch_scheduling
 from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
@@ -275,7 +275,7 @@ def outcome_from_exception(rank: int, error: BaseException) -> RankOutcome:
     """
     at_ns = time.monotonic_ns()
     frames = traceback.extract_tb(error.__traceback__)
-    message = describe_cuda_error(str(error).strip()) or "(no message)"
+    message = add_cuda_remedy(str(error).strip()) or "(no message)"
     return RankOutcome(
         rank,
         RankEnd.RAISED,

@@ -20,7 +20,8 @@ class StackRequest:
     """A request to a process to write its stacks.
 
     ``was_blocked`` says whether the main thread blocked SIGUSR1 when the request was sent; then the kernel does not say
-    when the stacks are whole.
+    when the stacks are whole. Nor does it say so if another thread takes the signal, as it may while the main thread
+    handles an earlier one.
     """
 
     pid: int

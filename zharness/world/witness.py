@@ -31,7 +31,7 @@ from zharness.world.messages import DeadlineHold, RankNote, ShutdownMessage
 from zharness.world.outcome import CapturedOutput, RankEnd, RankOutcome
 from zharness.world.postmortem import FATAL_ERROR_PREFIX, add_known_cause, describe_hang
 from zharness.world.process_end import is_process_alive, parse_fatal_dump, read_process_end
-from zharness.world.stack_request import request_stacks, wait_for_stacks
+from zharness.world.stack_request import BUSY_DUMP_SECONDS, request_stacks, wait_for_stacks
 from zharness.world.stacks import (
     find_waiting_collective,
     is_building,
@@ -44,7 +44,9 @@ from zharness.world.task_watcher import strip_fatal_dump
 
 POLL_SECONDS = 0.25  # interval between two checks whether the launch is over
 PROCESS_EXIT_SECONDS = 0.5  # time between the closing of a process's files and its end
-FINAL_REPORT_SECONDS = 40.0  # time for rank 0 to write its report once the launch is over
+# Time for the witnesses to post their ranks' outcomes once the launch is over: each collects stacks first.
+WITNESS_REPORT_SECONDS = BUSY_DUMP_SECONDS + 5.0
+FINAL_REPORT_SECONDS = WITNESS_REPORT_SECONDS + 25.0  # time for rank 0 to write its report once the launch is over
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes of a rank's output, from its end
 # Keys of the store: why the launch is over, and whether rank 0 has written its report.
 LAUNCH_OVER_KEY, REPORT_WRITTEN_KEY = "launch_over", "report_written"

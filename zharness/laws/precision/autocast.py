@@ -281,7 +281,7 @@ LAWS = (
     replace(
         precision_law(
             "weights_of_two_dtypes",
-            "frozen weights in bf16 and trained ones in fp32 train under torch_autocast as under torch.autocast",
+            "frozen bf16 and trained fp32 weights give the losses and gradients of torch.autocast under torch_autocast",
             observe_two_dtypes,
             judge_two_dtypes,
             models=("adapted",),
