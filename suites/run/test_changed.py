@@ -9,13 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from suites.run.test_covering import claims_of_registry
 from suites.warm import programs
 from zharness.cell import Cell
+from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
+from zharness.run import changed_cells
 from zharness.run.candidate_cells import find_mentioned_options
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_cells import describe_selection, find_reaching_cells, order_cells
+from zharness.run.changed_cells import (
+    ChangeSelection,
+    describe_selection,
+    find_reaching_cells,
+    order_cells,
+    select_changed_cells,
+)
 from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 from zharness.run.reach import CellReach, read_reach
@@ -181,6 +190,20 @@ def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path)
     for engine in ("deepspeed", "deepspeed@.", "deepspeed==0.19.8"):
         planned = PlannedCell(Cell("training.grads", engine, 2, 2, "fp32", "mlp"))
         assert list(find_reaching_cells([planned], read_reach(path), {"f:a"})) == [planned]
+
+
+def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "reach.jsonl"
+    names = ("training.grads[fsdp2-zero3-w2-fp32-mlp]", "training.grads[fsdp2-zero3-w3-bf16-mlp]")
+    lines = ({"functions": ["f:a"]}, *({"cell": name, "seconds": 1.0, "functions": [0]} for name in names))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a"})
+    options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
+    request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
+    selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))
+    assert set(names) <= {planned.cell.id for planned in selected.cells}
 
 
 def commit_all(folder: Path) -> None:
