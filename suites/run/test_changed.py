@@ -27,7 +27,7 @@ from zharness.run.changed_cells import (
 )
 from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
-from zharness.run.reach import CellReach, read_reach
+from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
 SOURCE = """\
 LIMIT = 3
@@ -182,10 +182,20 @@ def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
         read_reach(path)
 
 
+@pytest.mark.parametrize(("head", "version"), [({}, 1), ({"version": REACH_VERSION + 1}, REACH_VERSION + 1)])
+def test_a_record_of_another_version_is_refused(tmp_path: Path, head: dict[str, int], version: int) -> None:
+    path = tmp_path / "reach.jsonl"
+    path.write_text(json.dumps({**head, "functions": ["f:a"]}) + "\n", encoding="utf-8")
+    with pytest.raises(UsageError) as refused:
+        read_reach(path)
+    assert f"of version {version}, expected version {REACH_VERSION}; record again with" in str(refused.value)
+    assert f"`zharness check --engine NAME --record-reach {path}`" in str(refused.value)
+
+
 def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path) -> None:
     path = tmp_path / "reach.jsonl"
     cell = "training.grads[deepspeed@/home/a/DeepSpeed-zero2-w2-fp32-mlp]"
-    lines = ({"functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
+    lines = ({"version": REACH_VERSION, "functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     for engine in ("deepspeed", "deepspeed@.", "deepspeed==0.19.8"):
         planned = PlannedCell(Cell("training.grads", engine, 2, 2, "fp32", "mlp"))
@@ -197,7 +207,10 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
 ) -> None:
     path = tmp_path / "reach.jsonl"
     names = ("training.grads[fsdp2-zero3-w2-fp32-mlp]", "training.grads[fsdp2-zero3-w3-bf16-mlp]")
-    lines = ({"functions": ["f:a"]}, *({"cell": name, "seconds": 1.0, "functions": [0]} for name in names))
+    lines = (
+        {"version": REACH_VERSION, "functions": ["f:a"]},
+        *({"cell": name, "seconds": 1.0, "functions": [0]} for name in names),
+    )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a"})
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
