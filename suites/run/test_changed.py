@@ -25,7 +25,7 @@ from zharness.run.changed_cells import (
     order_cells,
     select_changed_cells,
 )
-from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
+from zharness.run.changed_functions import find_merge_base, name_functions, name_known_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
@@ -135,6 +135,27 @@ def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> No
     }
 
 
+def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
+    functions = list_functions(BRANCHES)
+    clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
+    assert name_known_functions(functions, range(4, 5), {"step", clip}) == {loop: clip}
+    assert name_known_functions(functions, range(4, 5), {"step"}) == {loop: "step"}
+    assert name_known_functions(functions, range(4, 5), {"step", loop}) == {loop: loop}
+    assert name_known_functions(functions, range(4, 5), set()) == {loop: loop}
+
+
+def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    engine = tmp_path / "toys" / "engine.py"
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine.write_text("def step(extra):\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text("def step(extra):\n    if extra:\n        return 2\n    return 1\n", encoding="utf-8")
+    call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
+    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
+    assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
+
+
 def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
     cells = [make_cell("training.grads"), make_cell("training.grads", 1), make_cell("training.grads", 2)]
     cells[2] = replace(cells[2], cell=replace(cells[2].cell, engine_variant="offload_optimizer"))
@@ -212,7 +233,7 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
         *({"cell": name, "seconds": 1.0, "functions": [0]} for name in names),
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a"})
+    monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))

@@ -139,12 +139,8 @@ def read_reach(path: Path) -> dict[str, CellReach]:
     """
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        names, version = head["functions"], head.get("version", 1)
-        if version != REACH_VERSION:
-            raise UsageError(
-                f"{path} is a record of reach of version {version}, expected version {REACH_VERSION}; record again with "
-                f"`zharness check --engine NAME --record-reach {path}`"
-            )
+        names = head["functions"]
+        require_version(head.get("version", 1), path)
         return {
             name_in_record(Cell.parse(line["cell"])): CellReach(
                 frozenset(names[number] for number in line["functions"]), line["seconds"]
@@ -156,3 +152,12 @@ def read_reach(path: Path) -> dict[str, CellReach]:
             f"cannot read {path} ({type(error).__name__}: {error}); expected a file that "
             "`zharness check --record-reach FILE` wrote"
         ) from error
+
+
+def require_version(version: int, path: Path) -> None:
+    """Raise UsageError unless ``version``, that of the record ``path``, is REACH_VERSION."""
+    if version != REACH_VERSION:
+        raise UsageError(
+            f"{path} is a record of reach of version {version}, expected version {REACH_VERSION}; record again with "
+            f"`zharness check --engine NAME --record-reach {path}`"
+        )
