@@ -16,7 +16,7 @@ from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
-from zharness.run.candidate_cells import find_mentioned_options
+from zharness.run.candidate_cells import find_mentioned_options, plan_option_cells
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import (
     ChangeSelection,
@@ -168,6 +168,19 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
     assert find_mentioned_options(options, changed) == {"offload_optimizer"}
     ordered = list(order_cells(find_reaching_cells(cells, reach, changed), reach, {"offload_optimizer"}))
     assert ordered == [cells[2], cells[0], cells[1]]
+
+
+def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_first() -> None:
+    cells = [PlannedCell(Cell("training.grads", "fsdp2", 3, 2, "fp32", model)) for model in ("mlp", "blocks")]
+    options = list(claims_of_registry("fsdp2", 3).engine_options)
+    planned = [cell.cell for _, cell in plan_option_cells(cells, claims_of_registry, {options[-1]})]
+    assert [(cell.model, cell.engine_variant) for cell in planned[:2]] == [
+        ("mlp", options[-1]),
+        ("blocks", options[-1]),
+    ]
+    models = [cell.model for cell in planned if cell.engine_variant == planned[2].engine_variant]
+    assert [cell.model for cell in planned[2 : 2 + len(models)]] == models
+    assert len({(cell.model, cell.engine_variant) for cell in planned}) == len(planned) > len(options)
 
 
 def test_a_diff_has_the_lines_of_both_sides() -> None:

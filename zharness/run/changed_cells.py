@@ -58,13 +58,16 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
                 "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
             )
         chosen = find_reaching_cells(own, reach, changed)
-        candidates, measured = (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims)
         options = {
             name: option
             for stage in {cell.cell.stage for cell in own}
             for name, option in claims(engine, stage).engine_options.items()
         }
-        cells += order_cells(candidates, measured, find_mentioned_options(options, named.keys()))
+        mentioned = find_mentioned_options(options, named.keys())
+        candidates, measured = (
+            (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims, mentioned)
+        )
+        cells += order_cells(candidates, measured, mentioned)
         sentence = describe_selection(engine, selection.base, changed, own, chosen, reach)
         added = len(candidates) - len(chosen)
         sentences.append(sentence + (f"; cells with one more option: {added}" if added else ""))
