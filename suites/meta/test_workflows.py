@@ -130,6 +130,13 @@ def test_a_record_of_reach_of_another_version_is_not_restored(name: str) -> None
     assert restored["restore-keys"].startswith(prefix)
 
 
+def test_a_pull_request_without_a_record_does_not_wait_for_one() -> None:
+    (recording,) = (step for step in workflow_steps("changed.yml") if "--record-reach" in step.get("run", ""))
+    assert recording["if"] == "github.event_name != 'pull_request'"
+    (notice,) = (step for step in workflow_steps("changed.yml") if "no record yet" in step.get("run", ""))
+    assert notice["if"] == "github.event_name == 'pull_request' && steps.recorded.outputs.cache-matched-key == ''"
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_a_workflow_has_read_permission_only(name: str) -> None:
     jobs = load_workflow(name)["jobs"].values()
