@@ -19,6 +19,7 @@ from packaging.version import Version
 
 import zharness
 from suites.meta.documents import PAGES, ROOT
+from zharness.run.reach import REACH_VERSION
 
 WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
 DOCUMENTED_COMMAND = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
@@ -119,6 +120,21 @@ def test_the_matrix_has_every_engine_on_every_torch_release() -> None:
     with_deepspeed = {entry["torch"] for entry in matrix["include"] if entry["engine"] == "deepspeed"}
     (line,) = re.findall(r"^ *([\w,]+): deepspeed$", (ROOT / "tox.ini").read_text(encoding="utf-8"), re.MULTILINE)
     assert with_deepspeed == set(line.split(","))
+
+
+@pytest.mark.parametrize("name", ["changed.yml", "compare.yml"])
+def test_a_record_of_reach_of_another_version_is_not_restored(name: str) -> None:
+    prefix = f"zharness-reach-{REACH_VERSION}-${{{{ inputs.engine }}}}-"
+    (restored,) = (step["with"] for step in workflow_steps(name) if step.get("id") == "recorded")
+    assert restored["key"].startswith(prefix)
+    assert restored["restore-keys"].startswith(prefix)
+
+
+def test_a_pull_request_without_a_record_does_not_wait_for_one() -> None:
+    (recording,) = (step for step in workflow_steps("changed.yml") if "--record-reach" in step.get("run", ""))
+    assert recording["if"] == "github.event_name != 'pull_request'"
+    (notice,) = (step for step in workflow_steps("changed.yml") if "no record yet" in step.get("run", ""))
+    assert notice["if"] == "github.event_name == 'pull_request' && steps.recorded.outputs.cache-matched-key == ''"
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

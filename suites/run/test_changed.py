@@ -9,16 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from suites.run.test_covering import claims_of_registry
 from suites.warm import programs
 from zharness.cell import Cell
+from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
-from zharness.run.candidate_cells import find_mentioned_options
+from zharness.run import changed_cells
+from zharness.run.candidate_cells import find_mentioned_options, plan_option_cells
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_cells import describe_selection, find_reaching_cells, order_cells
-from zharness.run.changed_functions import find_merge_base, name_functions, parse_diff
+from zharness.run.changed_cells import (
+    ChangeSelection,
+    describe_selection,
+    find_reaching_cells,
+    order_cells,
+    select_changed_cells,
+)
+from zharness.run.changed_functions import find_merge_base, name_functions, name_known_functions, parse_diff
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
-from zharness.run.reach import CellReach, read_reach
+from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
 SOURCE = """\
 LIMIT = 3
@@ -126,6 +135,27 @@ def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> No
     }
 
 
+def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
+    functions = list_functions(BRANCHES)
+    clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
+    assert name_known_functions(functions, range(4, 5), {"step", clip}) == {loop: clip}
+    assert name_known_functions(functions, range(4, 5), {"step"}) == {loop: "step"}
+    assert name_known_functions(functions, range(4, 5), {"step", loop}) == {loop: loop}
+    assert name_known_functions(functions, range(4, 5), set()) == {loop: loop}
+
+
+def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    engine = tmp_path / "toys" / "engine.py"
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine.write_text("def step(extra):\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text("def step(extra):\n    if extra:\n        return 2\n    return 1\n", encoding="utf-8")
+    call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
+    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
+    assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
+
+
 def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
     cells = [make_cell("training.grads"), make_cell("training.grads", 1), make_cell("training.grads", 2)]
     cells[2] = replace(cells[2], cell=replace(cells[2].cell, engine_variant="offload_optimizer"))
@@ -138,6 +168,19 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
     assert find_mentioned_options(options, changed) == {"offload_optimizer"}
     ordered = list(order_cells(find_reaching_cells(cells, reach, changed), reach, {"offload_optimizer"}))
     assert ordered == [cells[2], cells[0], cells[1]]
+
+
+def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_first() -> None:
+    cells = [PlannedCell(Cell("training.grads", "fsdp2", 3, 2, "fp32", model)) for model in ("mlp", "blocks")]
+    options = list(claims_of_registry("fsdp2", 3).engine_options)
+    planned = [cell.cell for _, cell in plan_option_cells(cells, claims_of_registry, {options[-1]})]
+    assert [(cell.model, cell.engine_variant) for cell in planned[:2]] == [
+        ("mlp", options[-1]),
+        ("blocks", options[-1]),
+    ]
+    models = [cell.model for cell in planned if cell.engine_variant == planned[2].engine_variant]
+    assert [cell.model for cell in planned[2 : 2 + len(models)]] == models
+    assert len({(cell.model, cell.engine_variant) for cell in planned}) == len(planned) > len(options)
 
 
 def test_a_diff_has_the_lines_of_both_sides() -> None:
@@ -173,14 +216,41 @@ def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
         read_reach(path)
 
 
+@pytest.mark.parametrize(("head", "version"), [({}, 1), ({"version": REACH_VERSION + 1}, REACH_VERSION + 1)])
+def test_a_record_of_another_version_is_refused(tmp_path: Path, head: dict[str, int], version: int) -> None:
+    path = tmp_path / "reach.jsonl"
+    path.write_text(json.dumps({**head, "functions": ["f:a"]}) + "\n", encoding="utf-8")
+    with pytest.raises(UsageError) as refused:
+        read_reach(path)
+    assert f"of version {version}, expected version {REACH_VERSION}; record again with" in str(refused.value)
+    assert f"`zharness check --engine NAME --record-reach {path}`" in str(refused.value)
+
+
 def test_a_record_serves_every_checkout_and_release_of_an_engine(tmp_path: Path) -> None:
     path = tmp_path / "reach.jsonl"
     cell = "training.grads[deepspeed@/home/a/DeepSpeed-zero2-w2-fp32-mlp]"
-    lines = ({"functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
+    lines = ({"version": REACH_VERSION, "functions": ["f:a"]}, {"cell": cell, "seconds": 1.0, "functions": [0]})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     for engine in ("deepspeed", "deepspeed@.", "deepspeed==0.19.8"):
         planned = PlannedCell(Cell("training.grads", engine, 2, 2, "fp32", "mlp"))
         assert list(find_reaching_cells([planned], read_reach(path), {"f:a"})) == [planned]
+
+
+def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "reach.jsonl"
+    names = ("training.grads[fsdp2-zero3-w2-fp32-mlp]", "training.grads[fsdp2-zero3-w3-bf16-mlp]")
+    lines = (
+        {"version": REACH_VERSION, "functions": ["f:a"]},
+        *({"cell": name, "seconds": 1.0, "functions": [0]} for name in names),
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
+    options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
+    request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
+    selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))
+    assert set(names) <= {planned.cell.id for planned in selected.cells}
 
 
 def commit_all(folder: Path) -> None:

@@ -112,6 +112,22 @@ class CellOptions:
         validate_request(request)
         return request
 
+    def build_change_request(self, patterns: tuple[str, ...]) -> Request:
+        """Build the request for the cells of a record that reach a change, those of a covering array included.
+
+        World sizes and dtypes that the command line names limit the cells; without them, all of the record run. Raises
+        UsageError as ``build_request`` does.
+        """
+        from zharness.laws import DTYPES
+        from zharness.run.plan import ARRAY_WORLD_SIZES
+
+        return replace(
+            self.build_request(patterns),
+            depth=2,
+            array_world_sizes=self.world_sizes if is_on_command_line("world_sizes") else ARRAY_WORLD_SIZES,
+            array_dtypes=self.dtypes if is_on_command_line("dtypes") else tuple(DTYPES),
+        )
+
     def build_run(self, stack: ExitStack, user_failures: tuple[ExpectedFailure, ...] = ()) -> RunCells:
         """Return a function that runs the cells of a request, or those of them that a change selects.
 
@@ -158,14 +174,19 @@ def make_measure(run: RunCells) -> RunRequest:
     return measure
 
 
+def is_on_command_line(name: str) -> bool:
+    """Return whether the command line of the current command, if there is one, has the parameter ``name``."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def reject_cell_options(identifier: str) -> None:
     """Raise UsageError if the current command was given options that choose cells or how they run."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if parameter.name in {field.name for field in fields(CellOptions)}
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        if parameter.name in {field.name for field in fields(CellOptions)} and is_on_command_line(parameter.name)
     ]
     if given:
         raise UsageError(

@@ -86,7 +86,7 @@ def compare(
     from zharness.run.expected_failures import read_expected_failures
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
-    request = cell_options.build_request(checks)
+    request = (cell_options.build_change_request if commit else cell_options.build_request)(checks)
     for engine in (base, change):
         prepare_rank_environment(engine)  # raises before the other side has run for a minute
     changes = ChangeSelection(commit, reach_file) if commit is not None and reach_file is not None else None

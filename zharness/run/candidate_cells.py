@@ -56,22 +56,26 @@ def plan_recorded_cells(
 
 
 def plan_option_cells(
-    reaching: Sequence[PlannedCell], claims: ClaimsLookup
+    reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned_options: Set[str] = frozenset()
 ) -> Iterator[tuple[PlannedCell, PlannedCell]]:
     """Yield runnable cells with one option each, each behind the cell of ``reaching`` without options that it extends.
 
-    A record has each law under each option, but not each variant and model of the law.
+    A record has each law under each option, but not each variant and model of the law. The cells come in rounds, each
+    of which extends every cell of ``reaching`` by one option, and ``mentioned_options`` in the first rounds.
     """
-    for base in reaching:
-        if base.cell.engine_variant:
-            continue
-        capabilities = claims(base.cell.engine, base.cell.stage)
-        planner = CellPlanner(capabilities)
-        (law,) = find_laws((base.cell.law,))
-        for option in capabilities.engine_options:
-            planned = planner.plan_cell(law, replace(base.cell, engine_variant=option))
-            if not planned.unsupported_reason:
-                yield base, planned
+    bases = [base for base in reaching if not base.cell.engine_variant]
+    claimed = {(base.cell.engine, base.cell.stage): claims(base.cell.engine, base.cell.stage) for base in bases}
+    options = dict.fromkeys(option for capabilities in claimed.values() for option in capabilities.engine_options)
+    planners = {key: CellPlanner(capabilities) for key, capabilities in claimed.items()}
+    laws = {name: find_laws((name,))[0] for name in {base.cell.law for base in bases}}
+    for option in sorted(options, key=lambda option: option not in mentioned_options):
+        for base in bases:
+            key = (base.cell.engine, base.cell.stage)
+            if option in claimed[key].engine_options:
+                cell = replace(base.cell, engine_variant=option)
+                planned = planners[key].plan_cell(laws[base.cell.law], cell)
+                if not planned.unsupported_reason:
+                    yield base, planned
 
 
 def find_mentioned_options(options: Mapping[str, EngineOption], changed: Set[str]) -> frozenset[str]:
@@ -99,13 +103,16 @@ def sets_option(cell: Cell, names: Set[str]) -> bool:
 
 
 def add_option_cells(
-    reaching: Mapping[PlannedCell, frozenset[str]], reach: Mapping[str, CellReach], claims: ClaimsLookup
+    reaching: Mapping[PlannedCell, frozenset[str]],
+    reach: Mapping[str, CellReach],
+    claims: ClaimsLookup,
+    mentioned_options: Set[str] = frozenset(),
 ) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
     """Return ``reaching`` and ``reach`` with option cells, up to ENOUGH_CELLS; they may reach what their base does."""
     cells, measured = dict(reaching), dict(reach)
     if len(cells) >= ENOUGH_CELLS:
         return cells, measured
-    for base, planned in plan_option_cells(list(reaching), claims):
+    for base, planned in plan_option_cells(list(reaching), claims, mentioned_options):
         name = name_in_record(planned.cell)
         if name not in measured:
             cells[planned], measured[name] = reaching[base], reach[name_in_record(base.cell)]

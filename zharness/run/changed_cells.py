@@ -42,13 +42,15 @@ class ChangedCells:
 def select_changed_cells(request: Request, claims: ClaimsLookup, selection: ChangeSelection) -> ChangedCells:
     """Select the cells of ``request`` that reach a changed function of their engine. Raises UsageError."""
     reach = read_reach(selection.reach_file)
+    recorded_names = frozenset().union(*(each.functions for each in reach.values()))
     matrix = plan(replace(request, depth=1), claims)
     is_of_single_cells = bool(request.patterns) and all(map(is_cell_id, request.patterns))
     recorded = [] if request.depth == 1 or is_of_single_cells else plan_recorded_cells(request, reach, matrix, claims)
     runnable = [cell for cell in (*matrix, *recorded) if not cell.unsupported_reason]
     cells, sentences = list[PlannedCell](), list[str]()
     for engine in dict.fromkeys(cell.cell.engine for cell in runnable):
-        changed = find_changed_functions(engine, selection.base)
+        named = find_changed_functions(engine, selection.base, recorded_names)
+        changed = frozenset(named.values())
         own = [cell for cell in runnable if cell.cell.engine == engine]
         if not any(name_in_record(cell.cell) in reach for cell in own):
             raise UsageError(
@@ -56,13 +58,16 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
                 "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
             )
         chosen = find_reaching_cells(own, reach, changed)
-        candidates, measured = (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims)
         options = {
             name: option
             for stage in {cell.cell.stage for cell in own}
             for name, option in claims(engine, stage).engine_options.items()
         }
-        cells += order_cells(candidates, measured, find_mentioned_options(options, changed))
+        mentioned = find_mentioned_options(options, named.keys())
+        candidates, measured = (
+            (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims, mentioned)
+        )
+        cells += order_cells(candidates, measured, mentioned)
         sentence = describe_selection(engine, selection.base, changed, own, chosen, reach)
         added = len(candidates) - len(chosen)
         sentences.append(sentence + (f"; cells with one more option: {added}" if added else ""))

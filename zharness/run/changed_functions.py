@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from zharness.engines.registry import find_checkout, info
 from zharness.errors import UsageError
-from zharness.run.engine_sources import find_functions_of_lines, find_source_files, list_functions, list_source_modules
+from zharness.run.engine_sources import (
+    MODULE_LEVEL,
+    FunctionLines,
+    find_functions_of_lines,
+    find_source_files,
+    list_functions,
+    list_source_modules,
+)
 from zharness.run.reach import shorten_path
 
 # The prefixes and the quotes of paths are options of git that a user may have set otherwise.
@@ -33,13 +40,15 @@ class Hunk:
     new_lines: range
 
 
-def find_changed_functions(engine: str, base: str) -> set[str]:
+def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozenset()) -> dict[str, str]:
     """Return the functions that the working tree of an engine's source changes since it left ``base``.
 
-    They are named as in a record of reach. What ``base`` has changed since then does not count. Lines outside of all
-    functions count as a function ``<module>`` of their file. A file that was renamed counts as deleted under its old
-    name and as new under the new one. Raises UsageError if the source is not in a git repository, or if ``base`` is no
-    commit that has a common ancestor with HEAD.
+    They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
+    that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has.
+    What ``base`` has changed since then does not count. Lines outside of all functions count as a function ``<module>``
+    of their file. A file that was renamed counts as deleted under its old name and as new under the new one. Raises
+    UsageError if the source is not in a git repository, or if ``base`` is no commit that has a common ancestor with
+    HEAD.
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
@@ -54,15 +63,20 @@ def find_changed_functions(engine: str, base: str) -> set[str]:
     diff = run_git(root, engine, *DIFF, start, "--", "*.py")
     by_path = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
     folders = {str(Path(path).parent) for path in by_path}
-    changed = set[str]()
+    changed = dict[str, str]()
     for hunk in parse_diff(diff):
         was_deleted = not (root / hunk.path).exists() and is_below(hunk.path, folders)
         if hunk.path in by_path or was_deleted:
             path = by_path.get(hunk.path, root / hunk.path)
-            old = run_git(root, engine, "show", f"{start}:{hunk.path}") if hunk.old_lines else ""
+            shown = call_git(root, "show", f"{start}:{hunk.path}")
+            old = "" if shown.returncode else shown.stdout  # a new file has no old source
             new = path.read_text("utf-8") if hunk.new_lines else ""
-            names = name_functions(old, hunk.old_lines, hunk.path) | name_functions(new, hunk.new_lines, hunk.path)
-            changed |= {f"{shorten_path(path, modules)}:{name}" for name in names}
+            prefix = f"{shorten_path(path, modules)}:"
+            known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
+            known |= {function.name for function in parse_functions(old, hunk.path)}
+            names = {name: name for name in name_functions(old, hunk.old_lines, hunk.path)}
+            names |= name_known_functions(parse_functions(new, hunk.path), hunk.new_lines, known)
+            changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
 
 
@@ -102,8 +116,26 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
 
 def name_functions(source: str, lines: range, path: str) -> set[str]:
     """Return the functions of the ``source`` of the file ``path`` that have ``lines``, their signatures included."""
+    return find_functions_of_lines(parse_functions(source, path), set(lines), with_signatures=True)
+
+
+def name_known_functions(functions: Sequence[FunctionLines], lines: range, known: Set[str]) -> dict[str, str]:
+    """Return the functions and branches that have ``lines``, each with the innermost one of ``known`` around it.
+
+    One that none of ``known`` is around, such as a new function, has its own name.
+    """
+    names = dict[str, str]()
+    for line in lines:
+        around = [each.name for each in functions if each.first_line <= line <= each.last_line]
+        innermost = around[-1] if around else MODULE_LEVEL
+        names[innermost] = next((name for name in reversed(around) if name in known), innermost)
+    return names
+
+
+def parse_functions(source: str, path: str) -> list[FunctionLines]:
+    """Return the functions and branches of the ``source`` of the file ``path``. Raises UsageError."""
     try:
-        return find_functions_of_lines(list_functions(source), set(lines), with_signatures=True)
+        return list_functions(source)
     except SyntaxError as error:
         raise UsageError(f"{path}, which the change touches, is not valid Python: {error}") from error
 

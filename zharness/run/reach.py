@@ -1,6 +1,7 @@
 """Record which functions of an engine's source each cell reaches, and read such a record.
 
-The record is a file of JSON lines. The first line has the names of all functions and of their branches, as in
+The record is a file of JSON lines. The first line has the version of the format, which REACH_VERSION counts, and the
+names of all functions and of their branches, as in
 ``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with the numbers of
 those that it reached. coverage.py measures on the ranks, which makes a run about twice as long.
 """
@@ -30,6 +31,8 @@ from zharness.run.engine_sources import (
 )
 from zharness.run.observe_and_judge import observe
 from zharness.run.record import Record
+
+REACH_VERSION = 2  # of the format; the first had no branches and no version. The cache keys of workflows have it too.
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
     ]
     try:
         with path.open("w", encoding="utf-8") as output:
-            output.writelines(json.dumps(line) + "\n" for line in ({"functions": names}, *lines))
+            output.writelines(
+                json.dumps(line) + "\n" for line in ({"version": REACH_VERSION, "functions": names}, *lines)
+            )
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error}") from error
 
@@ -128,10 +133,14 @@ def name_in_record(cell: Cell) -> str:
 
 
 def read_reach(path: Path) -> dict[str, CellReach]:
-    """Read the record ``path``: what each cell reached, by ``name_in_record``. Raises UsageError if it is no record."""
+    """Read the record ``path``: what each cell reached, by ``name_in_record``.
+
+    Raises UsageError if it is no record, or one of another version, whose names a change would not match.
+    """
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         names = head["functions"]
+        require_version(head.get("version", 1), path)
         return {
             name_in_record(Cell.parse(line["cell"])): CellReach(
                 frozenset(names[number] for number in line["functions"]), line["seconds"]
@@ -143,3 +152,12 @@ def read_reach(path: Path) -> dict[str, CellReach]:
             f"cannot read {path} ({type(error).__name__}: {error}); expected a file that "
             "`zharness check --record-reach FILE` wrote"
         ) from error
+
+
+def require_version(version: int, path: Path) -> None:
+    """Raise UsageError unless ``version``, that of the record ``path``, is REACH_VERSION."""
+    if version != REACH_VERSION:
+        raise UsageError(
+            f"{path} is a record of reach of version {version}, expected version {REACH_VERSION}; record again with "
+            f"`zharness check --engine NAME --record-reach {path}`"
+        )
