@@ -30,6 +30,7 @@ COUNT_PROCESS = "\nimport deepspeed_files.count_process\n"
 WORST_FIRST = ("failed", "skipped", "passed")
 TEST_TIMEOUT = "300"  # seconds of one test, in all ways
 KILLED = -9
+FOLDER_PREFIX = "deepspeed-files-"  # of the temporary folder with the copies of the files
 COLLECTION = "(collection)"  # the name of the outcome of a file that could not be collected
 
 
@@ -119,7 +120,7 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
     DeepSpeed's own fixtures, is waited for by nobody, so this process adopts it.
     """
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="deepspeed-files-") as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
         outcomes, imports = Path(folder) / "outcomes.jsonl", Path(folder) / "imports"

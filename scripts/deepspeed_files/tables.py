@@ -18,10 +18,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from deepspeed_files.runs import KILLED, FileRun, Way
+from deepspeed_files.runs import FOLDER_PREFIX, KILLED, FileRun, Way
 
 WITHOUT_LAW = ("internals", "feature", "limit", "machine")
 NOT_LISTED = "unexpected"
+_TEMPORARY_FOLDER = re.compile(rf"/\S*?/{FOLDER_PREFIX}[^/\s]+/")
 Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
@@ -96,8 +97,10 @@ def find_ratio(own: FileRun, swapped: FileRun) -> float:
 
 
 def find_reason(run: FileRun) -> str:
-    """Return the most frequent reason for which tests of the run were skipped or failed."""
-    messages = Counter(message.removeprefix("Skipped: ") for _, message in run.outcomes.values() if message)
+    """Return the most frequent reason for which tests of the run were skipped or failed, without temporary folders."""
+    messages = Counter(
+        _TEMPORARY_FOLDER.sub("", message.removeprefix("Skipped: ")) for _, message in run.outcomes.values() if message
+    )
     return messages.most_common(1)[0][0][:120].replace("|", "/") if messages else "these tests start no rank"
 
 

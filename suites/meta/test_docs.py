@@ -34,6 +34,7 @@ from zharness.toml_text import parse_toml
 
 DOCUMENTED_COMMANDS = [command for page in PAGES for command in parse_commands(page)]
 CELL_ID = re.compile(r"\w+\.\w+\[.*\]")
+FOLDER_OF_ONE_MACHINE = re.compile(r"(?<![\w.])/(work|root|home|tmp|var/tmp)/\S*")
 # Commands that are executed, with their documented exit codes. All other commands are only parsed.
 YOUR_MODEL = ROOT / "docs" / "your-model.md"
 LONGEST_README = 250  # lines; tables and long outputs have pages of their own
@@ -177,6 +178,16 @@ def test_local_links_have_targets(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= LONGEST_README
+
+
+def test_no_page_has_a_path_of_one_machine() -> None:
+    assert FOLDER_OF_ONE_MACHINE.search("file /tmp/deepspeed-files-t488c6ka/tests/unit/test_zero.py")
+    folders = [
+        f"{page.name}: {match[0]}"
+        for page in (*PAGES, *(ROOT / name for name in ("FINDINGS.md", "CHANGELOG.md", "SECURITY.md")))
+        for match in FOLDER_OF_ONE_MACHINE.finditer(page.read_text(encoding="utf-8"))
+    ]
+    assert not folders, f"{folders}; give paths in the repository, or ones that every reader has"
 
 
 def test_the_readme_links_to_every_page() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from scripts import try_wheel
 from scripts.check_release import find_disagreements, find_wrong_files, read_version
-from scripts.try_wheel import WITH_EXTRAS, WITHOUT_EXTRAS
+from scripts.try_wheel import WITH_EXTRAS, WITHOUT_EXTRAS, Trial, run_trial
 from suites.meta.documents import ROOT
 from suites.meta.test_workflows import load_workflow
 from zharness.cli import cli
@@ -82,6 +83,16 @@ def test_the_commands_that_are_tried_from_the_wheel_exist() -> None:
     names = {trial.line.split()[1] for trial in (*WITHOUT_EXTRAS, *WITH_EXTRAS) if trial.line.startswith("zharness ")}
     assert names - {"--version"} <= set(cli.commands)
     assert {"check", "repro", "mutants", "report", "site", "init", "export"} <= names
+
+
+def test_a_trial_has_no_constraint_of_the_caller_and_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
+    assert run_trial(Trial('test -z "$PIP_CONSTRAINT"', ""), tmp_path, tmp_path) == []
+    monkeypatch.setattr(try_wheel, "TIME_LIMIT", 0)
+    assert run_trial(Trial("tail -f /dev/null", ""), tmp_path, tmp_path) == ["it took longer than 0 s"]
 
 
 def test_the_table_of_compatibility_has_what_the_workflows_test() -> None:

@@ -67,7 +67,9 @@ def expand_variables(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...
 
 
 def variable_values(name: str, expression: str) -> list[str]:
-    """Return the values of ``${{ matrix.KEY }}``, ``${{ inputs.KEY }}`` or ``${{ github.ref_name }}``."""
+    """Return the values of ``${{ matrix.KEY }}``, ``${{ inputs.KEY }}``, ``${{ github.ref_name }}`` or a constant."""
+    if not expression.startswith("${{"):
+        return [expression]
     kind, _, key = expression.strip("${} ").partition(".")
     if (kind, key) == ("github", "ref_name"):
         return [f"v{zharness.__version__}"]
@@ -148,12 +150,18 @@ def test_a_workflow_has_read_permission_only(name: str) -> None:
 
 
 def test_a_release_is_published_as_it_was_checked_and_tried_and_by_no_token() -> None:
-    build, publish = load_workflow("release.yml")["jobs"].values()
-    lines = [step.get("run", step.get("uses", "")) for step in build["steps"]]
-    order = ("python -m build", "scripts/check_release.py", "scripts/try_wheel.py", "upload-artifact")
+    jobs = load_workflow("release.yml")["jobs"]
+    build, trial, publish = (jobs[name] for name in ("build", "trial", "publish"))
+    lines = [step.get("run", step.get("uses", "")) for step in (*build["steps"], *trial["steps"])]
+    order = ("python -m build", "scripts/check_release.py", "upload-artifact", "download-artifact", "try_wheel.py")
     positions = [next(at for at, line in enumerate(lines) if part in line) for part in order]
     assert positions == sorted(positions)
-    assert (publish["needs"], publish["environment"]) == ("build", "pypi")
+    # The trial runs code of other projects, which must neither reach the files that are published nor the build.
+    assert not [line for line in lines[: len(build["steps"])] if "try_wheel.py" in line]
+    assert "upload-artifact" not in str(trial)
+    assert "PIP_EXTRA_INDEX_URL" not in str([load_workflow("release.yml").get("env"), build, publish])
+    assert trial["needs"] == "build"
+    assert (publish["needs"], publish["environment"]) == (["build", "trial"], "pypi")
     assert publish["steps"][-1]["with"] == {"attestations": True}
     assert not [path.name for path in WORKFLOWS.values() if "secrets." in path.read_text("utf-8")]
 

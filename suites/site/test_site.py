@@ -25,6 +25,7 @@ from zharness.run import Record, Verdict
 from zharness.run.expected_failures import expected_failures_for
 from zharness.site import command
 from zharness.site.columns import Column, sort_columns
+from zharness.site.contracts import collect_contracts
 from zharness.site.folder import MARKER
 from zharness.site.history import describe_command, follow_law
 from zharness.site.programs import read_program
@@ -194,17 +195,39 @@ def test_a_finding_has_its_reason_its_issue_and_its_reproductions(site: Path) ->
 
 
 def test_a_contract_has_its_documentation_its_remedy_and_its_cells(tmp_path: Path) -> None:
-    entry = next(each for each in expected_failures_for("ddp") if each.remedy)
-    held = make("ddp", TORCH, RETAINED, Verdict.CONTRACT, entry.reason)
-    written = write_records(tmp_path / "r.jsonl", [replace(held, documentation_url=entry.documented)])
+    entry, record = next(
+        (entry, replace(record, cause=entry.reason, documentation_url=entry.documented))
+        for entry in expected_failures_for("ddp")
+        for record in (make("ddp", TORCH, law, Verdict.CONTRACT) for law in LAWS)
+        if entry.remedy and entry.covers_cell(record.cell, record.engine_version)
+    )
+    written = write_records(tmp_path / "r.jsonl", [record])
     assert command.build_site([written], tmp_path / "out") == 0
     (page,) = (tmp_path / "out" / "contracts").glob("ddp-*.html")
     text = html.unescape(page.read_text(encoding="utf-8"))
     assert entry.reason in text
     assert f'href="{entry.documented}"' in text
     assert all(f"{name} = {value}" in text for name, value in entry.remedy.items())
-    for linking in ("index.html", f"laws/{RETAINED}.html"):
+    for linking in ("index.html", f"laws/{record.cell.law}.html"):
         assert f"contracts/{page.name}" in (tmp_path / "out" / linking).read_text(encoding="utf-8")
+
+
+def test_a_contract_has_the_remedy_of_each_of_its_cells(tmp_path: Path) -> None:
+    entry = next(each for each in expected_failures_for("fsdp2") if each.remedy == {"in_root": ["head"]})
+    record = make("fsdp2", TORCH, RETAINED, Verdict.CONTRACT, entry.reason)
+    cells = [replace(record.cell, model=model) for model in ("fused", "changing", "mlp")]
+    records = [replace(record, cell=cell, documentation_url=entry.documented) for cell in cells]
+    (contract,) = collect_contracts(records)
+    assert [(dict(remedy.options), remedy.cells) for remedy in contract.remedies] == [
+        ({"in_root": ["head"]}, (cells[0].id,)),
+        ({"in_root": ["by_attribute"]}, (cells[1].id,)),
+    ]
+    command.build_site([write_records(tmp_path / "r.jsonl", records)], tmp_path / "out")
+    (page,) = (tmp_path / "out" / "contracts").glob("fsdp2-*.html")
+    text = html.unescape(page.read_text(encoding="utf-8"))
+    first, _, second = text.partition("in_root = ['head']")[2].partition("in_root = ['by_attribute']")
+    assert cells[0].id in first
+    assert cells[1].id in second
 
 
 def test_a_finding_has_the_reason_of_the_users_own_file(tmp_path: Path) -> None:
@@ -228,7 +251,7 @@ def test_the_page_of_a_law_has_its_program(site: Path) -> None:
     assert len(set(programs_of_laws)) > 0.9 * len(LAWS)
 
 
-def test_a_build_of_torch_is_no_other_torch() -> None:
+def test_a_build_of_a_torch_release_counts_as_that_release() -> None:
     assert Column("ddp", "2.8.0", "2.8.0+cu128").torch_note == ""
     assert Column("deepspeed", "0.19.8", "2.8.0+cu128").torch_note == "with torch 2.8.0+cu128"
 

@@ -12,7 +12,8 @@ from zharness.run.record import Record, Verdict
 
 UNEXPECTED_OUTCOMES = ("stale", "error", "fail", "crash", "hang", "undetermined")
 EXPECTED_OUTCOMES = ("excused", "contract")
-LARGE_WORLD = 16  # ranks of a cell whose cost is printed: fewer cost less than the imports of their server
+# The cost of a cell is printed from this world size on: fewer ranks use less CPU time than the imports of their server.
+LARGE_WORLD = 16
 MAX_CAUSE_LENGTH = 400  # characters; the JSON line has the whole cause
 MAX_LISTED_CELLS = 4  # one for each stage; the JSON lines have every cell
 

@@ -14,13 +14,26 @@ from zharness.site.slugs import make_slug
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """Engine options, and the records that hold under them."""
+
+    options: Mapping[str, Any]
+    records: tuple[Record, ...]
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The ids of the records' cells, each once."""
+        return tuple(dict.fromkeys(strip_release(record.cell).id for record in self.records))
+
+
+@dataclass(frozen=True)
 class Contract:
-    """One page: the records that hold under the remedy which ``address``, a page of the engine, recommends."""
+    """One page: the records that hold under the remedies which ``address``, a page of the engine, recommends."""
 
     engine: str
     reason: str
     address: str
-    remedy: Mapping[str, Any]
+    remedies: tuple[Remedy, ...]
     records: tuple[Record, ...]
 
     @property
@@ -41,18 +54,31 @@ class Contract:
 
 def collect_contracts(records: Iterable[Record], user_failures: Sequence[ExpectedFailure] = ()) -> tuple[Contract, ...]:
     """Return a contract for each engine, reason and documented address of the records."""
-    kept = [record for record in records if record.verdict is Verdict.CONTRACT]
+    contracts = [record for record in records if record.verdict is Verdict.CONTRACT]
     groups = group_records(
-        kept, lambda record: (strip_release(record.cell).engine, record.cause, record.documentation_url)
+        contracts, lambda record: (strip_release(record.cell).engine, record.cause, record.documentation_url)
     )
     return tuple(
-        Contract(*key, find_remedy(group[0], user_failures), tuple(group)) for key, group in sorted(groups.items())
+        Contract(*key, collect_remedies(group, user_failures), tuple(group)) for key, group in sorted(groups.items())
     )
+
+
+def collect_remedies(records: Sequence[Record], user_failures: Sequence[ExpectedFailure]) -> tuple[Remedy, ...]:
+    """Return each remedy of the records once. Records that no entry covers are left out."""
+    options = {id(record): find_remedy(record, user_failures) for record in records}
+    covered = [record for record in records if options[id(record)]]
+    groups = group_records(covered, lambda record: repr(sorted(options[id(record)].items())))
+    return tuple(Remedy(options[id(group[0])], tuple(group)) for group in groups.values())
 
 
 def find_remedy(record: Record, user_failures: Sequence[ExpectedFailure]) -> Mapping[str, Any]:
-    """Return the engine options under which a record holds, or nothing if no entry has its reason and address."""
+    """Return the engine options under which a record holds, or nothing if no entry of its reason covers its cell.
+
+    Entries with the same reason and address have different remedies for different models, options and laws.
+    """
     for entry in (*user_failures, *expected_failures_for(record.cell.engine)):
-        if (entry.reason, entry.documented) == (record.cause, record.documentation_url):
+        if (entry.reason, entry.documented) == (record.cause, record.documentation_url) and entry.covers_cell(
+            record.cell, record.engine_version
+        ):
             return entry.remedy
     return {}
