@@ -17,6 +17,7 @@ from zharness.cli.options import (
     parse_integer_option,
     parse_name_option,
     requested_device,
+    require_commit_with_reach,
 )
 from zharness.cli.project_options import read_project_failures, require_depth_of_command_line
 from zharness.errors import UsageError
@@ -193,8 +194,7 @@ def check(
     """
     from zharness.cli.name_index import require_known_names
 
-    if (base is None) != (reach_input is None):
-        raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
+    require_commit_with_reach(base, reach_input)
     if reach_output is not None:
         from zharness.run.files import require_writable
 

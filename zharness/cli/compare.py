@@ -10,8 +10,7 @@ import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, make_measure
 from zharness.cli.check import SECONDS_OF_A_CHANGE
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS
-from zharness.errors import UsageError
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, require_commit_with_reach
 
 if TYPE_CHECKING:
     from zharness.run import Request
@@ -78,8 +77,7 @@ def compare(
     zharness compare deepspeed@base deepspeed@change --expected-failures ci/expected_failures.toml
     zharness compare deepspeed@base deepspeed@change --changed HEAD^1 --reach reach.jsonl
     """
-    if (commit is None) != (reach_file is None):
-        raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
+    require_commit_with_reach(commit, reach_file)
     from zharness.releases import compare_releases
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.changed_cells import ChangeSelection

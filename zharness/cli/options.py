@@ -65,6 +65,12 @@ def parse_name_option(_context: click.Context, _parameter: click.Parameter, valu
     return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
+def require_commit_with_reach(commit: str | None, reach_file: Path | None) -> None:
+    """Raise UsageError if one of the options --changed and --reach is given without the other."""
+    if (commit is None) != (reach_file is None):
+        raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
+
+
 def requested_device(device: str, backend: str) -> AbstractContextManager[None]:
     """Let the ranks that start in the block use ``device`` and ``backend``; an empty name changes nothing."""
     from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE

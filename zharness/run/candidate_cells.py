@@ -37,10 +37,11 @@ def plan_recorded_cells(
             if cell.cell.engine == engine
         }
         for name in reach:
-            cell = replace(Cell.parse(name), engine=engine)
+            recorded = Cell.parse(name)
+            cell = replace(recorded, engine=engine)
             law = laws.get(cell.law)
             is_selected = (
-                Cell.parse(name).engine == split_release(engine)[0]
+                recorded.engine == split_release(engine)[0]
                 and cell.stage in planners
                 and cell.world_size in (*request.world_sizes, *request.array_world_sizes)
                 and cell.dtype in (*request.dtypes, *request.array_dtypes)
