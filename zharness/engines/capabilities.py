@@ -34,6 +34,7 @@ class Feature(Enum):
     MUON = "the optimizer Muon, which needs whole matrices"
     SCHEDULE = "a learning-rate schedule"
     CHECKPOINT = "saving and loading checkpoints"
+    CHECKSUMS = "checkpoints with checksums, so that a load notices changed bytes"
     RANK_BUFFERS = "buffers saved and loaded by each rank separately"
     RESHARD = "a checkpoint of one stage loaded at every other stage"
     WORLD_RESHARD = "a checkpoint loaded on more or fewer ranks than saved it; new ranks get the buffers of rank 0"

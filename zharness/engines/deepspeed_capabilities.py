@@ -34,6 +34,7 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
         "a checkpoint loads only at its own stage, world size and mesh; others need a universal checkpoint "
         "(https://www.deepspeed.ai/tutorials/universal-checkpointing/)",
     ),
+    Feature.CHECKSUMS: "load_checkpoint reads files with torch.load, which compares no checksums",
     Feature.UNIVERSAL_CHECKPOINT: "it loads only what ds_to_universal wrote, which includes the model's weights; "
     "the files of this law have none",
     Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize does not materialize models of "

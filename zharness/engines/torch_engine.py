@@ -43,6 +43,7 @@ _CALLER_OWNS_SCALER = (
 # Features that torch's own engines leave to the caller, or do not count.
 TORCH_REFUSES: Mapping[Feature, str] = {
     Feature.REDUCED_WEIGHT_GRADIENTS: "the reduction is outside the autograd graph, so autograd.grad reduces nothing",
+    Feature.CHECKSUMS: "torch.load and torch.distributed.checkpoint compare no checksums of what they read",
     Feature.UNIVERSAL_CHECKPOINT: "universal checkpoints have a format of DeepSpeed, which torch's engines do not read",
     Feature.LOSS_SCALER: _CALLER_OWNS_SCALER,
     Feature.AUTOCAST_SCALER: _CALLER_OWNS_SCALER,
@@ -205,6 +206,7 @@ class TorchEngine(TorchTensorAccess):
         self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0
         self._last_grad_norm: float | None = None
+        self._frozen_at_start = {name for name, param in adapter.params.items() if not param.requires_grad}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._autocast():
@@ -247,14 +249,17 @@ class TorchEngine(TorchTensorAccess):
         return {name: self._full_copy(p.grad) for name, p in self._adapter.params.items() if p.grad is not None}
 
     def full_params(self) -> dict[str, Tensor]:
-        """Return the trained parameters as the model computes with them, and the frozen ones as they are stored.
+        """Return the parameters as the model computes with them, and those never trained so far as they are stored.
 
-        FSDP rounds both for every forward and stores both unrounded. What a frozen layer computes is compared with the
-        layer's own cast in plain PyTorch. This is a collective if parameters are sharded.
+        FSDP rounds both for every forward and stores both unrounded. What a layer computes that was frozen at
+        construction is compared with the layer's own cast in plain PyTorch. This is a collective if parameters are
+        sharded.
         """
         params, dtype = self._adapter.params, self._adapter.compute_dtype
         return {
-            name: weight.to(dtype) if dtype and params[name].requires_grad else weight
+            name: weight.to(dtype)
+            if dtype and (params[name].requires_grad or name not in self._frozen_at_start)
+            else weight
             for name, weight in self._full_masters().items()
         }
 

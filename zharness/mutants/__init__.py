@@ -23,6 +23,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     checkpoint,
     circumstances,
     clipping,
+    damaged_checkpoint,
     double_backward,
     edited_weights,
     evaluation_mode,

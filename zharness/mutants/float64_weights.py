@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
-from zharness.mutants import seams
+from zharness.mutants import seams, seams_engines
 from zharness.mutants.around import Around
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
@@ -58,3 +59,35 @@ class ClipsWideGradientsInFloat32(Around):
 
         if config.clip is not None:
             seams.wrap_unscale_and_clip(self.right, wrap)
+
+
+def average_in_float32(bucket: Any) -> torch.futures.Future[Tensor]:
+    """Return the mean over ranks of a bucket of DDP, computed in float32 if the bucket is wider.
+
+    ``bucket`` is a torch.distributed.GradBucket, which torch's type hints do not have.
+    """
+    buffer: Tensor = bucket.buffer()
+    sent = buffer.float() if buffer.dtype is torch.float64 else buffer
+    dist.all_reduce(sent)
+    mean = sent.div_(dist.get_world_size()).to(buffer.dtype)
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future()
+    averaged.set_result(mean)
+    return averaged
+
+
+@mutant(
+    FaultKind.REDUCE_DTYPE,
+    Target("training.clip_wide", Part.REDUCTION, parameter="second*"),
+    origin=Origin.BLIND_12,
+)
+class SendsWideGradientsInFloat32(Around):
+    """Reduces the gradients of float64 weights in float32."""
+
+    over = "ddp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        # DDP refuses a hook whose annotations are text, as those of this file are.
+        seams_engines.ddp_wrapper(self.right).register_comm_hook(
+            None, lambda _state, bucket: average_in_float32(bucket)
+        )

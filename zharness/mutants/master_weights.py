@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -276,3 +276,21 @@ class AnEditRoundsWhatItLeaves(AroundSharded):
         for name in left:
             if self.module.get_parameter(name).requires_grad:
                 self.access.write_param(name, self.right.read_param(name).bfloat16().float())
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.frozen_masters", Part.GATHER, dtype="bf16", parameter="first*"),
+    Target("precision.frozen_masters", Part.GATHER, dtype="fp16", parameter="first*"),
+    origin=Origin.BLIND_12,
+)
+class ReturnsMastersOfFrozenWeights(Around):
+    """Returns the fp32 master of a weight that was frozen after a step, in place of the weight itself."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.right.full_params()
+        frozen = {name for name, weight in self.module.named_parameters() if not weight.requires_grad}
+        masters = self.right.observe().masters
+        if isinstance(masters, Mapping):
+            weights |= {name: master for name, master in masters.items() if name in frozen}
+        return weights

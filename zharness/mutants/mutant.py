@@ -77,6 +77,7 @@ class Origin(Enum):
     BLIND_9 = "blind 9"  # only those that the laws did not kill at first
     BLIND_10 = "blind 10"  # only those that the laws did not kill at first
     BLIND_11 = "blind 11"  # only those that the laws did not kill at first
+    BLIND_12 = "blind 12"  # only those that the laws did not kill at first
 
     @property
     def is_blind(self) -> bool:

@@ -157,7 +157,7 @@ class ReadsWithGradients(Around):
         return weight
 
 
-@mutant(FaultKind.AUTOCAST, modes_target("training flag of * after evaluation"), origin=Origin.BLIND_7)
+@mutant(FaultKind.AUTOCAST, modes_target("training flag of * after forward under no_grad"), origin=Origin.BLIND_7)
 class StaysInEvaluation(Around):
     """Switches the model to evaluation mode after a forward without gradients."""
 
@@ -167,6 +167,22 @@ class StaysInEvaluation(Around):
         output = self.right(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.module.eval()
+        return output
+
+
+@mutant(
+    FaultKind.AUTOCAST,
+    modes_target("gradient mode after forward under no_grad"),
+    origin=Origin.BLIND_12,
+)
+class EnablesGradientsAfterForwards(Around):
+    """Leaves gradients enabled after a forward, even if the caller has disabled them."""
+
+    over = "ddp"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        torch.set_grad_enabled(True)
         return output
 
 

@@ -7,6 +7,7 @@ from zharness.laws.precision import (
     autocast_norm,
     buffers,
     comm_dtype,
+    frozen_masters,
     grad_scaler,
     master_weights,
     output_containers,
@@ -20,6 +21,7 @@ LAWS = (
     *grad_scaler.LAWS,
     *comm_dtype.LAWS,
     *master_weights.LAWS,
+    *frozen_masters.LAWS,
     *buffers.LAWS,
     *output_containers.LAWS,
 )

@@ -7,6 +7,7 @@ from zharness.laws.state import (
     consolidate,
     one_folder,
     other_world_size,
+    refuse_damaged,
     refuse_missing,
     refuse_pickle,
     reshard,
@@ -26,4 +27,5 @@ LAWS = (
     *universal.LAWS,
     *refuse_pickle.LAWS,
     *refuse_missing.LAWS,
+    *refuse_damaged.LAWS,
 )

@@ -122,7 +122,7 @@ CALLS = (
     "full_state_dict",
     "save",
     "load",
-    "evaluation",
+    "forward under no_grad",
     "a forward that raises",
 )
 UNDER_NO_GRAD = " under no_grad"  # the end of the names of calls that run under torch.no_grad in every variant
@@ -171,7 +171,6 @@ def make_calls(engine: Engine, folder: Path, inputs: Tensor) -> Mapping[str, Cal
         "full_state_dict": lambda: require_full_state_dict(engine).full_state_dict(),
         "save": lambda: engine.save(folder),
         "load": lambda: engine.load(folder),
-        "evaluation": lambda: evaluate(engine, inputs),
         "a forward that raises": lambda: raise_in_forward(engine, inputs),
     }
 
@@ -181,12 +180,6 @@ def edit(engine: Engine, name: str) -> None:
     """Negate one full weight."""
     with require_gathered(engine).gathered([name]) as weights:
         weights[name].neg_()
-
-
-@torch.no_grad()
-def evaluate(engine: Engine, inputs: Tensor) -> None:
-    """Run a forward without gradients, while the model is in training mode."""
-    engine(inputs)
 
 
 class ForwardError(Exception):

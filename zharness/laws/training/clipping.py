@@ -19,8 +19,8 @@ from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
-from zharness.parity import Comparison, Part
-from zharness.parity.bounds import gamma
+from zharness.parity import Comparison, Part, compare_within_bound
+from zharness.parity.bounds import gamma, mean_and_bound
 from zharness.workload.exact_blocks import make_wide
 
 CLIP_NORMS = (1e-2, 1e6)
@@ -80,6 +80,17 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
             )
 
 
+def judge_clip_wide(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the float64 gradients with the float64 mean over ranks, and judge the norm and the clipped step."""
+    local = ctx.compute_local_grads(0)  # of the same numbers in float32, which the layer casts its weights to
+    for name in (name for name in ctx.baseline.parameter_names if name.startswith(f"{WIDE_LAYER}.")):
+        terms = [result.grads[name].double() for result in local] * ctx.setting.accumulation_steps
+        mean, bound = mean_and_bound(terms, torch.float64, torch.float64)
+        for rank, record in enumerate(ctx.rank_records("grads")):
+            yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
+    yield from judge_clip_and_norm(ctx)
+
+
 def find_used_factor(step: ClippedSgdStep, after: Tensor) -> ClipFactor:
     """Return the factor with which the step clipped the largest element of a float64 gradient.
 
@@ -117,9 +128,9 @@ LAWS = (
     ),
     variation_law(
         "clip_wide",
-        "a float64 gradient is clipped in float64, by the norm of all gradients together",
+        "a float64 gradient is reduced and clipped in float64, by the norm of all gradients together",
         observe_clip_wide,
-        judge_clip_and_norm,
+        judge_clip_wide,
         features=(Feature.CLIP,),
         weights_stay_integers=False,
         dtypes=("fp32",),  # an engine casts all weights to its own low precision

@@ -1,0 +1,91 @@
+"""Mutants that load damaged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zharness.errors import CheckpointError
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+def update_checksums(manifest: Path) -> None:
+    """Write the checksums that the files of a checkpoint have now to its manifest."""
+    content = json.loads(manifest.read_text())
+    for name, measure in content["files"].items():
+        if (file := manifest.parent / name).is_file():
+            measure[1] = zlib.crc32(file.read_bytes())
+    manifest.write_text(json.dumps(content))
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_damaged", Part.GATHER, variant="changed_bytes"),
+    origin=Origin.BLIND_12,
+)
+class ComparesNoChecksums(Around):
+    """Compares the lengths of the files of a checkpoint before a load, but not their checksums."""
+
+    def load(self, path: Path) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for manifest in path.rglob("manifest.json"):
+                with suppress(ValueError):  # a changed byte of the manifest itself, which the correct engine refuses
+                    update_checksums(manifest)
+        dist.barrier()
+        self.right.load(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_damaged", Part.GATHER, variant="truncated"),
+    Target("state.refuse_damaged", Part.GATHER, variant="missing_file"),
+    origin=Origin.STATE,
+)
+class RaisesOnOneRank(Around):
+    """Raises on rank 0 alone if a file of a checkpoint is missing or damaged."""
+
+    def load(self, path: Path) -> None:
+        try:
+            self.right.load(path)
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                raise
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_damaged", Part.GATHER, variant="truncated", parameter="*: *"),
+    Target("state.refuse_damaged", Part.GATHER, variant="missing_file", parameter="*: *"),
+    origin=Origin.STATE,
+)
+class IgnoresDamage(Around):
+    """Loads nothing, and raises nothing, if a file of a checkpoint is missing or damaged."""
+
+    def load(self, path: Path) -> None:
+        with suppress(CheckpointError):
+            self.right.load(path)
+
+
+@mutant(
+    FaultKind.STATE,
+    Target("state.refuse_damaged", Part.GATHER, variant="truncated", parameter="*: first.weight"),
+    origin=Origin.STATE,
+)
+class OverwritesBeforeItRaises(Around):
+    """Sets a weight to zero before it raises that a file of a checkpoint is missing or damaged."""
+
+    def load(self, path: Path) -> None:
+        try:
+            self.right.load(path)
+        except CheckpointError:
+            with torch.no_grad():
+                next(iter(self.module.parameters())).zero_()
+            raise
