@@ -1,119 +1,103 @@
-"""Run test files of PyTorch or DeepSpeed with their own test classes and with the drop-ins, and compare each test."""
+"""Run test files of PyTorch with its own test classes and with the drop-ins, compare test by test, and print tables."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
-from xml.etree import ElementTree
 
-from deepspeed_files.runs import reap_orphans
+import tomllib
+from deepspeed_files.runs import (
+    COUNT_PROCESS,
+    DEVICE_IDS,
+    FOLDER_PREFIX,
+    ROOT,
+    FileRun,
+    Way,
+    count_rank_processes,
+    read_outcomes,
+    reap_orphans,
+    run_limited,
+)
+from deepspeed_files.tables import find_unexpected, render_drop_in
 from tabulate import tabulate
 
 from zharness.world.orphans import adopt_orphans
 
 EPILOG = """
-Each file runs twice, in two pytest processes: unchanged, and with its imports swapped. What runs are temporary copies.
-The seconds are those of the whole process, and the CPU seconds those of it and its children. The ratio is that of the
-CPU seconds, which other work on the machine changes less. The exit status is 1 if a test that both ways run ends
-differently.
+Files and folders are relative to --root; a folder stands for its test_*.py, smallest first. Each file runs twice, in
+two pytest processes: as it is, and with its imports swapped. What runs are temporary copies. The file of --jsonl keeps
+the runs, and what it has is not run again, unless --sample differs or --limit is above the one at which a run was
+killed. Both ways run the same --sample tests of a file, spread over those that run on ranks. The CPU seconds are those
+of all processes of a run, and the ratio is theirs, which other work on the machine changes less. --cpu-devices counts
+the CPU as so many devices, so that tests which need accelerators run; --on-cpu replaces CUDA and NCCL by the CPU and
+gloo in the copies. Both act both ways. side_by_side.toml lists the exceptions. The exit status is 1 if another test
+ends differently, if another file gains less than 2 x, or if a run was killed or has no test.
 
-  python scripts/side_by_side.py pytorch --root pytorch/test/distributed tensor/test_init.py
-  python scripts/side_by_side.py pytorch --cpu-devices 4 --root pytorch/test/distributed pipelining/test_stage.py
-  python scripts/side_by_side.py deepspeed --root DeepSpeed/tests unit/comm/test_dist.py
-
-With --cpu-devices, both ways count the CPU as so many devices, so that tests which need accelerators run.
+  python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl tensor/test_init.py
+  python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl --cpu-devices 4 pipelining
 """
 # Import swaps as pairs of a pattern and its replacement.
-SWAPS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "pytorch": (
-        (r"torch\.testing\._internal(\.| import )common_(distributed|fsdp)\b", r"zharness.compat.pytorch\1common_\2"),
-        (
-            r"torch\.testing\._internal\.distributed\._tensor\.common_dtensor\b",
-            "zharness.compat.pytorch.common_dtensor",
-        ),
-    ),
-    "deepspeed": ((r"\b(tests\.)?unit\.common\b", "zharness.compat.deepspeed"),),
-}
+SWAPS = (
+    (r"torch\.testing\._internal(\.| import )common_(distributed|fsdp)\b", r"zharness.compat.pytorch\1common_\2"),
+    (r"torch\.testing\._internal\.distributed\._tensor\.common_dtensor\b", "zharness.compat.pytorch.common_dtensor"),
+)
+# What --on-cpu replaces, also names that a later release of torch spells otherwise.
+CPU_NAMES = (
+    (r"cpu:gloo,cuda:nccl", "cpu:gloo"),
+    (r"\brequires_nccl\b", "requires_gloo"),
+    (r"\bis_nccl_available\b", "is_gloo_available"),
+    (r"([\"'])nccl\1", r"\1gloo\1"),
+    (r"([\"'])cuda\1", r"\1cpu\1"),
+    (r"f\"cuda:\{[^}]*\}\"|\"cuda:\d+\"", '"cpu"'),
+    (r"\.cuda\(\)", ".cpu()"),
+    (r"\btorch\.cuda\.manual_seed\b", "torch.manual_seed"),
+    (r"\btorch\.cuda\.", "torch.cpu."),
+    (r"\bnot (TEST_CUDA|TEST_MULTIGPU)\b", "False"),
+    (r"\bMultiProcContinousTest\b", "MultiProcContinuousTest"),
+)
 COUNT_CPUS = "from zharness.compat.pytorch.cpu_devices import install_if_requested; install_if_requested()\n"
+RANK_CLASS = re.compile(
+    r"\b(MultiProcessTestCase|MultiProcContinuousTest|DistributedTestBase|FSDPTest(Continuous)?"
+    r"|DTensor(Continuous)?TestBase)\b"
+)
 FIRST_IMPORT = re.compile(r"^(?=(?:import|from) (?!__future__))", re.MULTILINE)
-WORLD_SIZE_ID = re.compile(r"(?<=\[)w\d+(?:-|(?=\]))|\[w\d+\]$")
-VERDICT_ORDER = ("error", "failed", "skipped", "passed")
-
-
-@dataclass(frozen=True)
-class SideRun:
-    """One way to run a file: wall and CPU seconds, exit status, and verdict and message of each test.
-
-    The CPU seconds of a run that was killed are too low: they lack those of processes that nobody waited for.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    status: int
-    verdicts: dict[str, str]
-    messages: dict[str, str]
-
-    def describe(self) -> str:
-        """Return the counts of verdicts, such as ``3 passed, 1 skipped``; the exit status if no test was reported."""
-        counts = Counter(self.verdicts.values())
-        parts = [f"{counts[verdict]} {verdict}" for verdict in reversed(VERDICT_ORDER) if counts[verdict]]
-        return ", ".join(parts) or f"no result, status {self.status}"
-
-
-@dataclass(frozen=True)
-class FileRuns:
-    """Both ways to run one file."""
-
-    file: str
-    own: SideRun
-    swapped: SideRun
-
-    def differences(self) -> list[str]:
-        """Return a line for each test whose verdicts differ."""
-        names = sorted({*self.own.verdicts, *self.swapped.verdicts})
-        pairs = [(name, self.own.verdicts.get(name, "-"), self.swapped.verdicts.get(name, "-")) for name in names]
-        return [
-            f"{self.file}::{name}: {own} -> {swapped}: {self.swapped.messages.get(name) or self.own.messages.get(name)}"
-            for name, own, swapped in pairs
-            if own != swapped
-        ]
-
-    def row(self) -> list[object]:
-        """Return the table's row of this file."""
-        equal = sum(self.swapped.verdicts.get(name) == verdict for name, verdict in self.own.verdicts.items())
-        same = f"{equal} of {len({*self.own.verdicts, *self.swapped.verdicts})}"
-        own, swapped = self.own, self.swapped
-        ratio = own.cpu_seconds / swapped.cpu_seconds
-        times = [own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds, ratio]
-        return [self.file, own.describe(), swapped.describe(), same, *times]
+OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=")
+TEST_TIMEOUT = "300"  # seconds of one test, both ways
+EXCEPTIONS = Path(__file__).with_suffix(".toml")
 
 
 def main() -> int:
-    """Run the files that the command line names and print the table."""
+    """Run what the file of results lacks, print the tables, and return the exit status."""
     options = parse_arguments()
     adopt_orphans()
-    results = []
-    for file in options.files:
-        own = run_file(options, file, is_swapped=False)
-        result = FileRuns(file, own, run_file(options, file, is_swapped=True))
-        results.append(result)
-        print("\n".join(result.differences()) or f"{file}: no differences", file=sys.stderr, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps([asdict(entry) for entry in results], indent=1))
-    print_table(results)
-    return int(any(has_different_run(result) for result in results))
+    known = read_runs(options.jsonl)
+    rest: dict[str, str] = {}
+    for path in find_files(options.root, options.files):
+        if not RANK_CLASS.search(port_to_cpu((options.root / path).read_text(encoding="utf-8"))):
+            rest[path] = "uses no class that starts ranks: nothing to swap"
+            continue
+        for way in (Way.DROP_IN, Way.OWN):
+            run = known.get((path, way))
+            if not options.only_tables and (run is None or not run.answers(options.sample, options.limit)):
+                known[path, way] = run_and_keep(options, path, way)
+        if not {(path, Way.OWN), (path, Way.DROP_IN)} <= known.keys():
+            rest[path] = "not run both ways yet"
+    runs = {key: run for key, run in sorted(known.items()) if is_named(key[0], options.files)}
+    print(*render_drop_in(runs), sep="\n\n")
+    print_rest(rest)
+    exceptions = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
+    slower = {path for entry in exceptions.get("below_two", []) for path in entry["paths"]}
+    unexpected = list(find_unexpected(runs, {}, [entry["message"] for entry in exceptions["difference"]], slower))
+    print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
+    return int(bool(unexpected))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -121,115 +105,120 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("project", choices=sorted(SWAPS))
-    parser.add_argument("files", nargs="+", help="test files, relative to the root")
-    parser.add_argument("--root", type=Path, required=True, help="folder of the project's tests")
+    parser.add_argument("files", nargs="+", help="test files and folders, relative to the root")
+    parser.add_argument("--root", type=Path, required=True, help="PyTorch's folder test/distributed")
+    parser.add_argument("--jsonl", type=Path, required=True, help="the file that keeps the runs, one a line")
     parser.add_argument("--cpu-devices", type=int, default=0, help="count the CPU as so many devices")
-    parser.add_argument("--select", default="", help="run only the tests that this expression of pytest's -k selects")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one file (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write all results into this file")
+    parser.add_argument("--on-cpu", action="store_true", help="replace CUDA and NCCL by the CPU and gloo")
+    parser.add_argument("--sample", type=int, default=0, help="tests of a file; 0 means all (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
+    parser.add_argument("--only-tables", action="store_true", help="run nothing, print the tables")
     return parser.parse_args()
 
 
-def run_file(options: argparse.Namespace, file: str, *, is_swapped: bool) -> SideRun:
-    """Run one file in a pytest process of its own, in a copy of the project's tests."""
-    with tempfile.TemporaryDirectory(prefix="side-") as folder:
-        root = copy_tests(options, file, Path(folder) / "tests", is_swapped=is_swapped)
-        xml = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}"]
-        command += [f"--basetemp={folder}/temp", "--rank-timeout", "120", file]
-        command += ["-k", options.select] if options.select else []
-        environment = {**os.environ, "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or "")}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str((root / file).parent), str(root), os.environ.get("PYTHONPATH", "")]
-        )
-        environment.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "120")
-        environment.setdefault("DS_UNITTEST_TIMEOUT", "120")
-        log = Path(folder) / "log"
-        with log.open("w") as output:
-            start, cpu_before = monotonic(), children_cpu_seconds()
-            status = run_limited(command, root, environment, output.fileno(), options.limit)
-            seconds = monotonic() - start
-            reap_orphans()  # such as multiprocessing's fork server, whose ranks are part of the run
-            cpu_seconds = children_cpu_seconds() - cpu_before
-        verdicts, messages = read_junit_xml(xml)
-        if not verdicts:
-            print(log.read_text()[-3000:], file=sys.stderr)
-        return SideRun(seconds, cpu_seconds, status, verdicts, messages)
+def read_runs(file: Path) -> dict[tuple[str, Way], FileRun]:
+    """Return the last run that ``file`` has of each path in each way."""
+    runs = map(FileRun.from_json, file.read_text().splitlines() if file.exists() else ())
+    return {(run.path, run.way): run for run in runs}
 
 
-def children_cpu_seconds() -> float:
-    """Return the CPU seconds of all child processes that have ended and that this process has waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def is_named(path: str, names: list[str]) -> bool:
+    """Return whether ``path`` is one of ``names``, or in a folder of that name."""
+    return any(path == name or path.startswith(f"{name.rstrip('/')}/") for name in names)
 
 
-def run_limited(command: list[str], root: Path, environment: dict[str, str], output: int, limit: float) -> int:
-    """Run a command in a process group of its own and return its status; kill the group after ``limit`` seconds."""
-    with subprocess.Popen(
-        command, cwd=root, env=environment, stdout=output, stderr=output, start_new_session=True
-    ) as process:
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return -9
+def find_files(root: Path, names: list[str]) -> Iterator[str]:
+    """Yield the test files that ``names`` stand for, relative to ``root``; small files first."""
+    files = {
+        file for name in names for file in ([root / name] if (root / name).is_file() else list_folder(root / name))
+    }
+    for file in sorted(files, key=lambda file: (file.stat().st_size, file)):
+        yield str(file.relative_to(root))
 
 
-def copy_tests(options: argparse.Namespace, file: str, target: Path, *, is_swapped: bool) -> Path:
-    """Copy the project's tests to ``target`` and change the file as requested; return ``target``.
+def list_folder(folder: Path) -> list[Path]:
+    """Return the test files below ``folder``. Ends the program if there is none."""
+    return sorted(folder.rglob("test_*.py")) or sys.exit(f"{folder}: no test_*.py there")
 
-    For DeepSpeed all tests are copied, because they import each other; for PyTorch only the folder of the file.
+
+def swap_imports(text: str) -> str:
+    """Return the source of a test file with the drop-ins in the place of PyTorch's classes that start ranks."""
+    for pattern, replacement in SWAPS:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def run_and_keep(options: argparse.Namespace, path: str, way: Way) -> FileRun:
+    """Run one file in one way, append the run to the file of results, and return it."""
+    run = run_file(options, path, way)
+    with options.jsonl.open("a") as file:
+        file.write(run.to_json() + "\n")
+    print(f"{path} {way.value}: {run.describe()} in {run.seconds} s", file=sys.stderr, flush=True)
+    return run
+
+
+def run_file(options: argparse.Namespace, path: str, way: Way) -> FileRun:
+    """Run one file in a pytest process of its own, in a copy of its folder."""
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        root = copy_tests(options, path, Path(folder) / "tests", way)
+        outcomes, imports = Path(folder) / "outcomes.jsonl", Path(folder) / "imports"
+        plugin = ["-p", "zharness.plugin"] if way is Way.DROP_IN else []
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *plugin, f"--basetemp={folder}/temp", path]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
+            "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or ""),
+            "DEEPSPEED_FILES_SAMPLE": str(options.sample),
+            "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
+            "DEEPSPEED_FILES_IMPORTS": str(imports),
+        }
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), monotonic()
+        with (Path(folder) / "log").open("w") as log:
+            status = run_limited(command, root, environment, log.fileno(), options.limit)
+        seconds = monotonic() - start
+        reap_orphans()  # such as multiprocessing's resource tracker
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if not outcomes.exists():
+            print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found, processes = read_outcomes(outcomes), count_rank_processes(imports)
+        sizes = (round(seconds, 1), round(cpu, 1))
+        return FileRun(path, way, options.sample, *sizes, status, found, options.limit, processes)
+
+
+def copy_tests(options: argparse.Namespace, path: str, target: Path, way: Way) -> Path:
+    """Copy the folder of the file to ``target``, and change the file as requested; return ``target``.
+
+    In PyTorch's own way each process that imports the file is counted.
     """
-    if options.project == "deepspeed":
-        shutil.copytree(options.root, target)
-    else:
-        shutil.copytree((options.root / file).parent, (target / file).parent)
-    text = (target / file).read_text()
+    shutil.copytree((options.root / path).parent, (target / path).parent)
+    text = (target / path).read_text(encoding="utf-8")
+    if options.on_cpu:
+        text = port_to_cpu(text)
     if options.cpu_devices:
         text = FIRST_IMPORT.sub(COUNT_CPUS, text, count=1)
-    if is_swapped:
-        unchanged = text
-        for pattern, replacement in SWAPS[options.project]:
-            text = re.sub(pattern, replacement, text)
-        if text == unchanged:
-            sys.exit(f"{file}: no import of a class that has a drop-in, so both ways would be the same")
-    (target / file).write_text(text)
+    text = swap_imports(text) if way is Way.DROP_IN else FIRST_IMPORT.sub(COUNT_PROCESS.lstrip(), text, count=1)
+    (target / path).write_text(text, encoding="utf-8")
     return target
 
 
-def read_junit_xml(xml: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the verdict and the message of every test in a JUnit file; nothing if the file does not exist.
+def port_to_cpu(text: str) -> str:
+    """Return the source of a test file with the CPU and gloo in the place of CUDA and NCCL.
 
-    Parts of ids that name the world size are removed; of the verdicts of equal ids, the worst counts.
+    DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
     """
-    verdicts: dict[str, str] = {}
-    messages: dict[str, str] = {}
-    for element in ElementTree.parse(xml).iter("testcase") if xml.exists() else ():  # noqa: S314 - pytest wrote it
-        name = ".".join([*element.get("classname", "").split(".")[-1:], element.get("name", "")])
-        name = WORLD_SIZE_ID.sub("", name)
-        problems = [child for child in element if child.tag in ("failure", "error", "skipped")]
-        verdict = {"failure": "failed"}.get(problems[0].tag, problems[0].tag) if problems else "passed"
-        if VERDICT_ORDER.index(verdict) <= VERDICT_ORDER.index(verdicts.get(name, "passed")):
-            verdicts[name] = verdict
-            messages[name] = " ".join((problems[0].get("message") or "").split())[:160] if problems else ""
-    return verdicts, messages
+    for pattern, replacement in CPU_NAMES:
+        text = re.sub(pattern, replacement, text)
+    return DEVICE_IDS.sub("", text)
 
 
-def has_different_run(result: FileRuns) -> bool:
-    """Return whether a test that both ways ran, to pass or to fail, ended differently."""
-    own, swapped = result.own.verdicts, result.swapped.verdicts
-    return any(
-        own[name] != swapped[name] and "skipped" not in (own[name], swapped[name]) for name in {*own} & {*swapped}
-    )
-
-
-def print_table(results: Iterable[FileRuns]) -> None:
-    """Print a Markdown table with a row for each file."""
-    times = ["own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
-    headers = ["file", "own classes", "drop-in", "same", *times]
-    rows = [result.row() for result in results]
-    print(tabulate(rows, headers=headers, tablefmt="github", floatfmt=("", "", "", "", *(".1f" for _ in times))))
+def print_rest(reasons: dict[str, str]) -> None:
+    """Print the files that did not run, with the reason."""
+    if reasons:
+        rows = [[f"`{path}`", reason] for path, reason in sorted(reasons.items())]
+        print("\n" + tabulate(rows, headers=["file", "reason"], tablefmt="github"))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,14 @@ import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 CONTROLLER = os.getpid()  # ranks are other processes
+# The classes of DeepSpeed and of PyTorch that start ranks; the drop-ins have the same names.
+RANK_CLASSES = {"DistributedTest", "MultiProcessTestCase", "MultiProcContinuousTest"}
+# What PyTorch's classes report of a rank: a traceback, of which the line of the exception says what happened.
+RANK_ERROR = re.compile(
+    r"(?:exited with error code \d+ and exception|Exception in worker process):\s.*?"
+    r"^(\w[\w.]*(?:Error|Exception|Failure|SkipTest)\b.*?)$",
+    re.MULTILINE | re.DOTALL,
+)
 WORLD_SIZE_ID = re.compile(r"(?<=\[)w\d+(?:-|(?=\]))|\[w\d+\]$")  # in the ids of the drop-in for DistributedTest
 
 
@@ -30,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     size = int(os.environ["DEEPSPEED_FILES_SAMPLE"])
     on_ranks = [item for item in items if is_on_ranks(item)]
-    candidates = [item for item in on_ranks if evaluate_skip_marks(item) is None] or on_ranks or items
+    candidates = [item for item in on_ranks if not is_skipped(item)] or on_ranks or items
     names = sorted({find_test_name(item.nodeid) for item in candidates})
     if size and len({find_test_name(item.nodeid) for item in items}) > size:
         kept = {names[index * len(names) // size] for index in range(size)}
@@ -39,9 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_on_ranks(item: pytest.Item) -> bool:
-    """Return whether the test belongs to a DistributedTest, DeepSpeed's or the drop-in."""
+    """Return whether the class of the test starts ranks; PyTorch's LocalDTensorTestBase simulates them."""
     cls = getattr(item, "cls", None) or object
-    return any(base.__name__ == "DistributedTest" for base in cls.__mro__)
+    names = {base.__name__ for base in cls.__mro__}
+    return bool(names & RANK_CLASSES) and "LocalDTensorTestBase" not in names
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """Return whether a marker of pytest or a decorator of unittest skips the test before it starts."""
+    owners = (getattr(item, "obj", None), getattr(item, "cls", None))
+    return evaluate_skip_marks(item) is not None or any(getattr(owner, "__unittest_skip__", False) for owner in owners)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -70,4 +85,6 @@ def describe_problem(report: pytest.TestReport | pytest.CollectReport) -> str:
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2]
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr).strip()
+    message = str(crash.message if crash else report.longrepr).strip()
+    in_rank = RANK_ERROR.search(message)
+    return in_rank[1] if in_rank else message

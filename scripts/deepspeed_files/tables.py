@@ -23,6 +23,7 @@ from deepspeed_files.runs import FOLDER_PREFIX, KILLED, FileRun, Way
 WITHOUT_LAW = ("internals", "feature", "limit", "machine")
 NOT_LISTED = "unexpected"
 _TEMPORARY_FOLDER = re.compile(rf"/\S*?/{FOLDER_PREFIX}[^/\s]+/")
+_SOURCE_OF_IMPORT = re.compile(r" \(/[^)\s]*\)?$")  # the file of a module that lacks a name, on one machine
 Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
@@ -97,9 +98,11 @@ def find_ratio(own: FileRun, swapped: FileRun) -> float:
 
 
 def find_reason(run: FileRun) -> str:
-    """Return the most frequent reason for which tests of the run were skipped or failed, without temporary folders."""
+    """Return the most frequent reason for which tests of the run were skipped or failed, without paths of a machine."""
     messages = Counter(
-        _TEMPORARY_FOLDER.sub("", message.removeprefix("Skipped: ")) for _, message in run.outcomes.values() if message
+        _SOURCE_OF_IMPORT.sub("", _TEMPORARY_FOLDER.sub("", message.removeprefix("Skipped: ")))
+        for _, message in run.outcomes.values()
+        if message
     )
     return messages.most_common(1)[0][0][:120].replace("|", "/") if messages else "these tests start no rank"
 

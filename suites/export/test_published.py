@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+from torch.distributed import tensor
+from torch.distributed.tensor import parallel
 
 from suites.warm import programs
+from zharness import engines
+from zharness.cell import Cell
+from zharness.engines.tensor_parallel import PLAN_WORDS, make_style
+from zharness.errors import UsageError
+from zharness.export.cell_script import render_cell_script
+from zharness.export.command import parse_exportable_cell
+from zharness.export.header import ScriptForm
+from zharness.export.published import render_test
+from zharness.export.script_writer import render_style
+from zharness.run.record import Record, Verdict
 
 BROKEN = "backward.two_outputs_two_backwards[ddp-zero0-w2-fp32-blocks]"
 BROKEN_DEEPSPEED = "backward.outputs[deepspeed-zero3-w2-fp32-blocks-dataclass]"
@@ -43,6 +60,91 @@ def test_a_test_fails_in_the_style_of_the_suite_of_the_engine(cell_id: str, styl
     assert style in text
     assert "zharness" not in text
     assert "it fails as the cell does, with exit code 1" in errors
+
+
+# A fault in torch, the cell that shows it, and the class with which PyTorch tests that part. The fault is in the module
+# that Python imports at its start, so that it is in every process: of the cell, of pytest and of the test's ranks.
+PLANTED = {
+    "FSDPTest": (
+        "training.grads[fsdp2-zero3-w2-fp32-exact]",
+        """
+        import torch.distributed.fsdp as part
+        right = part.fully_shard
+
+        def wrong(module, *args, **kwargs):
+            right(module, *args, **kwargs).set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # as gloo needs it
+            return module
+
+        part.fully_shard = wrong
+        """,
+    ),
+    "DTensorTestBase": (
+        "training.grads[torch_tp-zero0-w2.tp2-fp32-exact]",
+        """
+        import torch.distributed.tensor.parallel as part
+        right = part.parallelize_module
+
+        def wrong(module, *args, **kwargs):
+            right(module, *args, **kwargs).get_submodule("last").register_forward_hook(lambda *call: 2 * call[2])
+            return module
+
+        part.parallelize_module = wrong
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("base", PLANTED)
+def test_a_test_in_the_style_of_pytorch_fails_before_and_passes_after_the_fault_is_mended(
+    base: str, tmp_path: Path
+) -> None:
+    cell_id, fault = PLANTED[base]
+    cell = Cell.parse(cell_id)
+    claims = engines.capabilities(cell.engine, cell.stage)
+    assert claims is not None
+    record = Record(cell, 0, Verdict.FAIL, engine_version="", torch_version="", seconds=0.0, cause="planted")
+    text = render_test(render_cell_script(record, claims, "script.py"), cell)
+    assert f"class LawTest({base}):" in text
+    assert not re.search(r"^\s*(from|import) zharness", text, re.MULTILINE)
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        (folder / "test_law.py").write_text(text)
+        variables = {"PYTHONPATH": str(folder), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "900"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_law.py"]
+        environment = {**os.environ, **variables}
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+    broken, mended = tmp_path / "broken", tmp_path / "mended"
+    for folder in (broken, mended):
+        folder.mkdir()
+    (broken / "sitecustomize.py").write_text(dedent(fault))
+    outputs = [process.communicate()[0] for process in (start(broken), start(mended))]
+    assert "plain PyTorch gives" in outputs[0], outputs[0]
+    assert "1 failed" in outputs[0].splitlines()[-1]
+    assert "1 passed" in outputs[1].splitlines()[-1], outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("cell_id", "reason"),
+    [
+        ("mesh.norm[fsdp2-zero2-w4.tp2-fp32-exact]", "whose law a script without zharness cannot judge on a mesh"),
+        ("training.grads[fsdp2-zero3-w4.rep2-fp32-exact]", "whose mesh a script without zharness cannot build"),
+        ("training.grads[torch_tp-zero0-w2.tp2-fp32-mlp]", "cannot bound rounding"),
+    ],
+)
+def test_a_mesh_that_no_test_can_build_or_judge_is_refused(cell_id: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        parse_exportable_cell(cell_id, ScriptForm.STANDALONE)
+
+
+@pytest.mark.parametrize("word", PLAN_WORDS)
+def test_a_style_in_a_script_is_the_one_of_the_engine(word: str) -> None:
+    names = {name: getattr(tensor, name) for name in ("Replicate", "Shard")}
+    names |= {name: getattr(parallel, name) for name in ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")}
+    written, right = eval(render_style(word), names), make_style(word)  # noqa: S307 - an expression of our own
+    assert type(written) is type(right)
+    assert str(vars(written)) == str(vars(right))
 
 
 def test_a_law_that_holds_is_no_issue() -> None:

@@ -115,7 +115,7 @@ def test_a_failure_on_a_mesh_shrinks_to_the_smallest_mesh_that_shows_it(tmp_path
 
 
 def test_a_standalone_script_of_a_mesh_is_refused_in_one_sentence() -> None:
-    run = programs.run("-m", "zharness", "export", "mesh.norm[fsdp2-zero2-w4.tp2-fp32-exact]", "--standalone")
+    run = programs.run("-m", "zharness", "export", "mesh.norm[fsdp2-zero2-w4.rep2-fp32-exact]", "--standalone")
     assert run.returncode == 2
     assert "whose mesh a script without zharness cannot build" in run.stderr
 

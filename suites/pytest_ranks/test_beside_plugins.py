@@ -10,7 +10,7 @@ import pytest
 
 from suites.pytest_ranks.beside_plugins import run_beside
 from zharness.errors import UsageError
-from zharness.pytest_ranks.plugin_support import refuse_unsupported_plugins
+from zharness.pytest_ranks.plugin_support import UNSUPPORTED, refuse_unsupported_plugins
 
 COUNTED = """
 from pathlib import Path
@@ -232,7 +232,7 @@ def test_the_marker_of_pytest_timeout_can_set_no_limit(tmp_path: Path) -> None:
 
 
 BENCHMARK = """
-import time
+import threading, time
 
 @ranks
 def test_calibrated(benchmark):
@@ -255,6 +255,15 @@ def test_slower_on_one_rank(benchmark):
 @ranks
 def test_fails(benchmark):
     benchmark(lambda: 1 / 0)
+
+@ranks
+@pytest.mark.rank_timeout(5)
+def test_hangs(benchmark):
+    def step():
+        assert dist.is_initialized()
+        if dist.get_rank() == 1:
+            threading.Event().wait()
+    benchmark.pedantic(step, rounds=2)
 """
 
 
@@ -273,11 +282,12 @@ def test_a_benchmark_is_calibrated_alike_on_all_ranks_and_in_the_table(tmp_path:
         assert all(row["extra_info"] == {"ranks": 2} for row in table), mode
 
 
-def test_a_plugin_that_runs_tests_itself_is_refused_in_one_sentence(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_plugin_that_runs_tests_itself_is_refused_in_one_sentence(pytestconfig: pytest.Config, name: str) -> None:
     plugin = object()
-    pytestconfig.pluginmanager.register(plugin, "flaky")
+    pytestconfig.pluginmanager.register(plugin, name)
     try:
-        with pytest.raises(UsageError, match=r"tests on ranks cannot run beside the plugin flaky .* with -p no:flaky"):
+        with pytest.raises(UsageError, match=rf"tests on ranks cannot run beside the plugin \w.* with -p no:{name}"):
             refuse_unsupported_plugins(pytestconfig, [])
     finally:
         pytestconfig.pluginmanager.unregister(plugin)

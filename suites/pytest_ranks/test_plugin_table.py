@@ -6,15 +6,13 @@ import html
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, WITHOUT_RANKS, run_beside, start_beside
+from suites.pytest_ranks.beside_plugins import WITHOUT_RANKS, run_beside
 
 LIFE = """
 import threading
@@ -95,6 +93,7 @@ PLUGINS = [
     pytest.param(("pytest_bdd.plugin",), ("--gherkin-terminal-reporter",), id="bdd"),
     pytest.param(("pytest_mpi.plugin",), (), id="mpi-pytest"),
     pytest.param((), ("--junitxml=report.xml",), id="junitxml"),
+    pytest.param((), ("--doctest-modules",), id="doctest"),
 ]
 
 
@@ -144,6 +143,8 @@ def strip_world_size(name: str) -> str:
 
 
 MODES = """
+import threading
+
 @pytest.fixture
 def broken_setup():
     raise OSError("planted")
@@ -162,6 +163,23 @@ def test_skips():
 @pytest.mark.xdist_group("one")
 def test_fails_in_setup(broken_setup):
     pass
+
+@pytest.fixture
+def broken_teardown():
+    yield
+    raise OSError("planted")
+
+@ranks
+def test_fails_in_teardown(broken_teardown):
+    pass
+
+@ranks
+@pytest.mark.rank_timeout(3)
+def test_hangs():
+    assert dist.is_initialized()
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
 
 class TestScope:
     @ranks
@@ -200,148 +218,6 @@ def test_double():
 
 def test_doctests_beside_tests_on_ranks_are_unchanged(tmp_path: Path) -> None:
     run_beside(tmp_path, DOCTEST, "--doctest-modules").assert_same_verdicts()
-
-
-USED = {
-    "pytest_asyncio.plugin": """
-        @ranks
-        @pytest.mark.asyncio
-        @pytest.mark.parametrize("expected", [2, 3])
-        async def test_of_coroutines(expected):
-            value = torch.ones(1) * (1 if dist.is_initialized() else 2)
-            if dist.is_initialized():
-                dist.all_reduce(value)
-            assert value.item() == expected
-    """,
-    "anyio.pytest_plugin": """
-        import anyio
-
-        @pytest.fixture
-        def anyio_backend():
-            return "asyncio"
-
-        @ranks
-        @pytest.mark.anyio
-        @pytest.mark.parametrize("expected", [2, 3])
-        async def test_of_coroutines(expected):
-            await anyio.sleep(0)
-            value = torch.ones(1) * (1 if dist.is_initialized() else 2)
-            if dist.is_initialized():
-                dist.all_reduce(value)
-            assert value.item() == expected
-    """,
-    "pytest_mock": """
-        @ranks
-        @pytest.mark.parametrize("expected", [2, 3])
-        def test_of_a_mock(mocker, expected):
-            mocker.patch("torch.ones", return_value=torch.full((1,), 1.0 if dist.is_initialized() else 2.0))
-            value = torch.ones(5)
-            if dist.is_initialized():
-                dist.all_reduce(value)
-            assert value.item() == expected
-    """,
-}
-
-
-@pytest.mark.parametrize("plugin", USED)
-def test_what_a_plugin_offers_to_a_test_works_on_ranks(tmp_path: Path, plugin: str) -> None:
-    pytest.importorskip(plugin, reason=f"needs the plugin {plugin}: tox -e plugins")
-    run_beside(tmp_path, USED[plugin], plugins=(plugin,)).assert_same_verdicts()
-
-
-FEATURE = """
-from pathlib import Path
-from pytest_bdd import given, parsers, scenario, then
-
-Path(__file__).with_name("it.feature").write_text('''
-Feature: sums
-  Scenario: right
-    Given two terms
-    Then the sum is 2
-  Scenario: wrong
-    Given two terms
-    Then the sum is 3
-''')
-
-@given("two terms", target_fixture="total")
-def total():
-    value = torch.ones(1) * (1 if dist.is_initialized() else 2)
-    if dist.is_initialized():
-        dist.all_reduce(value)
-    return value.item()
-
-@then(parsers.parse("the sum is {number:d}"))
-def check(total, number):
-    assert total == number
-
-@ranks
-@scenario("it.feature", "right")
-def test_right():
-    pass
-
-@ranks
-@scenario("it.feature", "wrong")
-def test_wrong():
-    pass
-"""
-
-
-def test_scenarios_of_pytest_bdd_run_on_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("pytest_bdd", reason="needs pytest-bdd: tox -e plugins")
-    beside = run_beside(tmp_path, FEATURE, "--cucumberjson=report.json", plugins=("pytest_bdd.plugin",))
-    beside.assert_same_verdicts()
-    expected = read_steps(tmp_path / WITHOUT_RANKS)
-    assert len(expected) == 2
-    for mode in beside.on_ranks:
-        assert read_steps(tmp_path / mode) == expected, mode
-
-
-def read_steps(folder: Path) -> list[tuple[str, list[str]]]:
-    """Return the name of every scenario in pytest-bdd's report, with the status of each of its steps."""
-    (feature,) = json.loads((folder / "report.json").read_text())
-    return [
-        (scenario["name"], [step["result"]["status"] for step in scenario["steps"]]) for scenario in feature["elements"]
-    ]
-
-
-MPI = """
-@pytest.mark.parallel(2)
-def test_of_mpi_pytest():
-    from mpi4py import MPI
-    assert MPI.COMM_WORLD.size == 2
-
-@ranks
-def test_on_ranks():
-    if dist.is_initialized():
-        dist.barrier()
-"""
-
-
-def test_mpi_pytest_runs_its_own_tests_beside_tests_on_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("pytest_mpi", reason="needs mpi-pytest: tox -e plugins")
-    beside = run_beside(tmp_path / "apart", MPI, plugins=("pytest_mpi.plugin",))
-    beside.assert_same_verdicts(in_order=False)  # two processes of mpiexec report one test, each when it is ready
-    both = f"import pytest\n@{ON_RANKS}\n@pytest.mark.parallel(2)\ndef test_both():\n    pass\n"
-    refused = start_beside(tmp_path / "both", both, plugins=("pytest_mpi.plugin",)).finish()
-    assert refused.status == pytest.ExitCode.USAGE_ERROR
-    assert "test_both[w2] has the marker world_size and the marker parallel of mpi-pytest" in refused.output
-
-
-def test_under_mpiexec_mpi_pytest_refuses_tests_on_ranks_as_every_test_without_its_marker(tmp_path: Path) -> None:
-    pytest.importorskip("pytest_mpi", reason="needs mpi-pytest: tox -e plugins")
-    (tmp_path / "pytest.ini").touch()
-    (tmp_path / "test_it.py").write_text(HEAD.format(decorator=ON_RANKS) + MPI + "\ndef test_serial():\n    pass\n")
-    plugins = [word for plugin in ("xdist", "zharness.plugin", "pytest_mpi.plugin") for word in ("-p", plugin)]
-    done = subprocess.run(
-        [Path(sys.executable).with_name("mpiexec"), "-n", "2", sys.executable, "-m", "pytest", *plugins, "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert "1 passed, 2 errors" in done.stdout, done.stdout + done.stderr
-    for name in ("test_on_ranks[w2] - ranks 0-1: ", "test_serial - "):
-        assert f"ERROR test_it.py::{name}pytest.UsageError: Serial" in done.stdout, done.stdout
 
 
 def test_pycharm_hears_one_result_of_each_test(tmp_path: Path) -> None:

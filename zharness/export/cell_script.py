@@ -9,16 +9,25 @@ from functools import partial
 
 from zharness.cell import Cell
 from zharness.engines import AccumulationOwner, Capabilities, Feature, Reduction
+from zharness.errors import UsageError
 from zharness.export.header import WRONG_NUMBER_PHRASE, render_cell_docstring
 from zharness.export.judge_script import build_cell_script_spec, render_judge_script
 from zharness.export.literals import render_literal
 from zharness.export.script_length import explain_long_script, is_self_comparison
-from zharness.export.script_writer import Script, ScriptSettings, ScriptWriter, is_owner_claimed
+from zharness.export.script_writer import (
+    MESH_ENGINES,
+    Script,
+    ScriptSettings,
+    ScriptWriter,
+    engine_name,
+    is_owner_claimed,
+)
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.scenarios import FOLLOW_UP_MICRO, UnusedGrads, choose_exact_reduction, make_scenario_observer
 from zharness.law_kit.setting import DEFAULT_SETTING
 from zharness.laws import DTYPES, get_law
 from zharness.laws.torch_func import align_weights, measure_weight_alignment
+from zharness.mesh import TENSOR
 from zharness.parity.certificate import is_power_of_two
 from zharness.parity.junctions import insert_junction
 from zharness.run.configuration import cell_setting, configuration_for, configuration_on
@@ -33,11 +42,13 @@ from zharness.workload.user_model import is_user_model, parse_user_model_name
 def render_cell_script(record: Record, claims: Capabilities, name: str) -> Script:
     """Return the script that reproduces the verdict of ``record``; ``name`` is the script's file name in its docstring.
 
-    Raises UsageError if the cell's engine or configuration cannot be written as a script.
+    Raises UsageError if the cell's engine, mesh or configuration cannot be written as a script.
     """
     cell = record.cell
     law = get_law(cell.law)
     steps = law.steps
+    if cell.mesh.sizes and is_judged_by_law(cell, claims):
+        raise UsageError(f"got {cell.id}, {UNJUDGED_MESH}; expected `zharness export` without --standalone and --form")
     ok = f"repro: {cell.law} on {cell.engine_label} at stage {cell.stage} OK."
     if steps is None or is_judged_by_law(cell, claims):
         signature = extract_signature(record, is_judged=True)
@@ -56,6 +67,22 @@ def render_cell_script(record: Record, claims: Capabilities, name: str) -> Scrip
         record, law, signature, ok, name, SELF_EXPLANATION if is_self_comparison(steps) else PLAIN_EXPLANATION
     )
     return writing.render_script(head, setting, model, observe_text, signature, ok, steps.comparison_part)
+
+
+def explain_unwritable_mesh(cell: Cell) -> str:
+    """Return the reason why a script without zharness cannot run ``cell`` on its mesh; "" if it can, or has no mesh.
+
+    On tp the plain model is not split, so that it rounds differently, unless no number is rounded.
+    """
+    if not cell.mesh.sizes:
+        return ""
+    if engine_name(cell.engine) not in MESH_ENGINES or cell.mesh.axes != (TENSOR,):
+        return "whose mesh a script without zharness cannot build"
+    if get_law(cell.law).steps is None:
+        return UNJUDGED_MESH
+    if is_user_model(cell.model) or not model_spec(cell.model).exact or cell.dtype != "fp32":
+        return "on whose mesh a script without zharness cannot bound rounding"
+    return ""
 
 
 def is_judged_by_law(cell: Cell, claims: Capabilities) -> bool:
@@ -104,6 +131,8 @@ def build_settings(cell: Cell, salt: int, steps: LawSteps, claims: Capabilities)
         dtype=DTYPES[cell.dtype],
         reduce_dtype=DTYPES[claims.reduce_dtypes.get(cell.dtype, cell.dtype)],
         has_junctions=has_junctions(cell, claims),
+        tensor_ranks=cell.mesh.size(TENSOR),
+        tp_plan=model_spec(cell.model).tp_plan,
     )
 
 
@@ -112,6 +141,7 @@ SELF_EXPLANATION = "The script compares the engine with its own numbers."
 JUDGE_EXPLANATION = (
     "Below are the law's own observer and judge, and the engine's adapter, with all that they use; the cell comes last."
 )
+UNJUDGED_MESH = "whose law a script without zharness cannot judge on a mesh"
 MISMATCH_PHRASE = "ULP apart"  # part of every Mismatch.describe()
 
 
@@ -173,7 +203,7 @@ def render_steps(writing: ScriptWriter, cell: Cell, steps: LawSteps, claims: Cap
     assert steps.scenario is not None, "scenario laws have a scenario"
     scenario = steps.scenario
     owned = scenario.accumulation_steps > 1 and is_owner_claimed(AccumulationOwner.ENGINE, claims)
-    reduction = choose_exact_reduction(scenario.reduction, cell.world_size, claims)
+    reduction = choose_exact_reduction(scenario.reduction, count_batches(cell), claims)
     yield "\n".join(
         [
             f"SCRIPT, ENGINES, FOLLOW_UP = {function.__name__}, {scenario.engine_count}, {FOLLOW_UP_MICRO}",
@@ -192,9 +222,14 @@ def is_compared_bitwise(cell: Cell, steps: LawSteps, claims: Capabilities) -> bo
     scenario = steps.scenario
     if (
         scenario
-        and choose_exact_reduction(scenario.reduction, cell.world_size, claims) is Reduction.SUM
+        and choose_exact_reduction(scenario.reduction, count_batches(cell), claims) is Reduction.SUM
         and cell.dtype == "fp32"
     ):
         return True
     exact = model_spec(cell.model).exact and get_law(cell.law).weights_stay_integers and not steps.rounds
-    return cell.dtype == "fp32" and exact and is_power_of_two(cell.world_size)
+    return cell.dtype == "fp32" and exact and is_power_of_two(count_batches(cell))
+
+
+def count_batches(cell: Cell) -> int:
+    """Return the number of different micro-batches of a step, which is the number of ranks without a mesh."""
+    return cell.mesh.data_size(cell.world_size)

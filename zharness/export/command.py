@@ -16,7 +16,7 @@ from tqdm import tqdm
 from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
-from zharness.export.cell_script import is_judged_by_law, render_cell_script
+from zharness.export.cell_script import explain_unwritable_mesh, is_judged_by_law, render_cell_script
 from zharness.export.header import ScriptForm
 from zharness.export.imported_script import render_imported_cell_script, render_imported_program_script
 from zharness.export.program_script import has_short_script, render_program_script
@@ -52,12 +52,13 @@ class ExportOptions:
 
 
 def parse_exportable_cell(text: str, form: ScriptForm) -> Cell:
-    """Return the cell whose id is ``text``. Raises UsageError on a mesh, which standalone scripts cannot build."""
+    """Return the cell whose id is ``text``. Raises UsageError for a mesh on which standalone scripts cannot run it."""
     cell = Cell.parse(text)
-    if cell.mesh.sizes and form is ScriptForm.STANDALONE:
+    get_law(cell.law)
+    reason = explain_unwritable_mesh(cell) if form is ScriptForm.STANDALONE else ""
+    if reason:
         raise UsageError(
-            f"got {cell.id}, whose mesh a script without zharness cannot build; expected `zharness export` or "
-            "`zharness shrink` without --standalone and --form"
+            f"got {cell.id}, {reason}; expected `zharness export` or `zharness shrink` without --standalone and --form"
         )
     return cell
 
@@ -142,7 +143,6 @@ def run_exported_cell(
     Raises UsageError if the cell is unsupported or cannot be exported, or if the output cannot be written.
     """
     cell = parse_exportable_cell(text, options.form)
-    get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
     with (
@@ -193,7 +193,6 @@ def shrink(
     verified. Raises UsageError for a cell that does not fail.
     """
     cell = parse_exportable_cell(text, options.form)
-    get_law(cell.law)
     if options.output is not None:
         require_writable(options.output)
     with show_progress("shrinking"):

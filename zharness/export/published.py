@@ -6,12 +6,14 @@ Both leave out what `zharness repro` reads: the header, the signature and the ma
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 
 from zharness.cell import Cell
 from zharness.errors import HarnessFault
-from zharness.export.script_writer import PARTS_FOLDER, Script
+from zharness.export.script_writer import PARTS_FOLDER, Script, engine_name
 from zharness.laws import get_law
+from zharness.mesh import TENSOR
 from zharness.run.record import Record
 
 _CONSTANTS = {name: re.compile(rf"^{name} = .*\n", re.MULTILINE) for name in ("SIGNATURE", "OK")}
@@ -41,34 +43,71 @@ class TestLaw(DistributedTest):
         wrong = main()
         assert not wrong, "\\n".join(wrong)
 '''
+# PyTorch's classes: which of them, what its tests need to run on a CPU, and how a test gets its process group.
 TORCH_TEST = '''
 
-from torch.testing._internal.common_distributed import MultiProcessTestCase
+{imports}
 from torch.testing._internal.common_utils import run_tests
 
 
-class LawTest(MultiProcessTestCase):
+class LawTest({base}):
     """{statement}."""
 
     @property
     def world_size(self):
         return {ranks}
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def test_{name}(self):
-        where = f"file://{{self.file_name}}"
-        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.world_size)
+{setting}
+    {decorator}def test_{name}(self):
         wrong = main()
         self.assertFalse(wrong, "\\n".join(wrong))
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     run_tests()
 '''
+DISTRIBUTED_BASE = {
+    "imports": "from torch.testing._internal.common_distributed import MultiProcessTestCase",
+    "base": "MultiProcessTestCase",
+    "decorator": "",
+    "setting": """
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def run_test(self, test_name, parent_pipe):
+        where = f"file://{self.file_name}"
+        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.world_size)
+        super().run_test(test_name, parent_pipe)
+        dist.destroy_process_group()
+""",
+}
+FSDP_BASE = {
+    "imports": "from torch.testing._internal.common_distributed import MultiProcessTestCase\n"
+    "from torch.testing._internal.common_fsdp import FSDPTest",
+    "base": "FSDPTest",
+    "decorator": "",
+    "setting": """
+    @classmethod
+    def _run(cls, rank, test_name, file_name, parent_pipe, **kwargs):
+        # FSDPTest skips tests where torch counts fewer accelerators than ranks, and this one runs on the CPU.
+        MultiProcessTestCase._run.__func__(cls, rank, test_name, file_name, parent_pipe, **kwargs)
+
+    def run_test(self, test_name, parent_pipe):
+        dist.init_process_group("gloo", init_method=self.init_method, rank=self.rank, world_size=self.world_size)
+        super().run_test(test_name, parent_pipe)
+        dist.destroy_process_group()
+""",
+}
+DTENSOR_BASE = {
+    "imports": "from torch.testing._internal.distributed._tensor.common_dtensor import DTensorTestBase, with_comms",
+    "base": "DTensorTestBase",
+    "decorator": "@with_comms\n    ",
+    "setting": """
+    @property
+    def device_type(self):
+        return "cpu"
+""",
+}
 
 
 class PublishedForm(Enum):
@@ -101,14 +140,25 @@ def render_plain_script(script: Script) -> str:
 
 
 def render_test(script: Script, cell: Cell) -> str:
-    """Return a test module in the style of the engine's own suite: DeepSpeed's DistributedTest, or PyTorch's.
+    """Return a test module in the style of the engine's own suite: DeepSpeed's DistributedTest, or PyTorch's classes.
 
     The test fails while the law is broken, and passes afterwards.
     """
-    template = DEEPSPEED_TEST if cell.engine_label.startswith("deepspeed") else TORCH_TEST
     statement, name = get_law(cell.law).statement, re.sub(r"\W+", "_", cell.law)
-    tests = template.format(statement=statement[0].upper() + statement[1:], ranks=cell.world_size, name=name)
+    fields = {"statement": statement[0].upper() + statement[1:], "ranks": cell.world_size, "name": name}
+    template = DEEPSPEED_TEST if cell.engine_label.startswith("deepspeed") else TORCH_TEST
+    tests = template.format(**fields, **find_torch_base(cell))
     return render_body(script).rstrip() + "\n" + tests
+
+
+def find_torch_base(cell: Cell) -> Mapping[str, str]:
+    """Return the words of TORCH_TEST for the class with which PyTorch tests the engine of ``cell``.
+
+    That is DTensorTestBase for tensor parallelism, FSDPTest for FSDP, and else MultiProcessTestCase.
+    """
+    if TENSOR in cell.mesh.axes:
+        return DTENSOR_BASE
+    return FSDP_BASE if engine_name(cell.engine) in ("fsdp1", "fsdp2") else DISTRIBUTED_BASE
 
 
 def render_issue(record: Record, plain_script: str, output: str, packages: str, machine: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +17,8 @@ import torch
 
 from zharness import engines
 from zharness.engines import AccumulationOwner, Capabilities, Engine, Feature, registry
+from zharness.engines.tensor_parallel import make_style
+from zharness.errors import UsageError
 from zharness.export.collect import DefinitionCollection, defined_names, read_source
 from zharness.export.scopes import find_global_reads
 from zharness.export.source_text import prune_unused, render_imports, split_imports
@@ -29,7 +33,8 @@ from zharness.parity.bounds import BoundedTensor, gamma, subnormal
 
 PARTS_FOLDER = Path(__file__).parent / "parts"
 PLAIN_COMPARISON_PART = "compare_with_plain"  # the part that runs the same steps on plain PyTorch
-WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "deepspeed")  # engines with a part engine_NAME.py.txt
+WRITTEN_ENGINES = ("ddp", "zero1", "fsdp2", "torch_tp", "deepspeed")  # engines with a part engine_NAME.py.txt
+MESH_ENGINES = ("fsdp2", "torch_tp")  # written engines whose part has the data-parallel ranks from the part of a mesh
 PROTOCOL_MODULE = "zharness.engines.protocol"
 # Names that laws use and that the fixed parts of a short script define.
 PLAIN_SCRIPT_NAMES = frozenset(
@@ -85,7 +90,8 @@ class ScriptSettings:
     With ``exact``, numbers have to be bitwise equal. With ``zeros_allowed``, a gradient of zeros passes where ``.grad``
     is None in plain PyTorch. ``element_count`` is the number of elements of all parameters. ``dtype_name`` is the
     cell's dtype as text; ``dtype`` and ``reduce_dtype`` are torch dtypes. With ``has_junctions``, the plain model gets
-    junctions, the autograd nodes that the engine adds around modules.
+    junctions, the autograd nodes that the engine adds around modules. ``tensor_ranks`` is the size of the axis tp, over
+    which ``tp_plan`` splits modules.
     """
 
     engine: str
@@ -102,6 +108,8 @@ class ScriptSettings:
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     has_junctions: bool = False
+    tensor_ranks: int = 1
+    tp_plan: Mapping[str, str] = field(default_factory=dict)
 
 
 def render_prelude(engine: str, used_names: frozenset[str]) -> str:
@@ -185,19 +193,23 @@ class ScriptWriter:
         for bound in (gamma, subnormal):
             self.add_definition(bound)
         formulas = self.render_formulas(used_text) if stepping else ""
-        engine = engine_name(settings.engine)
+        engine, on_mesh = engine_name(settings.engine), settings.tensor_ranks > 1
         sections = [
             f"SIGNATURE = {quote(signature)}\nOK = {quote(success_line)}",
             join_definitions(self.collection.texts.values()),
             formulas,
             self.read_part("optimizers"),
+            self.read_part("tensor_mesh" if on_mesh else "data_mesh") if engine in MESH_ENGINES else "",
             self.read_part(f"engine_{engine}" if engine in WRITTEN_ENGINES else "engine_imported"),
             self.render_constants(settings, used_text),
+            self.render_styles(settings) if on_mesh else "",
             model,
             self.read_part("plain") if plain else "",
             self.read_part("stepping") if stepping else "",
             self.read_part("junctions") if plain and settings.has_junctions else "",
+            self.read_part("tensor_plain") if plain and on_mesh else "",
             self.read_part("rank_context"),
+            self.read_part("tensor_ranks") if on_mesh else "",
             observe_text,
             self.read_part(comparison_part),
             self.read_part("compare"),
@@ -258,6 +270,14 @@ class ScriptWriter:
         ]
         return "\n".join(lines)
 
+    def render_styles(self, settings: ScriptSettings) -> str:
+        """Return the text of TENSOR_RANKS and STYLES, the torch ParallelStyle of each module of the plan."""
+        parallel = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
+        self.imports += [f"from torch.distributed.tensor import {name}" for name in ("Replicate", "Shard")]
+        self.imports += [f"from torch.distributed.tensor.parallel import {name}" for name in parallel]
+        styles = [f"    {quote(name)}: {render_style(word)}," for name, word in settings.tp_plan.items()]
+        return "\n".join([f"TENSOR_RANKS = {settings.tensor_ranks}", "STYLES = {", *styles, "}"])
+
     def render_formulas(self, used_text: str) -> str:
         """Return the text of FORMULAS, which contains the formulas of the optimizers that ``used_text`` names."""
         named = {node.value for node in ast.walk(ast.parse(used_text)) if isinstance(node, ast.Constant)}
@@ -277,6 +297,19 @@ class ScriptWriter:
         imports, text = split_imports((PARTS_FOLDER / f"{name}.py.txt").read_text(encoding="utf-8"))
         self.imports += imports
         return text
+
+
+def render_style(word: str) -> str:
+    """Return the expression of torch's ParallelStyle for a word of a plan, as ``make_style`` constructs it."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(make_style))).body
+    layouts = {"whole": "Replicate()", "sequence": "Shard(1)"}
+    for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
+        if isinstance(case.pattern, ast.MatchValue) and ast.literal_eval(case.pattern.value) == word:
+            (statement,) = case.body
+            assert isinstance(statement, ast.Return), "each case returns a style"
+            assert statement.value is not None, "each case returns a style"
+            return re.sub(r"\b(whole|sequence)\b", lambda found: layouts[found[0]], ast.unparse(statement.value))
+    raise UsageError(f"cannot export the cell: its plan has the word {word!r}, which is unknown")
 
 
 def names_defined_in_parts(*parts: str) -> frozenset[str]:

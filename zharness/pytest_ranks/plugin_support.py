@@ -6,6 +6,7 @@ Plugins that ranks cannot follow are refused.
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable
@@ -29,7 +30,8 @@ UNSUPPORTED = {
 def refuse_unsupported_plugins(config: pytest.Config, rank_tests: Iterable[pytest.Item]) -> None:
     """Raise UsageError if a plugin is active that runs the phases of tests by itself, which ranks cannot follow.
 
-    mpi-pytest runs those tests by itself that have its marker, so only such a test is refused among ``rank_tests``.
+    mpi-pytest runs those tests by itself that have its marker, so only such a test is refused among ``rank_tests``;
+    under mpiexec all are, because each of its processes would start ranks of its own.
     """
     for name, description in UNSUPPORTED.items():
         if config.pluginmanager.hasplugin(name):
@@ -41,6 +43,19 @@ def refuse_unsupported_plugins(config: pytest.Config, rank_tests: Iterable[pytes
                 f"{both.nodeid} has the marker world_size and the marker parallel of mpi-pytest, which runs the test in"
                 " processes of its own; keep one of the two markers"
             )
+        processes = count_mpi_processes()
+        first = next(iter(rank_tests), None)
+        if processes > 1 and first is not None:
+            raise UsageError(
+                f"{first.nodeid} runs on ranks, which each of the {processes} processes of mpiexec would start for"
+                " itself; run such tests without mpiexec, or leave them out here, for example with -m 'parallel[match]'"
+            )
+
+
+def count_mpi_processes() -> int:
+    """Return the number of processes of the mpiexec under which this session runs; 1 in a process of mpi-pytest's."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")  # which mpi-pytest has imported
+    return 1 if mpi is None or "_PYTEST_MPI_CHILD_PROCESS" in os.environ else int(mpi.COMM_WORLD.size)
 
 
 def get_rerun_plugin(config: pytest.Config) -> Any:
