@@ -15,8 +15,8 @@ Run it with nothing but torch and lightning-fabric installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fabric_fsdp2_noreport_load_changes_weights.py
 
-ModelParallelStrategy passes the model's own tensors to torch.distributed.checkpoint, which reads into them. A rank whose
-file is whole has the weights of the checkpoint when the error of the other one arrives.
+ModelParallelStrategy passes the model's own tensors to torch.distributed.checkpoint, which reads into them. A rank
+whose file is whole has the weights of the checkpoint when the error of the other one arrives.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
@@ -67,7 +67,8 @@ def main():
         print(f"rank {fabric.global_rank}: {type(error).__name__}", file=sys.stderr, flush=True)
     else:
         raise RuntimeError("the damaged file was loaded")
-    is_unchanged = all(torch.equal(old, weight.to_local()) for old, weight in zip(before, model.parameters(), strict=True))
+    after = [weight.to_local() for weight in model.parameters()]
+    is_unchanged = all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, is_unchanged)
     if fabric.global_rank == 0:
