@@ -84,6 +84,21 @@ def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     return f"{law.name} calls {law.form.value}, and {cell.engine} has {capabilities.form.value}"
 
 
+def explain_missing_schedule(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot run the schedule of the cell's variant of the law, or '' if it can."""
+    missing = [name for name in law.get_variant(cell.variant).schedules if name not in capabilities.schedules]
+    if not missing:
+        return ""
+    claimed = ", ".join(sorted(capabilities.schedules)) or "none"
+    return f"{cell.engine} does not claim the schedule {missing[0]}; schedules that it claims: {claimed}"
+
+
+def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot be built around the cell's model, or '' if it can."""
+    reason = capabilities.refuses_models.get(cell.model, "")
+    return f"{cell.engine} does not claim the model {cell.model}: {reason}" if reason else ""
+
+
 def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
     if needs_mesh(law) and not cell.mesh.sizes:
@@ -96,4 +111,6 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
         explain_other_form(law, cell, capabilities)
         or explain_missing_plan(cell.model, cell.mesh)
         or explain_unclaimed_plan(cell, capabilities)
+        or explain_missing_schedule(law, cell, capabilities)
+        or explain_refused_model(cell, capabilities)
     )

@@ -332,18 +332,14 @@ MODELS: dict[str, ModelSpec] = {
         *(
             ModelSpec(
                 name=name,
-                summary=f"an exact model of four blocks that pp splits into stages, {each}",
-                build=partial(exact_chain.ChainModel, **options),
+                summary=f"an exact model that pp splits into stages: {parts}",
+                build=build,
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
-                pp_plan=exact_chain.PIPELINE_PLAN,
+                pp_plan=plan,
             )
-            for name, each, options in (
-                ("chain", "each of which takes the output of the one before", {}),
-                ("skips", "each of which takes two outputs of the one before", {"skips": True}),
-                ("tied_chain", "of which the first and the last have one weight", {"tied": True}),
-            )
+            for name, parts, build, plan in exact_chain.PIPELINE_MODELS
         ),
         ModelSpec(
             name="lookup",
