@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -75,4 +76,4 @@ def compute_owned_norm(ctx: JudgeContext, grads: Mapping[str, Tensor], rank: int
         flat = grad.double().flatten()
         pieces = layout.get(name, (Piece(rank, 0, flat.numel()),))
         squares += sum(float(flat[p.start : p.stop].square().sum()) for p in pieces if p.rank == rank)
-    return squares**0.5
+    return math.sqrt(squares)

@@ -310,8 +310,9 @@ class ClipsEachTensorRankByItsOwnNorm(OverMesh):
         params = [param for _, param in self.params()]
         total = sum_of_squares(iter(params))
         dist.all_reduce(total, group=next(self.split_params()).device_mesh.get_group(DATA_SHARD))
-        for param in params if self.limit is not None else ():
-            local_grad(param).mul_(min(1.0, self.limit / float(total.sqrt())))
+        factor = 1.0 if self.limit is None else min(1.0, self.limit / float(total.sqrt()))
+        for param in params:
+            local_grad(param).mul_(factor)
         self.right.step()
 
     def grad_norm(self) -> None:
