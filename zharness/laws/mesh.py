@@ -30,7 +30,7 @@ from zharness.parity.calibration import calibrate_mean, compare_calibrated
 
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
-MODELS = ("exact", "heads", "sequence")
+MODELS = ("exact", "heads", "sequence", "routed")
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 CLIP = 1.0  # below every norm of these models
 

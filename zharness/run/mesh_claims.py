@@ -9,7 +9,7 @@ from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law
-from zharness.mesh import PIPELINE, TENSOR, Mesh
+from zharness.mesh import EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -29,6 +29,11 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     spec, size = model_spec(model), mesh.size(TENSOR)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
         return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"
+    if bool(spec.ep_plan) != (EXPERT in mesh.axes):
+        return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
+    uneven_layers = (count for count in spec.ep_plan.values() if count % mesh.size(EXPERT))
+    if count := next(uneven_layers, 0):
+        return f"the {count} experts of the model {model} cannot be split over ep{mesh.size(EXPERT)}"
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:
