@@ -2,7 +2,7 @@
 
 The axes have torchtitan's names. What the named axes leave over of the world is data parallel (``dp_shard``). Ranks are
 in row-major order over the axes, as in ``init_device_mesh``, with neighbours on ``tp``. The axis ``ep`` of experts
-takes no ranks of its own: it divides those of ``dp_shard`` into groups of neighbours, which have an expert each. ::
+takes no ranks of its own: it divides those of ``dp_shard`` into groups of neighbours, who split the experts. ::
 
     world size 4, mesh tp2            tp 0    tp 1
         dp_shard 0, micro-batch 0     rank 0  rank 1
@@ -118,7 +118,8 @@ class Mesh:
     def rank_at_start(self, axis: str, rank: int, world_size: int) -> int:
         """Return the rank at coordinate 0 of ``axis`` whose other coordinates are those of ``rank``."""
         shape = self.shape(world_size)
-        stride = math.prod(shape[inner] for inner in AXES[AXES.index(axis) + 1 :])
+        place = AXES.index(DATA_SHARD if axis == EXPERT else axis)
+        stride = math.prod(shape[inner] for inner in AXES[place + 1 :])
         return rank - self.coordinates(rank, world_size)[axis] * stride
 
     def describe_rank(self, rank: int, world_size: int) -> str:

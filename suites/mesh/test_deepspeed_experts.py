@@ -42,6 +42,7 @@ def test_neighbours_have_different_experts() -> None:
     assert [EP2.coordinates(rank, 4)["ep"] for rank in range(4)] == [0, 1, 0, 1]
     assert EP2.data_size(4) == 4
     assert EP2.describe_rank(3, 4) == "dp_shard 3, ep 1"
+    assert [EP2.rank_at_start("ep", rank, 4) for rank in range(4)] == [0, 0, 2, 2]
 
 
 @pytest.mark.world_size(2)

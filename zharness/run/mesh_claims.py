@@ -25,7 +25,8 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     Raises UsageError for an unknown model.
     """
     if is_user_model(model):  # its plan is read when it is built
-        return f"the model of {model} has no plan of modules that pp can split" if PIPELINE in mesh.axes else ""
+        parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
+        return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
     spec, size = model_spec(model), mesh.size(TENSOR)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
         return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"
