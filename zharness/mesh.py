@@ -94,12 +94,13 @@ class Mesh:
         return {axis: left_over if axis == DATA_SHARD else self.size(axis) for axis in AXES}
 
     def coordinates(self, rank: int, world_size: int) -> Mapping[str, int]:
-        """Return the coordinate of ``rank`` on every axis."""
+        """Return the coordinate of ``rank`` on every axis of AXES, and on that of experts if the mesh has it."""
         found = {}
         shape = self.shape(world_size)
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, shape[axis])
-        return {axis: found[axis] for axis in AXES} | {EXPERT: found[DATA_SHARD] % self.size(EXPERT)}
+        of_experts = {EXPERT: found[DATA_SHARD] % self.size(EXPERT)} if EXPERT in self.axes else {}
+        return {axis: found[axis] for axis in AXES} | of_experts
 
     def data_size(self, world_size: int) -> int:
         """Return the number of different micro-batches of a step, which is the number of terms of a mean gradient."""

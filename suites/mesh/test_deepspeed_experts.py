@@ -9,9 +9,12 @@ import pytest
 from zharness.cell import Cell
 from zharness.engines import deepspeed
 from zharness.engines.protocol import EngineConfig, Piece
+from zharness.engines.registry import capabilities
 from zharness.engines.warm_up import build_warm_up_environment
+from zharness.laws import get_law
 from zharness.mesh import Mesh
 from zharness.run import PlannedCell, Runner, Verdict
+from zharness.run.cell_planner import plan_cell
 from zharness.workload import model_spec
 
 pytest.importorskip("deepspeed")
@@ -36,6 +39,13 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     record = runner.run(PlannedCell(Cell.parse(case)))
     assert record.is_expected, record.cause
     assert record.verdict is verdict, record.cause
+
+
+def test_experts_are_unsupported_at_a_stage_that_cannot_have_them() -> None:
+    cell = Cell.parse("mesh.training[deepspeed-zero3-w2.ep2-fp32-routed]")
+    claims = capabilities(cell.engine, cell.stage)
+    assert claims is not None
+    assert "does not claim the axis ep at stage 3" in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
 
 
 def test_neighbours_have_different_experts() -> None:

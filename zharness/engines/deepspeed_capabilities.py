@@ -95,7 +95,7 @@ CAPABILITIES = Capabilities(
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
-    axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'MoE not supported with Stage 3' (engine.py)
+    axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'Native DeepSpeed MoE is not supported' there
     return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes)
 
 

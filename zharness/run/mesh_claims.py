@@ -90,6 +90,12 @@ def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     return f"{law.name} calls {law.form.value}, and {cell.engine} has {capabilities.form.value}"
 
 
+def explain_unclaimed_axis(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine does not have the cell's mesh at the cell's stage, or '' if it has."""
+    unclaimed = next((axis for axis in cell.mesh.axes if axis not in capabilities.mesh_axes), "")
+    return f"{cell.engine} does not claim the axis {unclaimed} at stage {cell.stage}" if unclaimed else ""
+
+
 def explain_missing_schedule(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the engine cannot run the schedule of the cell's variant of the law, or '' if it can."""
     missing = [name for name in law.get_variant(cell.variant).schedules if name not in capabilities.schedules]
@@ -116,6 +122,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     return (
         explain_other_form(law, cell, capabilities)
         or explain_missing_plan(cell.model, cell.mesh)
+        or explain_unclaimed_axis(cell, capabilities)
         or explain_unclaimed_plan(cell, capabilities)
         or explain_missing_schedule(law, cell, capabilities)
         or explain_refused_model(cell, capabilities)
