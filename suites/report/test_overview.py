@@ -95,7 +95,7 @@ def test_a_combination_counts_laws_and_cells_that_ran_and_the_share_at_tier_x() 
     excused = replace(FAILED, cell=replace(CELL, law="training.kernels"), expected_failure="no report known")
     table = render_combinations([exact, PASSED, UNSUPPORTED, FAILED, excused])
     assert [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] == [
-        *("reference", "w2", "03", "2", "4", "2", "1", "1", "50%"),
+        *("reference", "w2", "0, 3", "2", "4", "2", "1", "1", "50%"),
     ]
 
 
