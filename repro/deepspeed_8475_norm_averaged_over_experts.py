@@ -7,7 +7,7 @@ reported: https://github.com/deepspeedai/DeepSpeed/issues/8475
 affects: >=0.19.8
 fixed: not yet
 ranks: 2
-law: training.clip_and_norm
+law: mesh.clip
 signature: clipped by the norm
 ok: repro: the norm over experts on two ranks OK.
 

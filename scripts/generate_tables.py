@@ -3,13 +3,14 @@
     python scripts/generate_tables.py --records two.jsonl torch.jsonl    laws on engines, and contracts
     python scripts/generate_tables.py --meshes tp2.jsonl rep2.jsonl      laws on engines, a table for each mesh
     python scripts/generate_tables.py --frameworks accelerate.jsonl      laws on what calls the engines for users
-    python scripts/generate_tables.py --combinations tp2.jsonl ...       counts for each engine and mesh
+    python scripts/generate_tables.py --combinations tp2.jsonl ...       counts of these engines and meshes
     python scripts/generate_tables.py --kills kills.jsonl                the kill matrix, by what is wrong
     python scripts/generate_tables.py --bugs                             run every reproduction: 10 to 20 minutes
 
 Options may be combined. They take files of ``zharness check --jsonl``, and ``--kills`` a file of
 ``zharness mutants --jsonl``. Each table replaces the content of the ``<details>`` block with its title; ``--meshes``
-replaces the tables of those meshes that the records have. If a command fails, no page is changed, and the exit code is
+replaces the tables of those meshes that the records have, and ``--combinations`` the rows of those engines and meshes.
+If a command fails, no page is changed, and the exit code is
 1.
 """
 
@@ -26,6 +27,7 @@ MATRIX = "every law on every engine"
 MESHES = "every law on every engine, on each mesh"
 FRAMEWORKS = "every law on accelerate, Trainer and Fabric"
 COMBINATIONS = "the laws that ran on each engine and mesh"
+ENGINE_AND_MESH = 2  # the first columns of a row of combinations, which say what it counts
 CONTRACTS = "the contracts of each engine"
 BUGS = "every bug, on the releases that were run"
 KILLS = "who is killed, by what is wrong"
@@ -69,6 +71,24 @@ def read_block(page: str, title: str) -> str:
     return match[1]
 
 
+def merge_rows(page: str, title: str, new: str) -> str:
+    """Return the Markdown table of the block ``title`` with the rows of ``new`` in place of those that they replace.
+
+    A row replaces one with the same engine and mesh; others are appended. Raises ValueError if there is no such table.
+    """
+    block = re.search(rf"<summary>{re.escape(title)}</summary>\n\n(.*?)\n\n</details>", page, re.DOTALL)
+    if block is None:
+        raise ValueError(f"expected a block with the title {title!r}")
+    head, old = split_rows(markdown_table(block[1]))
+    return "\n".join([*head, *(old | split_rows(new)[1]).values()])
+
+
+def split_rows(table: str) -> tuple[list[str], dict[tuple[str, ...], str]]:
+    """Return the two lines of the head of a Markdown table, and its rows by their engine and mesh."""
+    lines = table.splitlines()
+    return lines[:2], {tuple(line.split(" | ")[:ENGINE_AND_MESH]): line for line in lines[2:]}
+
+
 def split_meshes(overview: str) -> tuple[dict[str, str], str]:
     """Return the table of each mesh of an overview, by the line above it, and the legend behind the last one."""
     tables, _, legend = overview.rpartition("\n\n.  the law holds")
@@ -102,7 +122,8 @@ def generate(arguments: argparse.Namespace) -> dict[str, str]:
         tables[FRAMEWORKS] = f"```\n{overview}\n```"
     if arguments.combinations:
         table = run_zharness("report", *map(str, arguments.combinations), "--combinations")
-        tables[COMBINATIONS] = markdown_table(table)
+        old = MESH_PAGE.read_text(encoding="utf-8")
+        tables[COMBINATIONS] = merge_rows(old, COMBINATIONS, markdown_table(table))
     if kills is not None:
         tables[KILLS] = markdown_table(run_zharness("mutants", "--jsonl", str(kills)))
     if bugs:

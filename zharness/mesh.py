@@ -1,7 +1,8 @@
 """Define the mesh: the axes of parallelism beside plain data parallelism, and each rank's coordinates on them.
 
 The axes have torchtitan's names. What the named axes leave over of the world is data parallel (``dp_shard``). Ranks are
-in row-major order over the axes, as in ``init_device_mesh``, with neighbours on ``tp``. ::
+in row-major order over the axes, as in ``init_device_mesh``, with neighbours on ``tp``. The axis ``ep`` of experts
+takes no ranks of its own: it divides those of ``dp_shard`` into groups of neighbours, who split the experts. ::
 
     world size 4, mesh tp2            tp 0    tp 1
         dp_shard 0, micro-batch 0     rank 0  rank 1
@@ -20,13 +21,12 @@ from zharness.errors import UsageError
 PIPELINE, REPLICATE, DATA_SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 AXES = (PIPELINE, REPLICATE, DATA_SHARD, "cp", TENSOR)  # outermost first
 DATA_AXES = (REPLICATE, DATA_SHARD)  # ranks that differ on them get different micro-batches
+EXPERT = "ep"  # not among AXES: it divides the ranks of dp_shard, not the world
 SHORT_NAMES = {REPLICATE: "rep", DATA_SHARD: "shard"}
 _AXIS = re.compile(r"(?P<name>[a-z_]+?)(?P<size>\d+)")
 _NAMES = {**{axis: axis for axis in AXES}, **{short: axis for axis, short in SHORT_NAMES.items()}}
-_NOT_NAMED = {
-    DATA_SHARD: "is what the other axes leave over of the world; leave it out",
-    "ep": "is not supported yet: it divides the ranks of dp_shard, not the world",
-}
+_NAMES[EXPERT] = EXPERT
+_NOT_NAMED = {DATA_SHARD: "is what the other axes leave over of the world; leave it out"}
 
 
 @dataclass(frozen=True, order=True)
@@ -46,14 +46,14 @@ class Mesh:
             name = _NAMES.get(match["name"], match["name"])
             if name in _NOT_NAMED:
                 raise UsageError(f"got {part!r} in the mesh {text!r}; the axis {name} {_NOT_NAMED[name]}")
-            if name not in AXES:
+            if name not in (*AXES, EXPERT):
                 raise UsageError.unknown_name(
                     "axis of the mesh", match["name"], [name for name, axis in _NAMES.items() if axis != DATA_SHARD]
                 )
             if name in sizes or int(match["size"]) < 1:
                 raise UsageError(f"got the mesh {text!r}; expected each axis once, with a size of 1 or more")
             sizes[name] = int(match["size"])
-        return cls(tuple((axis, sizes[axis]) for axis in AXES if axis in sizes))
+        return cls(tuple((axis, sizes[axis]) for axis in (*AXES, EXPERT) if axis in sizes))
 
     @property
     def label(self) -> str:
@@ -71,25 +71,36 @@ class Mesh:
 
     def explain_misfit(self, world_size: int) -> str:
         """Return the reason why ``world_size`` ranks cannot form this mesh, or '' if they can."""
-        named = math.prod(size for _, size in self.sizes)
+        named = self._count_named()
         if world_size % named == 0:
-            return ""
+            return self._explain_misfit_of_experts(world_size // named)
         return f"the mesh {self.label} has {named} ranks or a multiple, which the world size {world_size} is not"
+
+    def _count_named(self) -> int:
+        """Return the number of ranks of the named axes that split the world."""
+        return math.prod(size for axis, size in self.sizes if axis != EXPERT)
+
+    def _explain_misfit_of_experts(self, data_ranks: int) -> str:
+        """Return the reason why the axis of experts cannot divide ``data_ranks`` ranks of dp_shard, or '' if it can."""
+        if data_ranks % self.size(EXPERT) == 0:
+            return ""
+        return f"the axis ep of the mesh {self.label} has to divide the {data_ranks} ranks of dp_shard"
 
     def shape(self, world_size: int) -> Mapping[str, int]:
         """Return the size of every axis, in the order of AXES. Raises UsageError if the mesh does not fit the world."""
         if misfit := self.explain_misfit(world_size):
             raise UsageError(misfit)
-        left_over = world_size // math.prod(size for _, size in self.sizes)
+        left_over = world_size // self._count_named()
         return {axis: left_over if axis == DATA_SHARD else self.size(axis) for axis in AXES}
 
     def coordinates(self, rank: int, world_size: int) -> Mapping[str, int]:
-        """Return the coordinate of ``rank`` on every axis."""
+        """Return the coordinate of ``rank`` on every axis of AXES, and on that of experts if the mesh has it."""
         found = {}
         shape = self.shape(world_size)
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, shape[axis])
-        return {axis: found[axis] for axis in AXES}
+        of_experts = {EXPERT: found[DATA_SHARD] % self.size(EXPERT)} if EXPERT in self.axes else {}
+        return {axis: found[axis] for axis in AXES} | of_experts
 
     def data_size(self, world_size: int) -> int:
         """Return the number of different micro-batches of a step, which is the number of terms of a mean gradient."""
@@ -98,7 +109,7 @@ class Mesh:
 
     def world_size(self, data_size: int) -> int:
         """Return the number of ranks of a mesh with ``data_size`` different micro-batches in a step."""
-        return data_size * math.prod(size for axis, size in self.sizes if axis not in DATA_AXES)
+        return data_size * math.prod(size for axis, size in self.sizes if axis not in (*DATA_AXES, EXPERT))
 
     def data_coordinate(self, rank: int, world_size: int) -> int:
         """Return which of the ``data_size`` micro-batches ``rank`` gets."""
@@ -108,7 +119,8 @@ class Mesh:
     def rank_at_start(self, axis: str, rank: int, world_size: int) -> int:
         """Return the rank at coordinate 0 of ``axis`` whose other coordinates are those of ``rank``."""
         shape = self.shape(world_size)
-        stride = math.prod(shape[inner] for inner in AXES[AXES.index(axis) + 1 :])
+        place = AXES.index(DATA_SHARD if axis == EXPERT else axis)
+        stride = math.prod(shape[inner] for inner in AXES[place + 1 :])
         return rank - self.coordinates(rank, world_size)[axis] * stride
 
     def describe_rank(self, rank: int, world_size: int) -> str:
@@ -116,7 +128,7 @@ class Mesh:
         if not self.sizes:
             return ""
         shape, at = self.shape(world_size), self.coordinates(rank, world_size)
-        return ", ".join(f"{axis} {at[axis]}" for axis in AXES if shape[axis] > 1 or axis in self.axes)
+        return ", ".join(f"{axis} {at[axis]}" for axis in at if shape.get(axis, 1) > 1 or axis in self.axes)
 
 
 DEFAULT_MESH = Mesh()

@@ -67,7 +67,6 @@ def test_a_cell_of_a_mesh_is_read_back_and_trains_the_numbers_of_its_data_size()
         ("tp2,tp2", "each axis once"),
         ("width2", "unknown axis"),
         ("shard2", "leave it out"),
-        ("ep2", "not supported yet"),
     ],
 )
 def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
@@ -82,6 +81,10 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
         ("fsdp2", "tp4", 4, "mixing", "the 6 mixed samples of the model mixing cannot be split over tp4"),
         ("fsdp2", "tp3", 3, "heads", "heads of the model heads cannot be split over tp3"),
         ("torch_pp", "pp4", 4, "chain", "the model chain has no plan of 8 modules or more that pp can split"),
+        ("deepspeed", "ep3", 3, "routed", "the 4 experts of the model routed cannot be split over ep3"),
+        ("deepspeed", "ep2", 3, "routed", "the axis ep of the mesh ep2 has to divide the 3 ranks of dp_shard"),
+        ("deepspeed", "ep2", 2, "exact", "the model exact has no layer of experts that ep splits"),
+        ("fsdp2", "ep2", 2, "routed", "fsdp2 does not claim the axis ep"),
         ("reference", "rep3", 4, "exact", "which the world size 4 is not"),
         ("trainer_ddp", "tp2", 2, "mlp", "trainer_ddp does not claim the axis tp"),
         ("fsdp2", "pp2", 4, "chain", "fsdp2 does not claim the axis pp"),

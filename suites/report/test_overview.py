@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from scripts.generate_tables import merge_rows
 from zharness.cell import Cell
 from zharness.cli import cli
 from zharness.mesh import Mesh
@@ -94,5 +95,12 @@ def test_a_combination_counts_laws_and_cells_that_ran_and_the_share_at_tier_x() 
     excused = replace(FAILED, cell=replace(CELL, law="training.kernels"), expected_failure="no report known")
     table = render_combinations([exact, PASSED, UNSUPPORTED, FAILED, excused])
     assert [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] == [
-        *("reference", "w2", "03", "2", "4", "2", "1", "1", "50%"),
+        *("reference", "w2", "0, 3", "2", "4", "2", "1", "1", "50%"),
     ]
+
+
+def test_a_row_of_combinations_replaces_that_of_its_engine_and_mesh_alone() -> None:
+    head = "| engine | ranks and mesh | pass |\n| --- | --- | --- |"
+    page = f"<summary>counts</summary>\n\n{head}\n| one | w2 | 1 |\n| two | w2 | 2 |\n\n</details>"
+    merged = merge_rows(page, "counts", f"{head}\n| one | w4 | 3 |\n| one | w2 | 4 |")
+    assert merged == f"{head}\n| one | w2 | 4 |\n| two | w2 | 2 |\n| one | w4 | 3 |"

@@ -75,6 +75,7 @@ class Feature(Enum):
     WINDOW_WRITE_IN = "replacing a gradient inside an accumulation window, to which later micro-batches add theirs"
     STEP_READ_OUT = "reading how many steps the optimizer has made with a named parameter"
     WRITE_IN_FORWARD = "a replaced weight in the next forward, before any step"
+    BATCHES_PER_STEP = "several calls of train_batch in one step"
     SHARD_ACCESS = "reading and replacing this rank's shard of a gradient, weight or optimizer state"
 
 
@@ -196,6 +197,8 @@ class Capabilities:
     - ``engine_windows`` is the reason why the engine owns an accumulation window only if backward is called through
       ``engine.backward`` or ``engine.scale``, so that laws with calls of their own are not stated for such a window.
     - ``form`` says who runs forwards and backwards. A law is stated for one form.
+    - ``schedules`` are the schedules of a pipeline, by the names that laws use, that the engine has.
+    - ``refuses_models`` maps each model of the workload that the engine cannot be built around to the reason.
     - ``joined_options`` is the number of options that a setting of a covering array joins, at least 2. With more, the
       array has fewer cells; but an option with a bug hides what the options beside it would show.
     - ``unknown_options`` maps the key of each option that the tested release of the engine does not know to the
@@ -225,6 +228,8 @@ class Capabilities:
     engine_windows: str = ""
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
     joined_options: int = 2
+    schedules: frozenset[str] = frozenset()
+    refuses_models: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, feature: Feature) -> str | None:
         """Return the reason why the engine refuses ``feature``, or None if the engine claims it."""

@@ -30,6 +30,7 @@ from zharness.engines.deepspeed_build import (
     unwrap_and_wrap,
 )
 from zharness.engines.deepspeed_capabilities import CAPABILITIES, capabilities_of_release
+from zharness.engines.deepspeed_experts import build_expert_reader, split_experts
 from zharness.engines.deepspeed_operators import load_built_adam
 from zharness.engines.deepspeed_options import (
     OFFLOAD_STATES,
@@ -51,6 +52,7 @@ from zharness.engines.protocol import (
     Reduction,
 )
 from zharness.errors import ConfigError, EngineContractError, EngineRefusal
+from zharness.mesh import EXPERT
 
 
 def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
@@ -107,9 +109,10 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         self._engine_finds_boundaries = bool(config.options.get("managed_gradient_accumulation", True))
         self._coalesce_block = ExitStack()
         self._backward_count = 0
-        params = dict(model.named_parameters())
+        names = [name for name, _ in model.named_parameters()]
+        deepspeed = prepare_deepspeed(next(model.parameters()).device.type)
+        model, params = split_experts(model, config)
         shapes = {name: param.shape for name, param in params.items()}
-        deepspeed = prepare_deepspeed(next(iter(params.values())).device.type)
         self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
         self._require_known_options()
         ds_config = json_config(config)
@@ -120,7 +123,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             undo.callback(self._eager.close)
             undo.callback(self._global_state.restore)  # after an error, so that the next engine does not inherit it
             try:
-                built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, config, ds_config)
+                built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, params, config, ds_config)
             except (AssertionError, ValueError, NotImplementedError) as error:
                 raise EngineRefusal(
                     f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
@@ -130,6 +133,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             self.module: nn.Module = self._engine.module
             links = RoundRobinLinks.build(self._engine.optimizer)
             self._reader = build_reader(self._engine, params, shapes, links, config)
+            if EXPERT in config.mesh.axes:
+                self._reader = build_expert_reader(self._engine, params, names, links, config)
             self._layout = self._reader.layout()
             undo.pop_all()
 

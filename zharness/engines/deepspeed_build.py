@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import optimizers
+from zharness.engines.deepspeed_experts import split_groups
 from zharness.engines.deepspeed_options import (
     CPU_ADAM,
     DEEPSPEED_OPTIONS,
@@ -32,6 +33,7 @@ from zharness.engines.deepspeed_schedulers import json_scheduler
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import ConfigError, EngineContractError
+from zharness.mesh import EXPERT
 
 # Run everything between two steps in one ``coalesce_grad_reduction()`` block. If a step has several backwards,
 # DeepSpeed documents that only 'the final forward/backward should have the boundary state set to True'
@@ -118,13 +120,17 @@ def require_buildable(stage: int, options: Mapping[str, Any]) -> None:
 
 
 def initialize(
-    deepspeed: Any, model: nn.Module, config: EngineConfig, ds_config: Mapping[str, Any]
+    deepspeed: Any,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    config: EngineConfig,
+    ds_config: Mapping[str, Any],
 ) -> tuple[Any, Sequence[Tensor]]:
     """Build ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``.
 
+    ``parameters`` are the model's, by name, also the frozen ones, which the caller may unfreeze.
     Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
     """
-    parameters = dict(model.named_parameters())  # the frozen ones too, which the caller may unfreeze
     if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
         deepspeed.utils.set_z3_leaf_modules(model, classes)
     if config.options.get(ZERO_INIT):
@@ -171,6 +177,8 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
     """Build torch's optimizer, or DeepSpeedCPUAdam if the option is set and it has all arguments of the optimizer."""
     spec = config.optimizer
     arguments = set(spec.args).union(*(group.overrides for group in spec.groups))
+    if EXPERT in config.mesh.axes:
+        return optimizers.optimizer_class(spec.name)(split_groups(optimizers.param_groups(params, spec)), **spec.args)
     if not config.options.get(CPU_ADAM) or spec.name not in _CPU_ADAM_DEFAULTS or arguments - _CPU_ADAM_ARGUMENTS:
         return optimizers.build(params, spec)
     cpu_adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam

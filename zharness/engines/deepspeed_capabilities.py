@@ -8,7 +8,7 @@ from zharness.engines.deepspeed_options import options_at
 from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
 from zharness.engines.protocol import Capabilities, Feature
-from zharness.mesh import TENSOR
+from zharness.mesh import EXPERT, TENSOR
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
 _NO_TENSOR_BACKWARD = (
@@ -87,7 +87,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
-    mesh_axes=frozenset({TENSOR}),
+    mesh_axes=frozenset({TENSOR, EXPERT}),
     refuses_on_tp=REFUSES_ON_TP,
     plan_words=frozenset(LAYER_SPECS),
 )
@@ -96,7 +96,8 @@ CAPABILITIES = Capabilities(
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with the features that the newest DeepSpeed refuses at ``stage``, and its options there."""
     refuses = {**_REFUSED_AT_EVERY_STAGE, **_REFUSED_AT_STAGE.get(stage, {})}
-    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage))
+    axes = CAPABILITIES.mesh_axes - ({EXPERT} if stage == 3 else set())  # 'Native DeepSpeed MoE is not supported' there
+    return replace(CAPABILITIES, refuses=refuses, variants=options_at(stage), mesh_axes=axes)
 
 
 def capabilities_of_release(stage: int, release: str) -> Capabilities:

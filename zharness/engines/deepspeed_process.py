@@ -29,7 +29,10 @@ _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 _AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 
-_HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"  # in deepspeed.utils.groups
+# In deepspeed.utils.groups: the group of hpZ, and dictionaries of the groups of experts and of the ranks in them.
+_HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"
+_EXPERT_GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+_EXPERT_RANKS = ("_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 
 class DeepSpeedGlobalState:
@@ -68,6 +71,18 @@ class DeepSpeedGlobalState:
             torch.nn.functional.linear = linear
             DeepSpeedGlobalState._originals = None
             destroy_hpz_group()
+            destroy_expert_groups()
+
+
+def destroy_expert_groups() -> None:
+    """Destroy the process groups of experts, if this process has any, and make DeepSpeed forget them."""
+    groups = sys.modules.get("deepspeed.utils.groups")
+    for known in (getattr(groups, name, {}) for name in _EXPERT_GROUPS):
+        for group in known.values():
+            dist.destroy_process_group(group)
+        known.clear()
+    for name in _EXPERT_RANKS:
+        getattr(groups, name, {}).clear()
 
 
 def destroy_hpz_group() -> None:

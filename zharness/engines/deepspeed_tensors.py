@@ -276,13 +276,13 @@ class DeepSpeedTensorReader:
         if self.stage == 0:
             return {}
         with self.links.applied():
-            local = {name: _local_piece(param) for name, param in self.params.items() if param.requires_grad}
+            local = {name: local_piece(param) for name, param in self.params.items() if param.requires_grad}
         ranks: list[dict[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, local)
         return {name: tuple(piece for rank in ranks if (piece := rank[name]) is not None) for name in local}
 
 
-def _local_piece(param: Any) -> Piece | None:
+def local_piece(param: Any) -> Piece | None:
     """Return the piece of ``param`` whose master weight this rank owns, or None if this rank owns none."""
     rank = dist.get_rank()
     if hasattr(param, "ds_tensor"):

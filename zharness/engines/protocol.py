@@ -74,6 +74,8 @@ class EngineConfig:
     ``mesh`` has the axes of parallelism beside data parallelism. ``tp_plan`` says by the name of a module how the axis
     tp splits it, in the words of transformers' plans: ``colwise``, ``rowwise``. ``pp_plan`` has the names of the
     modules that the model calls one after another, each with the outputs of the one before; the axis pp splits them.
+    ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits: modules with a ``gate``, a
+    linear layer without bias, and ``experts``, each token of which goes to the expert of the largest softmax.
     """
 
     stage: int = 0
@@ -89,6 +91,7 @@ class EngineConfig:
     mesh: Mesh = DEFAULT_MESH
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     pp_plan: tuple[str, ...] = ()
+    ep_plan: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("torch.distributed.pipelining",),
         ),
         EngineInfo(
+            name="deepspeed_pp",
+            target="zharness.engines.deepspeed_pp:factory",
+            summary="DeepSpeed's PipelineModule and DualPipeVModule, ZeRO stages 0 and 1, on a mesh with the axis pp",
+            distribution="deepspeed",
+            install='pip install "zharness[deepspeed]" -c constraints.txt',
+            warm_up="zharness.engines.deepspeed_pp:warm_up",
+            sources=("deepspeed.runtime.pipe",),
+        ),
+        EngineInfo(
             name="deepspeed",
             target="zharness.engines.deepspeed:factory",
             summary="DeepSpeed, ZeRO stages 0 to 3",

@@ -89,6 +89,8 @@ CAPABILITIES = Capabilities(
         "resharded": EngineOption({DATA_PARALLEL: FULLY_SHARD, RESHARD: True}, models=UNTIED),
     },
     form=CallForm.WHOLE_BATCH,
+    schedules=frozenset(SCHEDULES),
+    refuses_models={"tied_ends": "it would repeat the cells of tied_chain: a tied layer is a tied weight to a stage"},
 )
 
 

@@ -47,7 +47,7 @@ class Variant:
     variant is exact only at world sizes that are powers of two. ``model_scope`` says to which models
     the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
     ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
-    is then the name of a variant too.
+    is then the name of a variant too. ``schedules`` are the schedules of a pipeline that the engine has to have.
     """
 
     name: str = ""
@@ -57,6 +57,7 @@ class Variant:
     model_scope: ModelScope = ModelScope.WORKLOAD
     training_run: TrainingRun | None = field(default=None, hash=False)
     is_step_count: bool = False
+    schedules: tuple[str, ...] = ()
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
         """Return the training run whose curves a report shows, or None if the variant has none.

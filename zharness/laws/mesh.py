@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import require_shard_access
+from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
@@ -29,7 +30,7 @@ from zharness.parity.calibration import calibrate_mean, compare_calibrated
 
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
-MODELS = ("exact", "heads", "sequence")
+MODELS = ("exact", "heads", "sequence", "routed")
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 CLIP = 1.0  # below every norm of these models
 
@@ -90,6 +91,11 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     factor = yield from judge_clip_factor(ctx, "norm", 0, grads, CLIP)
     yield from judge_step(ctx, MOMENTUM_SGD, grads, RecordedStep(0, "masters"), factor)
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the step with that of gradients clipped by the norm of all, each logical element once."""
+    yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "masters")
 
 
 def observe_replicas(ctx: RankContext) -> None:
@@ -229,6 +235,14 @@ LAWS = (
         judge_norm,
         Feature.CLIP,
         kept_because="the only law of a norm over replicated and split gradients",
+    ),
+    mesh_law(
+        "clip",
+        "gradients are clipped by the norm of all of them, each element once, also by an engine that reports no norm",
+        observe_norm,
+        judge_clip,
+        Feature.CLIP,
+        kept_because="the only law of clipping on a mesh whose engine reports no norm, which ends mesh.norm",
     ),
     mesh_law(
         "mean_gradient",

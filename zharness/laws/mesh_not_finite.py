@@ -85,7 +85,7 @@ LAWS = (
         observe_one_coordinate,
         judge_one_coordinate,
         Feature.SHARD_ACCESS,
-        models=("exact", "sequence"),
+        models=("exact", "sequence", "routed"),
         variants=tuple(
             Variant(f"{value}{suffix}", (Feature.CLIP,) if suffix else ())
             for value in VALUES

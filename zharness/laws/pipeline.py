@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zharness.engines.protocol import CallForm, Engine, Feature, OptimizerSpec, require_train_batch
 from zharness.errors import EngineContractError
+from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.integer_steps import INTEGER_STEPS
@@ -34,10 +35,10 @@ from zharness.parity.certificate import certify_exactness
 
 MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a zero-bubble schedule of two ranks needs
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-MODELS = ("chain", "skips", "tied_chain")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
+MODELS = ("chain", "skips", "tied_chain", "tied_ends")
 CLIP = 1.0  # below every norm of these models
-CLIPPED_SCHEDULES = ("gpipe", "zbv")
+CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
 SAVED = 1  # the number of the batch before which the state is saved
 
 
@@ -65,12 +66,18 @@ class SecondBatch:
 class Resume:
     """The schedules of the engines that save and load, and whether the latter made a step before.
 
-    A schedule that interleaves stages has the modules of another rank on each of two ranks.
+    A schedule that interleaves stages has the modules of another rank on each of two ranks. An engine without a name
+    has its default schedule.
     """
 
-    saved_by: str = "gpipe"
-    loaded_by: str = "gpipe"
+    saved_by: str = ""
+    loaded_by: str = ""
     stepped: bool = True
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that an engine has to have."""
+        return tuple(filter(None, (self.saved_by, self.loaded_by)))
 
 
 RESUMES: Mapping[str, Resume] = {
@@ -110,9 +117,14 @@ def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape =
     ctx.record("grads", engine.full_grads(), number)
 
 
+def select_schedule(name: str) -> Mapping[str, str]:
+    """Return the option of an engine that selects a schedule; '' is its default."""
+    return {"schedule": name} if name else {}
+
+
 def observe_training(ctx: RankContext, clip: float | None = None) -> None:
     """Run one batch by the schedule that the variant names, and make a step."""
-    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": ctx.variant}, clip=clip)
+    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(ctx.variant), clip=clip)
     ctx.record_training_state(engine, 0)
     run_batch(ctx, engine, 0)
     engine.step()
@@ -179,15 +191,21 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
 
 
+def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare gradients with their mean, and the step with that of gradients clipped by the norm of all stages."""
+    yield from compare_batch_grads(ctx, compute_batch(ctx, 0))
+    yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "params")
+
+
 def observe_resume(ctx: RankContext) -> None:
     """Save an engine after a step, load it into an engine of other weights, and make a step with each.
 
     The engine that loads is new or has made a step, and runs the same schedule or another, as the variant says.
     """
     resume = RESUMES[ctx.variant]
-    saved = ctx.build_engine(optimizer=MOMENTUM_SGD, options={"schedule": resume.saved_by})
+    saved = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(resume.saved_by))
     loaded = ctx.build_engine_around(
-        ctx.spec.model(ctx.seed + 1), optimizer=MOMENTUM_SGD, options={"schedule": resume.loaded_by}
+        ctx.spec.model(ctx.seed + 1), optimizer=MOMENTUM_SGD, options=select_schedule(resume.loaded_by)
     )
     for engine, number in ((saved, 0), (loaded, SAVED + 1))[: 2 if resume.stepped else 1]:
         run_batch(ctx, engine, number, WINDOW)
@@ -302,7 +320,7 @@ def pipeline_law(
     statement: str,
     observe: ObserveFunction,
     judge: JudgeFunction,
-    variants: tuple[str, ...],
+    variants: tuple[Variant, ...],
     *features: Feature,
     kept_because: str,
 ) -> Law:
@@ -314,7 +332,7 @@ def pipeline_law(
         models=MODELS,
         observe=observe,
         judge=judge,
-        variants=tuple(map(Variant, variants)),
+        variants=variants,
         features=features,
         dtypes=("fp32",),
         mesh_support=MeshSupport.ONLY,
@@ -329,7 +347,7 @@ LAWS = (
         "losses, mean gradients and steps of every schedule are those of plain accumulation over its micro-batches",
         observe_training,
         judge_training,
-        SCHEDULES,
+        tuple(Variant(name, schedules=(name,)) for name in SCHEDULES),
         kept_because="the only law of a schedule: it names the wrong micro-batch or stage",
     ),
     pipeline_law(
@@ -337,7 +355,7 @@ LAWS = (
         "a batch adds its mean gradient to those since zero_grad, and after a step it uses the new weights",
         observe_windows,
         judge_windows,
-        tuple(WINDOWS),
+        tuple(Variant(name, () if window.stepped else (Feature.BATCHES_PER_STEP,)) for name, window in WINDOWS.items()),
         kept_because="the only law of two batches in a pipeline, whose schedule object keeps state between them",
     ),
     pipeline_law(
@@ -345,16 +363,25 @@ LAWS = (
         "the norm counts the gradient of each weight once over all stages, also of a tied one, and clips all by it",
         observe_norm,
         judge_norm,
-        CLIPPED_SCHEDULES,
+        tuple(Variant(name, schedules=(name,)) for name in CLIPPED_SCHEDULES),
         Feature.CLIP,
         kept_because="the only law of a norm over stages",
+    ),
+    pipeline_law(
+        "clip",
+        "gradients are clipped by the norm of all stages, also by an engine that reports no norm",
+        observe_norm,
+        judge_clip,
+        tuple(Variant(name, schedules=(name,)) for name in CLIPPED_SCHEDULES),
+        Feature.CLIP,
+        kept_because="the only law of clipping in a pipeline whose engine reports no norm, which ends pipeline.norm",
     ),
     pipeline_law(
         "resume",
         "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
         observe_resume,
         judge_resume,
-        tuple(RESUMES),
+        tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
         Feature.CHECKPOINT,
         kept_because="the only law of a checkpoint of stages",
     ),

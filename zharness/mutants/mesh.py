@@ -6,6 +6,7 @@ They are FSDP2 on a mesh of tensor parallelism, or of replicas of the data, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -295,6 +296,27 @@ class ClipsSplitWeightsAlone(OverMesh):
         with torch.no_grad():
             for param, grad in replicated:
                 param.to_local().add_(local_grad(param) - grad)
+
+
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.clip", part=Part.OPTIMIZER), origin=Origin.MESH)
+class ClipsEachTensorRankByItsOwnNorm(OverMesh):
+    """Each rank of tp clips by the norm of what it has, and no norm is reported."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.limit = config.clip
+        super().__init__(model, replace(config, clip=None))
+
+    def step(self) -> None:
+        params = [param for _, param in self.params()]
+        total = sum_of_squares(iter(params))
+        dist.all_reduce(total, group=next(self.split_params()).device_mesh.get_group(DATA_SHARD))
+        factor = 1.0 if self.limit is None else min(1.0, self.limit / float(total.sqrt()))
+        for param in params:
+            local_grad(param).mul_(factor)
+        self.right.step()
+
+    def grad_norm(self) -> None:
+        """Return no norm."""
 
 
 @mutant(FaultKind.OPTIMIZER, on_mesh(part=Part.OPTIMIZER), origin=Origin.MESH)

@@ -110,6 +110,26 @@ class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
         return losses
 
 
+@mutant(
+    FaultKind.CLIPPING,
+    on_pipeline(Part.OPTIMIZER, law="pipeline.clip", variant="1f1b"),
+    origin=Origin.MESH,
+)
+class ClipsByTheNormOfTheFirstStage(ClipsEachStageByItsOwnNorm):
+    """All stages are clipped by the norm of the first one, as in DeepSpeed, and no norm is reported."""
+
+    def step(self) -> None:
+        limit, params = self.limit, seams_engines.stage_params(self.right).values()
+        if limit is not None:
+            norm = self.squares().sqrt()
+            dist.broadcast(norm, src=0)
+            torch.nn.utils.clip_grads_with_norm_(params, limit, norm)
+        self.right.step()
+
+    def grad_norm(self) -> None:  # type: ignore[override]
+        """Return no norm."""
+
+
 @mutant(FaultKind.CONTRIBUTION, on_pipeline(model="tied_chain", parameter=TIED), origin=Origin.MESH)
 class LeavesGradientsOfATiedWeightApart(OverPipeline):
     """Each of two stages steps a tied weight by the gradient of its own copy."""

@@ -9,7 +9,7 @@ from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law
-from zharness.mesh import PIPELINE, TENSOR, Mesh
+from zharness.mesh import EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -25,10 +25,16 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     Raises UsageError for an unknown model.
     """
     if is_user_model(model):  # its plan is read when it is built
-        return f"the model of {model} has no plan of modules that pp can split" if PIPELINE in mesh.axes else ""
+        parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
+        return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
     spec, size = model_spec(model), mesh.size(TENSOR)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
         return f"the model {model} has no plan of {2 * mesh.size(PIPELINE)} modules or more that pp can split"
+    if bool(spec.ep_plan) != (EXPERT in mesh.axes):
+        return f"the model {model} has {'a layer' if spec.ep_plan else 'no layer'} of experts that ep splits"
+    uneven_layers = (count for count in spec.ep_plan.values() if count % mesh.size(EXPERT))
+    if count := next(uneven_layers, 0):
+        return f"the {count} experts of the model {model} cannot be split over ep{mesh.size(EXPERT)}"
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:
@@ -84,6 +90,27 @@ def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     return f"{law.name} calls {law.form.value}, and {cell.engine} has {capabilities.form.value}"
 
 
+def explain_unclaimed_axis(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine does not have the cell's mesh at the cell's stage, or '' if it has."""
+    unclaimed = next((axis for axis in cell.mesh.axes if axis not in capabilities.mesh_axes), "")
+    return f"{cell.engine} does not claim the axis {unclaimed} at stage {cell.stage}" if unclaimed else ""
+
+
+def explain_missing_schedule(law: Law, cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot run the schedule of the cell's variant of the law, or '' if it can."""
+    missing = [name for name in law.get_variant(cell.variant).schedules if name not in capabilities.schedules]
+    if not missing:
+        return ""
+    claimed = ", ".join(sorted(capabilities.schedules)) or "none"
+    return f"{cell.engine} does not claim the schedule {missing[0]}; schedules that it claims: {claimed}"
+
+
+def explain_refused_model(cell: Cell, capabilities: Capabilities) -> str:
+    """Return the reason why the engine cannot be built around the cell's model, or '' if it can."""
+    reason = capabilities.refuses_models.get(cell.model, "")
+    return f"{cell.engine} does not claim the model {cell.model}: {reason}" if reason else ""
+
+
 def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
     if needs_mesh(law) and not cell.mesh.sizes:
@@ -95,5 +122,8 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     return (
         explain_other_form(law, cell, capabilities)
         or explain_missing_plan(cell.model, cell.mesh)
+        or explain_unclaimed_axis(cell, capabilities)
         or explain_unclaimed_plan(cell, capabilities)
+        or explain_missing_schedule(law, cell, capabilities)
+        or explain_refused_model(cell, capabilities)
     )

@@ -97,6 +97,7 @@ def build_cell_context(
         mesh=cell.mesh,
         tp_plan=find_plan(cell, spec, salt),
         pp_plan=spec.pp_plan,
+        ep_plan=tuple(spec.ep_plan),
     )
     training = configuration_for(cell.engine_variant).training
     return build_rank_context(

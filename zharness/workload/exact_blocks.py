@@ -337,3 +337,9 @@ def make_ternary(module: nn.Module) -> None:
         parameter.copy_(random_ternary(tuple(parameter.shape)))
         if parameter.numel() <= MAX_FACTOR_ELEMENTS:
             parameter.masked_fill_(parameter == 0, 1)
+
+
+def draw_aligned_parts(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets in {-1, 0, 1} of the widths of AlignedLayersModel."""
+    inputs = random_ternary((samples, 3 * AlignedLayersModel.INPUTS), generator)
+    return inputs, random_ternary((samples, AlignedLayersModel.OUTPUTS), generator)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +13,7 @@ from zharness.workload.exact_mlp import WIDTH
 
 BLOCKS = 4
 PIPELINE_PLAN = tuple(f"blocks.{index}" for index in range(BLOCKS))
+TIED_ENDS_PLAN = ("ends", *PIPELINE_PLAN[: BLOCKS - 2], "ends")
 
 
 class Block(nn.Module):
@@ -62,3 +66,34 @@ class ChainModel(nn.Module):
             output = block(*values)
             values = output if isinstance(output, tuple) else (output,)
         return values[0]
+
+
+class TiedEndsModel(nn.Module):
+    """Blocks between two calls of one linear layer without a bias, as of an embedding; maps (batch, 16) to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS - 2)])
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.ends(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: Tensor = self.ends(hidden)
+        return output
+
+
+# The models that pp splits: name, what they are, how they are built, and the modules that they call one after another.
+PIPELINE_MODELS: tuple[tuple[str, str, Callable[[], nn.Module], tuple[str, ...]], ...] = (
+    ("chain", "four blocks, each of which takes the output of the one before", ChainModel, PIPELINE_PLAN),
+    ("skips", "four blocks, each of which takes two outputs of the last", partial(ChainModel, True), PIPELINE_PLAN),
+    (
+        "tied_chain",
+        "four blocks, of which the first and the last have one weight",
+        partial(ChainModel, tied=True),
+        PIPELINE_PLAN,
+    ),
+    ("tied_ends", "two blocks between two calls of one layer", TiedEndsModel, TIED_ENDS_PLAN),
+)

@@ -20,6 +20,7 @@ from zharness.workload import (
     exact_layers,
     exact_mixing,
     exact_mlp,
+    exact_routed,
     exact_tokens,
     matrices,
     mixed_precision,
@@ -97,7 +98,8 @@ class ModelSpec:
     inputs are small integers and that every operation is linear or ReLU, so that sums are exact in any order. Each cell
     verifies this claim. ``tp_plan`` says how tp splits a module, ``colwise`` or ``rowwise``; a model without a plan has
     no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
-    ``pp_plan`` has the modules that are called one after another, which pp splits.
+    ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
+    experts of each layer of experts, which ep splits.
     """
 
     name: str
@@ -108,6 +110,7 @@ class ModelSpec:
     exact: bool = False
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     pp_plan: tuple[str, ...] = ()
+    ep_plan: Mapping[str, int] = field(default_factory=dict, hash=False)
     tp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
@@ -164,13 +167,6 @@ def _draw_ternary_batch(generator: torch.Generator) -> Batch:
 def _draw_parts(draw: Callable[[int, torch.Generator], tuple[Any, ...]], generator: torch.Generator) -> Batch:
     """Return the micro-batch whose inputs, target and perhaps seed ``draw(samples, generator)`` returns."""
     return Batch(*draw(SAMPLES, generator))
-
-
-def _draw_aligned_batch(generator: torch.Generator) -> Batch:
-    """Draw a micro-batch for the model ``aligned``, whose inputs and targets have elements in {-1, 0, 1}."""
-    aligned = exact_blocks.AlignedLayersModel
-    inputs = exact_mlp.random_ternary((SAMPLES, 3 * aligned.INPUTS), generator)
-    return Batch(inputs, exact_mlp.random_ternary((SAMPLES, aligned.OUTPUTS), generator))
 
 
 def _fused_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -302,7 +298,7 @@ MODELS: dict[str, ModelSpec] = {
             name="aligned",
             summary="the model similar with parameters that 2, 3 and 4 ranks divide",
             build=exact_blocks.AlignedLayersModel,
-            batch=_draw_aligned_batch,
+            batch=partial(_draw_parts, exact_blocks.draw_aligned_parts),
             loss=exact_mlp.linear_loss,
             exact=True,
             tp_plan=PARALLEL_LAYERS_PLAN,
@@ -332,18 +328,23 @@ MODELS: dict[str, ModelSpec] = {
         *(
             ModelSpec(
                 name=name,
-                summary=f"an exact model of four blocks that pp splits into stages, {each}",
-                build=partial(exact_chain.ChainModel, **options),
+                summary=f"an exact model that pp splits into stages: {parts}",
+                build=build,
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
-                pp_plan=exact_chain.PIPELINE_PLAN,
+                pp_plan=plan,
             )
-            for name, each, options in (
-                ("chain", "each of which takes the output of the one before", {}),
-                ("skips", "each of which takes two outputs of the one before", {"skips": True}),
-                ("tied_chain", "of which the first and the last have one weight", {"tied": True}),
-            )
+            for name, parts, build, plan in exact_chain.PIPELINE_MODELS
+        ),
+        ModelSpec(
+            name="routed",
+            summary="an exact model of four experts, of which a gate chooses one for each token",
+            build=exact_routed.RoutedModel,
+            batch=partial(_draw_parts, exact_routed.draw_parts),
+            loss=exact_mlp.linear_loss,
+            exact=True,
+            ep_plan=exact_routed.EXPERT_PLAN,
         ),
         ModelSpec(
             name="lookup",

@@ -1,0 +1,98 @@
+"""DeepSpeed's pipelines: cells, what the adapter and a law say of clipping, and what it cannot be built around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from zharness.cell import Cell
+from zharness.engines import deepspeed_pp
+from zharness.engines.protocol import EngineConfig, Piece
+from zharness.engines.registry import capabilities
+from zharness.engines.warm_up import build_warm_up_environment
+from zharness.errors import ConfigError, UsageError
+from zharness.laws import get_law
+from zharness.mesh import Mesh
+from zharness.run import PlannedCell, Runner, Verdict
+from zharness.run.cell_planner import plan_cell
+
+pytest.importorskip("deepspeed")
+
+CELLS = {
+    "pipeline.training[deepspeed_pp-zero0-w2.pp2-fp32-skips-1f1b]": Verdict.PASS,
+    "pipeline.training[deepspeed_pp-zero1-w4.pp2-fp32-tied_ends-dualpipev]": Verdict.PASS,
+    "pipeline.windows[deepspeed_pp-zero1-w2.pp2-fp32-chain-other_batch]": Verdict.PASS,
+    "pipeline.norm[deepspeed_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.FAIL,
+    "pipeline.norm[deepspeed_pp-zero1-w2.pp2-fp32-tied_ends-1f1b]": Verdict.PASS,
+    "pipeline.clip[deepspeed_pp-zero0-w4.pp2-fp32-chain-1f1b]": Verdict.FAIL,
+    "pipeline.clip[deepspeed_pp-zero1-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.resume[deepspeed_pp-zero1-w4.pp2-fp32-skips-new_engine]": Verdict.PASS,
+}
+PP2 = Mesh.parse("pp2")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner({"deepspeed_pp": build_warm_up_environment("deepspeed_pp")}) as started:
+        yield started
+
+
+@pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
+def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
+    record = runner.run(PlannedCell(Cell.parse(case)))
+    assert record.is_expected, record.cause
+    assert record.verdict is verdict, record.cause
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("pipeline.training[deepspeed_pp-zero0-w2.pp2-fp32-chain-gpipe]", "does not claim the schedule gpipe"),
+        ("pipeline.training[deepspeed_pp-zero0-w2.pp2-fp32-tied_chain-1f1b]", "does not claim the model tied_chain"),
+        ("pipeline.windows[deepspeed_pp-zero0-w2.pp2-fp32-chain-accumulated]", "several calls of train_batch"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_unsupported_before_ranks_start(case: str, words: str) -> None:
+    cell = Cell.parse(case)
+    claims = capabilities(cell.engine, cell.stage)
+    assert claims is not None
+    assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+
+
+def build() -> nn.Sequential:
+    """Return a model of two layers, which a plan names "0" and "1"."""
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.world_size(2)
+def test_each_rank_owns_the_parameters_of_its_stage_and_has_no_forward() -> None:
+    engine = deepspeed_pp.factory(build(), EngineConfig(mesh=PP2, pp_plan=("0", "1")))
+    assert engine.layout()["0.weight"] == (Piece(0, 0, 4),)
+    assert engine.layout()["1.bias"] == (Piece(1, 0, 2),)
+    with pytest.raises(UsageError, match="got a forward; this engine has train_batch"):
+        engine(0)
+    engine.close()
+
+
+class TiedChain(nn.Module):
+    """Two layers that share their weight, and not their bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.down.weight = self.up.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "words"),
+    [
+        (build(), EngineConfig(pp_plan=("0", "1")), "a mesh without the axis pp"),
+        (build(), EngineConfig(mesh=PP2, pp_plan=("0", "1"), options={"schedule": "gpipe"}), "schedule"),
+        (TiedChain(), EngineConfig(mesh=PP2, pp_plan=("up", "down")), r"down\.weight is tied to one of up"),
+    ],
+)
+def test_a_config_that_the_engine_cannot_have_is_refused(model: nn.Module, config: EngineConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        deepspeed_pp.factory(model, config)

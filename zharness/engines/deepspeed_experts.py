@@ -1,0 +1,159 @@
+"""Split layers of experts over the axis ep with DeepSpeed's MoE, and read the experts of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.deepspeed_round_robin import RoundRobinLinks
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, local_piece
+from zharness.engines.protocol import EngineConfig, Piece
+from zharness.errors import ConfigError
+from zharness.mesh import EXPERT
+
+
+class RoutedExperts(nn.Module):
+    """DeepSpeed's MoE, called as the layer of experts that it replaces: it returns the output alone."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.moe(tokens)[0]
+        return output
+
+
+def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """Return a copy of the model whose layers of the plan are MoEs of this rank's experts, and its parameters by name.
+
+    The names are those of ``model``, which is returned itself if the mesh has no axis of experts. Raises ConfigError if
+    the experts do not divide.
+    """
+    size = config.mesh.size(EXPERT)
+    if size == 1:
+        return model, dict(model.named_parameters())
+    model = copy.deepcopy(model)
+    params = dict(model.named_parameters())
+    at = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[EXPERT]
+    for name in config.ep_plan:
+        layer: Any = model.get_submodule(name)
+        if len(layer.experts) % size:
+            raise ConfigError(f"the {len(layer.experts)} experts of {name} cannot be split over ep{size}")
+        local = len(layer.experts) // size
+        moe = build_moe(layer, size)
+        renamed = {f"{name}.gate.weight": moe.deepspeed_moe.gate.wg.weight}
+        for index, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            prefix = f"{name}.experts.{at * local + index}"
+            renamed |= {f"{prefix}.{inner}": param for inner, param in expert.named_parameters()}
+        with torch.no_grad():
+            for inner, param in renamed.items():
+                param.copy_(params[inner])
+        params = {
+            inner: renamed.get(inner, param)
+            for inner, param in params.items()
+            if not inner.startswith(f"{name}.") or inner in renamed
+        }
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, RoutedExperts(moe))
+    return model, params
+
+
+def build_moe(layer: Any, size: int) -> Any:
+    """Return DeepSpeed's MoE for a layer of experts, which drops no token and draws no random number."""
+    moe_class: Any = importlib.import_module("deepspeed.moe.layer").MoE
+    return moe_class(
+        layer.gate.in_features,
+        copy.deepcopy(layer.experts[0]),
+        num_experts=len(layer.experts),
+        ep_size=size,
+        drop_tokens=False,
+        use_rts=False,
+    ).to(layer.gate.weight.device)
+
+
+def split_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups in which experts are apart, as DeepSpeed's optimizers need them."""
+    utils: Any = importlib.import_module("deepspeed.moe.utils")
+    named = [{**group, "name": f"group {index}"} for index, group in enumerate(groups)]
+    return [group for group in utils.split_params_into_different_moe_groups_for_optimizer(named) if group["params"]]
+
+
+@dataclass(frozen=True)
+class ExpertTensorReader(DeepSpeedTensorReader):
+    """Reads tensors of a model whose experts are split; ``params`` are those that all ranks have.
+
+    ``experts`` reads this rank's experts, ``names`` are the names of all parameters, in the model's order, and
+    ``expert_group`` has the ranks that have all experts together. Every method is a collective.
+    """
+
+    experts: DeepSpeedTensorReader
+    names: tuple[str, ...]
+    expert_group: Any
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return the full gradients by name."""
+        return self._merge(super().grads(), self.experts.grads())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the full weights by name."""
+        return self._merge(super().weights(), self.experts.weights())
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return the full fp32 master weights by name."""
+        return self._merge(super().masters(), self.experts.masters())
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the full optimizer state by parameter name and key."""
+        return self._merge(super().optimizer_state(), self.experts.optimizer_state())
+
+    def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the state dict of the plain model, which has no buffers; ``module`` has names of DeepSpeed's."""
+        return self.weights()
+
+    def layout(self) -> dict[str, tuple[Piece, ...]]:
+        """Return which pieces of a parameter each rank owns; a parameter that every rank has whole has no entry."""
+        own: dict[str, Piece | None] = {
+            name: local_piece(param) if self.stage else Piece(dist.get_rank(), 0, param.numel())
+            for name, param in self.experts.params.items()
+        }
+        if self.stage:
+            own |= {name: local_piece(param) for name, param in self.params.items()}
+        views: list[Mapping[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(views, own)
+        pieces = {name: tuple(p for view in views if (p := view.get(name)) is not None) for name in self.names}
+        return {name: found for name, found in pieces.items() if found}
+
+    def _merge(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of ``shared`` and those of the experts of all ranks, in the order of the model."""
+        views: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self.expert_group))]
+        dist.all_gather_object(views, dict(own), group=self.expert_group)
+        everywhere = {name: value for view in views for name, value in view.items()} | dict(shared) | dict(own)
+        return {name: everywhere[name] for name in self.names if name in everywhere}
+
+
+def build_expert_reader(
+    engine: Any, params: Mapping[str, nn.Parameter], names: Sequence[str], links: RoundRobinLinks, config: EngineConfig
+) -> ExpertTensorReader:
+    """Return the reader of an engine with experts; ``params`` are this rank's parameters, ``names`` those of all."""
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    is_expert = importlib.import_module("deepspeed.moe.utils").is_moe_param
+    label = f"ep_size_{config.mesh.size(EXPERT)}"
+    own = {name: param for name, param in params.items() if is_expert(param)}
+    return ExpertTensorReader(
+        engine,
+        {name: param for name, param in params.items() if name not in own},
+        config.stage,
+        links,
+        groups._get_data_parallel_group(),
+        DeepSpeedTensorReader(engine, own, config.stage, links, groups._get_expert_data_parallel_group(label)),
+        tuple(names),
+        groups._get_expert_parallel_group(label),
+    )

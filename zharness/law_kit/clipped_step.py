@@ -1,0 +1,79 @@
+"""Judge a step with clipped gradients by the norm of the gradients themselves, and name the norm that clipped them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from zharness.engines.protocol import OptimizerSpec, Piece
+from zharness.law_kit.clipping import CLIP_ROUNDINGS, ClipFactor
+from zharness.law_kit.hints import add_hint
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.parity import Comparison
+from zharness.parity.bounds import gamma
+
+HINT_ROUNDINGS = CLIP_ROUNDINGS + 61  # of the weights from which the factor of a step is computed, and of the norm
+
+
+def judge_clipped_step(ctx: JudgeContext, spec: OptimizerSpec, limit: float, params_label: str) -> Iterator[Comparison]:
+    """Compare the first step with that of gradients clipped to ``limit`` by the norm of all of them.
+
+    The norm is that of the recorded gradients, whether or not the engine reports it. ``spec`` is SGD.
+    """
+    grads = ctx.rank_records("grads")[0]
+    norm, error = total_norm_and_bound(grads)
+    factor = ClipFactor.from_norm(limit, norm, error, None)
+    for comparison in judge_step(ctx, spec, grads, RecordedStep(0, params_label), factor):
+        yield hint_clipping_norm(ctx, comparison, grads, limit / float(spec.args["lr"]), params_label)
+    yield from compare_ranks_after_step(ctx, RecordedStep(1))
+
+
+def hint_clipping_norm(
+    ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor], limit: float, params_label: str
+) -> Comparison:
+    """Add to a mismatch the norm by which the step clipped, and whose norm that is. ``limit`` is in steps of rate 1."""
+    if comparison.mismatch is None:
+        return comparison
+    name = comparison.mismatch.parameter.partition("/")[0]  # of a weight, or of its optimizer state
+    if name not in grads:
+        return comparison
+    before, after = (ctx.rank_records(params_label, step)[0][name].double() for step in (0, 1))
+    grad = grads[name].double().flatten()
+    at = int(grad.abs().argmax())
+    moved = float((before - after).flatten()[at])
+    if moved == 0:
+        return comparison
+    used = abs(limit * float(grad[at]) / moved)
+    hint = f"the gradients were clipped by the norm {used:.6g}, and their norm is {total_norm_and_bound(grads)[0]:.6g}"
+    whose = next((text for text, norm in iter_other_norms(ctx, grads) if is_close(used, norm)), "")
+    return add_hint(comparison, f"{hint}; {used:.6g} is {whose}" if whose else hint)
+
+
+def is_close(used: float, norm: float) -> bool:
+    """Return whether a norm that was computed from rounded weights may be ``norm``."""
+    return abs(used - norm) <= norm * gamma(HINT_ROUNDINGS, torch.float32)
+
+
+def iter_other_norms(ctx: JudgeContext, grads: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+    """Yield norms by which engines clip wrongly, each with what it is."""
+    norms = [compute_owned_norm(ctx, grads, rank) for rank in range(ctx.world_size)]
+    for rank, norm in enumerate(norms):
+        where = ctx.mesh.describe_rank(rank, ctx.world_size)
+        yield f"the norm of what rank {rank} has ({where})", norm
+    yield "the mean of the ranks' norms of what each has", sum(norms) / len(norms)
+
+
+def compute_owned_norm(ctx: JudgeContext, grads: Mapping[str, Tensor], rank: int) -> float:
+    """Return the norm of the elements of ``grads`` that ``rank`` owns."""
+    layout = ctx.evidence[rank].layout
+    squares = 0.0
+    for name, grad in grads.items():
+        flat = grad.double().flatten()
+        pieces = layout.get(name, (Piece(rank, 0, flat.numel()),))
+        squares += sum(float(flat[p.start : p.stop].square().sum()) for p in pieces if p.rank == rank)
+    return math.sqrt(squares)
