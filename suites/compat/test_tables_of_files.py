@@ -1,18 +1,63 @@
-"""The tables of DeepSpeed's test files are the same on every machine."""
+"""The tables of DeepSpeed's test files are the same on every machine, and a later run replaces rows of a page."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from suites.meta.documents import ROOT
 
 
-def test_a_reason_has_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that imports a module of ``scripts/deepspeed_files``."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    runs, tables = (importlib.import_module(f"deepspeed_files.{name}") for name in ("runs", "tables"))
+    return lambda name: importlib.import_module(f"deepspeed_files.{name}")
+
+
+def both_ways(runs: Any, path: str, processes: int, own_cpu: float, outcome: tuple[str, str]) -> dict[Any, Any]:
+    """Return the runs of a file of one test, with 2 CPU seconds of the drop-in."""
+    sample, limit, outcomes = 1, 600.0, {"test_it": outcome}
+    own = runs.FileRun(path, runs.Way.OWN, sample, 30.0, own_cpu, 0, outcomes, limit, processes)
+    swapped = runs.FileRun(path, runs.Way.DROP_IN, sample, 10.0, 2.0, 0, outcomes, limit, 0)
+    return {(path, run.way): run for run in (own, swapped)}
+
+
+def test_a_reason_has_no_temporary_folder(modules: Any) -> None:
+    runs, tables = modules("runs"), modules("tables")
     folder = f"/var/cache/{runs.FOLDER_PREFIX}t488c6ka"
     outcomes = {"test_resume": ("failed", f"file {folder}/tests/unit/test_zero.py, line 26: no fixture 'baseline'")}
     run = runs.FileRun("unit/test_zero.py", runs.Way.OWN, 0, 1.0, 1.0, 1, outcomes)
     assert tables.find_reason(run) == "file tests/unit/test_zero.py, line 26: no fixture 'baseline'"
+
+
+def test_the_tables_of_the_page_are_those_that_the_script_writes(modules: Any, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    modules("page").write_tables(tmp_path / "page.md", modules("page").read_tables(tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
+
+
+def test_a_later_run_replaces_the_rows_of_its_file_and_no_other(modules: Any, tmp_path: Path) -> None:
+    runs, tables, page = modules("runs"), modules("tables"), modules("page")
+    skips, passes = ("skipped", "Skipped: no device"), ("passed", "")
+    first = both_ways(runs, "unit/a.py", 4, 9.0, skips) | both_ways(runs, "unit/b.py", 2, 5.0, passes)
+    second = both_ways(runs, "unit/a.py", 3, 3.0, passes) | both_ways(runs, "unit/c.py", 0, 3.0, skips)
+    file = tmp_path / "page.md"
+    blocks = (f"<summary>{name}</summary>\n\n|\n|\n\n</details>\n" for name in page.SUMMARIES)
+    file.write_text("\n".join(blocks), encoding="utf-8")
+    page.write_tables(file, tables.compare_ways(first))
+    page.write_tables(file, page.merge_tables(page.read_tables(file), tables.compare_ways(second)))
+    merged = page.read_tables(file)
+    assert {path: row.ranks for path, row in merged.timed.items()} == {"`a.py`": 3, "`b.py`": 2}
+    assert {path: cells[-1] for path, cells in merged.reasons.items()} == {"`c.py`": "no device"}
+    assert "2 x or more: 1 of 2 files" in file.read_text(encoding="utf-8")
+
+
+def test_a_page_without_the_tables_is_refused(modules: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("no table", encoding="utf-8")
+    with pytest.raises(ValueError, match="the page needs each of these tables once: the files that start ranks"):
+        modules("page").read_tables(tmp_path / "page.md")
