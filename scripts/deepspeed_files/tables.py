@@ -128,12 +128,12 @@ def compare_times(own: FileRun, swapped: FileRun) -> TimedRow:
 
 
 def sum_up(rows: Sequence[TimedRow]) -> list[Any]:
-    """Return the last row: how many files have a ratio of 2 or more, and the sums."""
+    """Return the last row: how many files have a ratio of 2 or more, and the sums of the rows as shown."""
     reached = sum(round(row.ratio, 1) >= 2 for row in rows)
     same, tests, ranks = (
         sum(values) for values in zip(*((row.same, row.tests, row.ranks or 0) for row in rows), strict=True)
     )
-    sums = [sum(values) for values in zip(*(row.times for row in rows), strict=True)]
+    sums = [sum(map(round, values)) for values in zip(*(row.times for row in rows), strict=True)]
     summary = f"2 x or more: {reached} of {len(rows)} files"
     return ["all", summary, "", f"{same} of {tests}", ranks, *sums, f"{sums[2] / max(sums[3], 0.1):.1f} x"]
 
