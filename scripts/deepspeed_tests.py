@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
+from deepspeed_files.page import merge_tables, read_tables, write_tables
 from deepspeed_files.runs import COLLECTION, FileRun, Way, build_operators, combine_runs, run_file
-from deepspeed_files.tables import find_unexpected, render_drop_in, render_stand_in
+from deepspeed_files.tables import Tables, compare_ways, find_unexpected, format_path, render_drop_in, render_stand_in
 
 EPILOG = """
 own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
@@ -19,9 +20,10 @@ in the place of DeepSpeed, with the drop-in. The file of --jsonl keeps the runs,
 unless --sample differs or --limit is above the one at which a run was killed. own and drop-in run the same --sample
 tests of each file, spread over those that run on ranks, and leave out files without DistributedTest; stand-in runs
 all. Seconds are medians over --repeats runs. The ratio is that of the CPU seconds of all processes, which other work
-changes less. With --ways '' nothing runs, and the tables are printed. deepspeed_tests.toml lists the exceptions. The
-exit status is 1 if another test fails on the reference engine or ends differently with the drop-in, if another file
-gains less than 2 x, or if a run was killed or has no test.
+changes less. With --ways '' nothing runs, and the tables are printed. With --page the ways own and drop-in leave out
+the files that the tables of the page have, and the tables are written there: rows of --jsonl, and of other files the
+rows of the page. deepspeed_tests.toml lists the exceptions. The exit status is 1 if another test fails on the reference
+engine or ends differently with the drop-in, if another file gains less than 2 x, or if a run was killed or has no test.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
@@ -35,8 +37,10 @@ def main() -> int:
     """Run what the file of results lacks, print the tables, and return the exit status."""
     options = parse_arguments()
     known = read_runs(options.jsonl)
+    page = read_tables(options.page) if options.page else Tables({}, {})
     for path in find_files(options.tests, options.files):
-        ways = [way for way in options.ways if way is Way.STAND_IN or has_tests_on_ranks(options.tests / path)]
+        paired = has_tests_on_ranks(options.tests / path) and format_path(path) not in {*page.timed, *page.reasons}
+        ways = [way for way in options.ways if way is Way.STAND_IN or paired]
         for repeat, way in itertools.product(range(options.repeats), ways):
             sample = 0 if way is Way.STAND_IN else options.sample
             answers = [run for run in known.get((path, way), []) if run.answers(sample, options.limit)]
@@ -45,7 +49,10 @@ def main() -> int:
             known[path, way] = answers
     listed = read_exceptions()
     runs = {key: combine_runs(found) for key, found in known.items() if options.files in key[0]}
-    print(*render_drop_in(runs), *render_stand_in(runs, listed), sep="\n\n")
+    tables = merge_tables(page, compare_ways(runs))
+    print(*render_drop_in(tables), *render_stand_in(runs, listed), sep="\n\n")
+    if options.page:
+        write_tables(options.page, tables)
     unexpected = list(find_unexpected(runs, listed, read_differences(), read_slower()))
     print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
     return int(bool(unexpected))
@@ -58,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("tests", type=Path, help="the folder tests of a checkout of DeepSpeed")
     parser.add_argument("--jsonl", type=Path, required=True, help="the file that keeps the runs, one a line")
+    parser.add_argument("--page", type=Path, help="a page with both tables of the drop-in, such as docs/results.md")
     parser.add_argument("--files", default="", help="only the files whose path contains this text")
     parser.add_argument(
         "--ways", type=parse_ways, default=list(Way), help="own,drop-in,stand-in (default: all); '' prints only"

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from time import monotonic
 
+from zharness.engines.deepspeed_operators import remove_stale_lock
 from zharness.world.orphans import adopt_orphans, kill_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,14 +101,16 @@ def combine_runs(runs: Sequence[FileRun]) -> FileRun:
 def build_operators(operators: Path) -> None:
     """Build DeepSpeed's operators for a CPU in the folder ``operators``, which takes minutes the first time.
 
-    A run that was killed during a build leaves a lock that later builds wait for, so it is removed.
+    A run that was killed during a build leaves a lock that later builds wait for, so it is removed. That of a build
+    that still runs is not.
     """
     for lock in operators.glob("*/lock"):
-        lock.unlink()
+        remove_stale_lock(lock)
     build = (
         "from deepspeed.comm.torch import build_shm_op; "
         "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder; "
-        "build_shm_op(); FusedAdamBuilder().load(); CPUAdamBuilder().load()"
+        "from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder; "
+        "build_shm_op(); FusedAdamBuilder().load(); CPUAdamBuilder().load(); PinMemoryBuilder().load()"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(operators), "DS_ACCELERATOR": "cpu"}
     subprocess.run([sys.executable, "-c", build], env=environment, stdout=subprocess.DEVNULL, check=True)

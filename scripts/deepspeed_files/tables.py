@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
@@ -28,26 +29,78 @@ Runs = Mapping[tuple[str, Way], FileRun]
 Exceptions = Mapping[str, list[dict[str, Any]]]
 
 
-def render_drop_in(runs: Runs) -> Iterator[str]:
-    """Yield the tables that compare DeepSpeed's own fixtures with the drop-in, test by test; none without such runs.
+@dataclass(frozen=True)
+class TimedRow:
+    """A row of the files that start ranks: what both ways did, how many tests ended alike, and the (CPU) seconds.
 
-    The first has the files that started ranks, with ratios of CPU seconds. The second has those that started none or
-    have no test that passes, with the reason.
+    ``ranks`` is None where the processes were not counted. ``more`` follows the ratio of the CPU seconds if it is a
+    lower bound, because the run with DeepSpeed's own fixtures was killed.
     """
+
+    path: str
+    own: str
+    swapped: str
+    same: int
+    tests: int
+    ranks: int | None
+    own_seconds: float
+    swapped_seconds: float
+    own_cpu: float
+    swapped_cpu: float
+    ratio: float
+    more: str = ""
+
+    def to_cells(self) -> list[Any]:
+        """Return the cells of the row."""
+        outcomes = [self.path, self.own, self.swapped, f"{self.same} of {self.tests}", self.ranks]
+        return [*outcomes, *self.times, f"{self.ratio:.1f} x{self.more}"]
+
+    @property
+    def times(self) -> tuple[float, float, float, float]:
+        """The seconds and the CPU seconds of both ways."""
+        return self.own_seconds, self.swapped_seconds, self.own_cpu, self.swapped_cpu
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The rows of both tables of the drop-in, by the path of the file as the tables print it.
+
+    ``timed`` has the files that started ranks. ``reasons`` has the cells of those that started none or have no test
+    that passes, with the reason.
+    """
+
+    timed: Mapping[str, TimedRow]
+    reasons: Mapping[str, list[str]]
+
+
+def compare_ways(runs: Runs) -> Tables:
+    """Compare DeepSpeed's own fixtures with the drop-in, test by test, for each file that has run both ways."""
     pairs = [(own, runs[path, Way.DROP_IN]) for (path, way), own in sorted(runs.items()) if is_pair(runs, path, way)]
-    headers = ["file", "own fixtures", "drop-in", "same"]
-    timed = [(own, swapped) for own, swapped in pairs if own.processes != 0]
-    if timed:
-        rows = [[*compare_outcomes(*pair), pair[0].processes, *compare_times(*pair)] for pair in timed]
-        times_header = ["ranks", "own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
-        yield tabulate([*rows, sum_up(timed)], [*headers, *times_header], tablefmt="github", floatfmt=".0f")
-    rest = [
+    timed = [compare_times(*pair) for pair in pairs if pair[0].processes != 0]
+    reasons = [
         [*compare_outcomes(*pair), find_reason(pair[0])]
         for pair in pairs
         if pair[0].processes == 0 or not pair[0].named("passed")
     ]
-    if rest:
-        yield tabulate(rest, [*headers, "reason"], tablefmt="github")
+    return Tables({row.path: row for row in timed}, {cells[0]: cells for cells in reasons})
+
+
+def render_drop_in(tables: Tables) -> list[str]:
+    """Return the table of the files that started ranks, with ratios of CPU seconds, and that of the reasons.
+
+    A table without rows is left out.
+    """
+    headers = ["file", "own fixtures", "drop-in", "same"]
+    rendered = []
+    if tables.timed:
+        rows = [tables.timed[path] for path in sorted(tables.timed)]
+        times_header = ["ranks", "own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
+        cells = [*(row.to_cells() for row in rows), sum_up(rows)]
+        rendered.append(tabulate(cells, [*headers, *times_header], tablefmt="github", floatfmt=".0f"))
+    if tables.reasons:
+        reasons = [tables.reasons[path] for path in sorted(tables.reasons)]
+        rendered.append(tabulate(reasons, [*headers, "reason"], tablefmt="github"))
+    return rendered
 
 
 def is_pair(runs: Runs, path: str, way: Way) -> bool:
@@ -66,25 +119,24 @@ def count_same(own: FileRun, swapped: FileRun) -> int:
     return sum(get_verdict(swapped, name) == verdict for name, (verdict, _) in own.outcomes.items())
 
 
-def compare_times(own: FileRun, swapped: FileRun) -> list[Any]:
-    """Return the seconds and the CPU seconds of both ways, and the ratio of the CPU seconds.
-
-    The ratio is a lower bound if the run with the own fixtures was killed.
-    """
+def compare_times(own: FileRun, swapped: FileRun) -> TimedRow:
+    """Return the row of a file that started ranks."""
+    path, *descriptions, _ = compare_outcomes(own, swapped)
+    times = (own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds)
     more = " or more" if own.status == KILLED else ""
-    ratio = f"{find_ratio(own, swapped):.1f} x{more}"
-    return [own.seconds, swapped.seconds, own.cpu_seconds, swapped.cpu_seconds, ratio]
+    counts = (count_same(own, swapped), len(own.outcomes), own.processes)
+    return TimedRow(path, *descriptions, *counts, *times, find_ratio(own, swapped), more)
 
 
-def sum_up(pairs: Sequence[tuple[FileRun, FileRun]]) -> list[Any]:
-    """Return the last row: how many files have a ratio of 2 or more, and the sums."""
-    reached = sum(not saves_less_than_half(*pair) for pair in pairs)
-    same, tests = sum(count_same(*pair) for pair in pairs), sum(len(own.outcomes) for own, _ in pairs)
-    sums = [sum(values) for values in zip(*(compare_times(*pair)[:-1] for pair in pairs), strict=True)]
-    ratio = f"{sums[2] / max(sums[3], 0.1):.1f} x"
-    summary = f"2 x or more: {reached} of {len(pairs)} files"
-    ranks = sum(own.processes or 0 for own, _ in pairs)
-    return ["all", summary, "", f"{same} of {tests}", ranks, *sums, ratio]
+def sum_up(rows: Sequence[TimedRow]) -> list[Any]:
+    """Return the last row: how many files have a ratio of 2 or more, and the sums of the rows as shown."""
+    reached = sum(round(row.ratio, 1) >= 2 for row in rows)
+    same, tests, ranks = (
+        sum(values) for values in zip(*((row.same, row.tests, row.ranks or 0) for row in rows), strict=True)
+    )
+    sums = [sum(map(round, values)) for values in zip(*(row.times for row in rows), strict=True)]
+    summary = f"2 x or more: {reached} of {len(rows)} files"
+    return ["all", summary, "", f"{same} of {tests}", ranks, *sums, f"{sums[2] / max(sums[3], 0.1):.1f} x"]
 
 
 def saves_less_than_half(own: FileRun, swapped: FileRun) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import pytest
 
 from suites.compat.session_runs import run
-from zharness.engines.deepspeed_operators import SHM_VARIABLE, remove_stale_lock
+from suites.compat.shared_memory import SOURCE as SHARED_MEMORY
+from suites.compat.shared_memory import build_variables, find_missing_needs, leave_lock_of_killed_build
+from zharness.engines.deepspeed_operators import remove_stale_lock
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -98,29 +99,10 @@ def test_deepspeeds_engine_trains_saves_and_loads_on_ranks(tmp_path: Path) -> No
     assert len(session.tests) == 9, session.output
 
 
-SHARED_MEMORY = """
-class TestSharedMemory(DistributedTest):
-    @pytest.mark.parametrize("turn", [0, 1])
-    def test_it(self, turn):
-        assert ds.comm.cdb.shm_comm_op is not None
-        value = torch.full((8,), float(dist.get_rank() + 1))
-        ds.inference_all_reduce(value)
-        assert value.eq(3).all()
-
-
-class TestReused(TestSharedMemory):
-    reuse_dist_env = True
-"""
-
-
-@pytest.mark.skipif(shutil.which("c++") is None or shutil.which("ninja") is None, reason="needs c++ and ninja")
+@pytest.mark.skipif(any(find_missing_needs()), reason=f"needs {', '.join(find_missing_needs())}")
 def test_the_shared_memory_operator_is_built_once_despite_the_lock_of_a_killed_build(tmp_path: Path) -> None:
-    (tmp_path / "built/deepspeed_shm_comm").mkdir(parents=True)
-    lock = tmp_path / "built/deepspeed_shm_comm/lock"
-    lock.touch()
-    source = "import deepspeed.comm as ds\n" + SHARED_MEMORY
-    variables = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), SHM_VARIABLE: "1"}
-    session = run(tmp_path / "session", source, conftest="", **variables)
+    lock = leave_lock_of_killed_build(tmp_path / "built")
+    session = run(tmp_path / "session", SHARED_MEMORY, conftest="", **build_variables(tmp_path / "built"))
     failures = {name: result.text for name, result in session.tests.items() if result.verdict != "passed"}
     assert not failures, failures
     assert len(session.tests) == 4, session.output

@@ -1,9 +1,9 @@
-"""The scripts that compare test files of DeepSpeed and of PyTorch both ways: what they run, read and print."""
+"""The tables of DeepSpeed's test files are the same on every machine, and a later run replaces rows of a page."""
 
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,70 +11,53 @@ import pytest
 from suites.meta.documents import ROOT
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that imports a module of ``scripts/deepspeed_files``."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module(name)
+    return lambda name: importlib.import_module(f"deepspeed_files.{name}")
 
 
-def test_a_reason_has_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    runs, tables = (importlib.import_module(f"deepspeed_files.{name}") for name in ("runs", "tables"))
+def both_ways(runs: Any, path: str, processes: int, own_cpu: float, outcome: tuple[str, str]) -> dict[Any, Any]:
+    """Return the runs of a file of one test, with 2 CPU seconds of the drop-in."""
+    sample, limit, outcomes = 1, 600.0, {"test_it": outcome}
+    own = runs.FileRun(path, runs.Way.OWN, sample, 30.0, own_cpu, 0, outcomes, limit, processes)
+    swapped = runs.FileRun(path, runs.Way.DROP_IN, sample, 10.0, 2.0, 0, outcomes, limit, 0)
+    return {(path, run.way): run for run in (own, swapped)}
+
+
+def test_a_reason_has_no_temporary_folder(modules: Any) -> None:
+    runs, tables = modules("runs"), modules("tables")
     folder = f"/var/cache/{runs.FOLDER_PREFIX}t488c6ka"
     outcomes = {"test_resume": ("failed", f"file {folder}/tests/unit/test_zero.py, line 26: no fixture 'baseline'")}
     run = runs.FileRun("unit/test_zero.py", runs.Way.OWN, 0, 1.0, 1.0, 1, outcomes)
     assert tables.find_reason(run) == "file tests/unit/test_zero.py, line 26: no fixture 'baseline'"
 
 
-def test_a_reason_has_no_path_of_the_module_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, tables = (load(f"deepspeed_files.{name}", monkeypatch) for name in ("runs", "tables"))
-    message = "ImportError: cannot import name 'a' from 'torch.b' (/usr/lib/python3/site-packages/torch/b.py)"
-    run = runs.FileRun("test_b.py", runs.Way.OWN, 0, 1.0, 1.0, 2, {runs.COLLECTION: ("failed", message)})
-    assert tables.find_reason(run) == "ImportError: cannot import name 'a' from 'torch.b'"
+def test_the_tables_of_the_page_are_those_that_the_script_writes(modules: Any, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    (tmp_path / "page.md").write_text(text, encoding="utf-8")
+    modules("page").write_tables(tmp_path / "page.md", modules("page").read_tables(tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
 
 
-FILE_ON_GPUS = """
-from torch.testing._internal.common_cuda import TEST_CUDA
-from torch.testing._internal.common_fsdp import FSDPTest, MLP
-from torch.testing._internal.distributed._tensor.common_dtensor import with_comms
-
-@unittest.skipIf(not TEST_CUDA, "no CUDA")
-class TestIt(FSDPTest):
-    def test_it(self):
-        torch.cuda.manual_seed(0)
-        model = DDP(MLP(2).cuda(), device_ids=[self.rank])
-        mesh = init_device_mesh("cuda", (torch.cuda.device_count(),))
-        torch.ones(1, device=f"cuda:{self.rank}")
-"""
-
-
-def test_a_file_of_pytorch_is_ported_to_the_cpu_and_its_imports_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("side_by_side", monkeypatch)
-    text = script.swap_imports(script.port_to_cpu(FILE_ON_GPUS))
-    for line in (
-        "from zharness.compat.pytorch.common_fsdp import FSDPTest, MLP",
-        "from zharness.compat.pytorch.common_dtensor import with_comms",
-        '@unittest.skipIf(False, "no CUDA")',
-        "        torch.manual_seed(0)",
-        "        model = DDP(MLP(2).cpu())",
-        '        mesh = init_device_mesh("cpu", (torch.cpu.device_count(),))',
-        '        torch.ones(1, device="cpu")',
-    ):
-        assert line in text.splitlines()
+def test_a_later_run_replaces_the_rows_of_its_file_and_no_other(modules: Any, tmp_path: Path) -> None:
+    runs, tables, page = modules("runs"), modules("tables"), modules("page")
+    skips, passes = ("skipped", "Skipped: no device"), ("passed", "")
+    first = both_ways(runs, "unit/a.py", 4, 9.0, skips) | both_ways(runs, "unit/b.py", 2, 5.0, passes)
+    second = both_ways(runs, "unit/a.py", 3, 3.0, passes) | both_ways(runs, "unit/c.py", 0, 3.0, skips)
+    file = tmp_path / "page.md"
+    blocks = (f"<summary>{name}</summary>\n\n|\n|\n\n</details>\n" for name in page.SUMMARIES)
+    file.write_text("\n".join(blocks), encoding="utf-8")
+    page.write_tables(file, tables.compare_ways(first))
+    page.write_tables(file, page.merge_tables(page.read_tables(file), tables.compare_ways(second)))
+    merged = page.read_tables(file)
+    assert {path: row.ranks for path, row in merged.timed.items()} == {"`a.py`": 3, "`b.py`": 2}
+    assert {path: cells[-1] for path, cells in merged.reasons.items()} == {"`c.py`": "no device"}
+    assert "2 x or more: 1 of 2 files" in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("bases", "starts"), [("FSDPTest", True), ("FSDPTestMultiThread", False), ("DTensorOpTestBase", False)]
-)
-def test_a_file_without_a_class_that_starts_ranks_is_listed_and_not_run(
-    bases: str, starts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert bool(load("side_by_side", monkeypatch).RANK_CLASS.search(f"class TestIt({bases}):")) == starts
-
-
-def test_the_message_of_a_failure_is_the_exception_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = load("deepspeed_files.recording", monkeypatch)
-    traceback = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: planted\n\nTo execute this test'
-    for start in ("RuntimeError: Process 2 exited with error code 10 and exception:", "Exception in worker process:"):
-        crash = SimpleNamespace(message=f"{start}\n{traceback}")
-        report = SimpleNamespace(passed=False, longrepr=SimpleNamespace(reprcrash=crash))
-        assert recording.describe_problem(report) == "ValueError: planted"
+def test_a_page_without_the_tables_is_refused(modules: Any, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("no table", encoding="utf-8")
+    with pytest.raises(ValueError, match="the page needs each of these tables once: the files that start ranks"):
+        modules("page").read_tables(tmp_path / "page.md")

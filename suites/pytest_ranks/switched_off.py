@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import NoReturn
+
+from torch.utils.file_baton import FileBaton
 
 from zharness import plugin
 from zharness.compat import deepspeed
+from zharness.engines import deepspeed_operators, deepspeed_process
 from zharness.pytest_ranks import benchmarks, hypothesis_sync, listeners, plugin_support, rank_requirements
 from zharness.pytest_ranks.rank_protocol import PhaseReporter
 from zharness.world import process_group
@@ -32,6 +36,16 @@ def ignore_benchmarks() -> None:
     benchmarks.take_results = lambda _: ()
 
 
+def leave_locks_of_builds() -> None:
+    """Leave the lock of a killed build where it is, and raise where torch would wait for it forever."""
+
+    def refuse_to_wait(lock: FileBaton) -> NoReturn:
+        raise RuntimeError(f"waits forever for {lock.lock_file_path}")
+
+    deepspeed_operators.remove_stale_lock = lambda _: None
+    FileBaton.wait = refuse_to_wait  # type: ignore[method-assign]
+
+
 MECHANISMS: Mapping[str, Callable[[], object]] = {
     "subtests": take_inner_reports_for_phases,
     "hypothesis": lambda: setattr(hypothesis_sync, "note_while_waiting", lambda _: nullcontext()),
@@ -41,6 +55,8 @@ MECHANISMS: Mapping[str, Callable[[], object]] = {
     "benchmark": ignore_benchmarks,
     "ddp": lambda: setattr(process_group, "skip_construction_log_of_ddp", lambda: None),
     "ids": lambda: setattr(deepspeed.DistributedExec, "_keeps_ids", False),
+    "shared memory": lambda: setattr(deepspeed_process, "SHM_VARIABLE", "UNREAD"),
+    "stale lock": leave_locks_of_builds,
 }
 
 if VARIABLE in os.environ:

@@ -7,6 +7,9 @@ from textwrap import dedent
 
 import pytest
 
+from suites.compat.session_runs import SessionRun, run
+from suites.compat.shared_memory import SOURCE as SHARED_MEMORY
+from suites.compat.shared_memory import build_variables, find_missing_needs, leave_lock_of_killed_build
 from suites.pytest_ranks import switched_off
 from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS
 from suites.world.faults.sessions import Session, SessionResult
@@ -133,3 +136,24 @@ def test_ids_of_deepspeeds_classes_name_their_one_world_size(tmp_path: Path) -> 
                 pass
     """
     assert list(run_without("ids", tmp_path, source, plugins=()).tests) == ["test[w1-0]"]
+
+
+def run_on_shared_memory_without(mechanism: str, folder: Path, built: Path) -> SessionRun:
+    """Run the tests of DeepSpeed's shared-memory operator without one mechanism; neither compiles anything."""
+    variables = build_variables(built) | {switched_off.VARIABLE: mechanism}
+    return run(folder, SHARED_MEMORY, "-p", switched_off.__name__, conftest="", **variables)
+
+
+@pytest.mark.skipif(any(find_missing_needs()), reason=f"needs {', '.join(find_missing_needs())}")
+def test_inference_all_reduce_avoids_the_operator_of_deepspeed(tmp_path: Path) -> None:
+    session = run_on_shared_memory_without("shared memory", tmp_path / "session", tmp_path / "built")
+    assert {result.verdict for result in session.tests.values()} == {"failed"}, session.output
+    assert all("c10d::allreduce_" in result.text for result in session.tests.values()), session.output
+
+
+@pytest.mark.skipif(any(find_missing_needs()), reason=f"needs {', '.join(find_missing_needs())}")
+def test_a_build_waits_for_the_lock_of_a_killed_one(tmp_path: Path) -> None:
+    lock = leave_lock_of_killed_build(tmp_path / "built")
+    session = run_on_shared_memory_without("stale lock", tmp_path / "session", tmp_path / "built")
+    assert "passed" not in {result.verdict for result in session.tests.values()}, session.output
+    assert f"waits forever for {lock}" in session.output
