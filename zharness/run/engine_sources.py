@@ -134,8 +134,8 @@ def shorten(node: ast.AST) -> str:
     return text if len(text) <= MAX_CONDITION else f"{text[:MAX_CONDITION]}..."
 
 
-def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
-    """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
+def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict[int, str]:
+    """Return the name of the innermost function of each line that is in one.
 
     ``with_signatures`` says whether the lines of a signature belong to the function or to what is around it.
     """
@@ -143,4 +143,13 @@ def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, 
     for function in functions:  # an inner function comes later, and takes its lines from the outer one
         first = function.first_line if with_signatures else function.first_body_line
         names.update(dict.fromkeys(range(first, function.last_line + 1), function.name))
+    return names
+
+
+def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
+    """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
+
+    ``with_signatures`` is that of ``name_lines``.
+    """
+    names = name_lines(functions, with_signatures=with_signatures)
     return {names.get(line, MODULE_LEVEL) for line in lines}

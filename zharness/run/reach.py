@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from zharness.cell import Cell
@@ -22,15 +22,16 @@ from zharness.engines import Capabilities
 from zharness.engines.registry import info, split_release
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
-    MODULE_LEVEL,
-    FunctionLines,
-    find_functions_of_lines,
     find_source_files,
     list_functions,
     list_source_modules,
+    name_lines,
 )
 from zharness.run.observe_and_judge import observe
 from zharness.run.record import Record
+
+if TYPE_CHECKING:
+    from coverage import Coverage
 
 REACH_VERSION = 2  # of the format; the first had no branches and no version. The cache keys of workflows have it too.
 
@@ -50,35 +51,48 @@ def observe_with_reach(
 
     What a rank that is killed has reached is lost.
     """
-    from coverage import Coverage
-
     modules = list_source_modules(info(cell.engine))
-    # An empty list would let coverage.py measure every file.
-    files = list(find_source_files(modules)) or ["no source"]
-    measurement = Coverage(data_file=None, include=files, config_file=False)
-    measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
+    measurement = get_measurement(modules)
     measurement.start()
+    measurement.switch_context(cell.id)
     try:
         observe(cell, salt, evidence_dir, capabilities, options)
     finally:
         measurement.stop()
         data = measurement.get_data()
+        data.set_query_context(cell.id)
         functions = {
-            f"{shorten_path(Path(path), modules)}:{name}"
+            name
             for path in data.measured_files()
-            for name in find_functions_of_lines(
-                read_functions(path), set(data.lines(path) or ()), with_signatures=False
-            )
-            if name != MODULE_LEVEL
+            for name in map(name_lines_of_file(path, modules).get, data.lines(path) or ())
+            if name is not None
         }
         content = json.dumps({"cell": cell.id, "functions": sorted(functions)})
         Path(folder, f"{os.getpid()}.{uuid4().hex}.json").write_text(content, encoding="utf-8")
 
 
 @cache
-def read_functions(path: str) -> list[FunctionLines]:
-    """Return the functions of a source file."""
-    return list_functions(Path(path).read_text(encoding="utf-8"))
+def get_measurement(modules: tuple[str, ...]) -> Coverage:
+    """Return the measurement of this process, which tells cells apart by contexts of coverage.py.
+
+    A measurement decides for each file of the process whether to trace it, and stays in memory until the process ends:
+    one for each cell would cost a pooled rank a third of its time, and half a megabyte each.
+    """
+    from coverage import Coverage
+
+    # An empty list would let coverage.py measure every file.
+    files = list(find_source_files(modules)) or ["no source"]
+    measurement = Coverage(data_file=None, include=files, config_file=False)
+    measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
+    return measurement
+
+
+@cache
+def name_lines_of_file(path: str, modules: tuple[str, ...]) -> dict[int, str]:
+    """Return the name, as in a record, of the innermost function of each line of a source file that is in one."""
+    names = name_lines(list_functions(Path(path).read_text(encoding="utf-8")), with_signatures=False)
+    prefix = shorten_path(Path(path), modules)
+    return {line: f"{prefix}:{name}" for line, name in names.items()}
 
 
 def shorten_path(path: Path, modules: tuple[str, ...]) -> str:
