@@ -22,7 +22,7 @@ from zharness.engines import Capabilities
 from zharness.engines.registry import info, split_release
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
-    find_source_files,
+    find_source_roots,
     list_functions,
     list_source_modules,
     name_lines,
@@ -47,12 +47,12 @@ class CellReach:
 def observe_with_reach(
     folder: str, cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities, options: Mapping[str, Any]
 ) -> None:
-    """On every rank: observe the cell, and write the functions that it reached into a new file in ``folder``.
+    """On every rank: observe the cell, and write the lines that it reached into a new file in ``folder``.
 
-    What a rank that is killed has reached is lost.
+    What a rank that is killed has reached is lost. Ranks do not look up functions: many run a single cell, and would
+    parse the source for it.
     """
-    modules = list_source_modules(info(cell.engine))
-    measurement = get_measurement(modules)
+    measurement = get_measurement(list_source_modules(info(cell.engine)))
     measurement.start()
     measurement.switch_context(cell.id)
     try:
@@ -61,13 +61,8 @@ def observe_with_reach(
         measurement.stop()
         data = measurement.get_data()
         data.set_query_context(cell.id)
-        functions = {
-            name
-            for path in data.measured_files()
-            for name in map(name_lines_of_file(path, modules).get, data.lines(path) or ())
-            if name is not None
-        }
-        content = json.dumps({"cell": cell.id, "functions": sorted(functions)})
+        lines = {path: data.lines(path) or [] for path in data.measured_files()}
+        content = json.dumps({"cell": cell.id, "lines": {path: reached for path, reached in lines.items() if reached}})
         Path(folder, f"{os.getpid()}.{uuid4().hex}.json").write_text(content, encoding="utf-8")
 
 
@@ -80,9 +75,10 @@ def get_measurement(modules: tuple[str, ...]) -> Coverage:
     """
     from coverage import Coverage
 
-    # An empty list would let coverage.py measure every file.
-    files = list(find_source_files(modules)) or ["no source"]
-    measurement = Coverage(data_file=None, include=files, config_file=False)
+    # coverage.py makes one regular expression of all patterns, which for a package's 700 files takes a second. An empty
+    # list would let it measure every file.
+    patterns = [f"{root}/**/*.py" if root.is_dir() else str(root) for root in find_source_roots(modules)]
+    measurement = Coverage(data_file=None, include=patterns or ["no source"], config_file=False)
     measurement.set_option("run:disable_warnings", ["no-data-collected", "module-not-measured", "already-imported"])
     return measurement
 
@@ -116,12 +112,21 @@ def is_top_level(path: Path, number: int) -> bool:
 
 
 def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
-    """Write what the ranks have left in ``folder`` into the record ``path``. Raises UsageError if that fails."""
+    """Write into the record ``path`` which functions have the lines that the ranks left in ``folder``.
+
+    Raises UsageError if that fails.
+    """
     seconds = {record.cell.id: record.seconds for record in records}
     reached = dict[str, set[str]]()
     for file in folder.glob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
-        reached.setdefault(content["cell"], set()).update(content["functions"])
+        modules = list_source_modules(info(Cell.parse(content["cell"]).engine))
+        reached.setdefault(content["cell"], set()).update(
+            name
+            for source, lines in content["lines"].items()
+            for name in map(name_lines_of_file(source, modules).get, lines)
+            if name is not None
+        )
     names = sorted(set().union(*reached.values()))
     numbers = {name: number for number, name in enumerate(names)}
     lines = [
