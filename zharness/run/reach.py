@@ -3,7 +3,7 @@
 The record is a file of JSON lines. The first line has the version of the format, which REACH_VERSION counts, and the
 names of all functions and of their branches, as in
 ``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with the numbers of
-those that it reached. coverage.py measures on the ranks, which makes a run about twice as long.
+those that it reached. coverage.py measures on the ranks, which makes a run about 1.5 times as long.
 """
 
 from __future__ import annotations
