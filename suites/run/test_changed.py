@@ -199,6 +199,14 @@ def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_ro
     assert not find_reaching_cells(cells, reach, {"g:unreached"})
 
 
+def test_cells_that_reach_rare_functions_of_a_file_come_first_if_its_class_attributes_change() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)]
+    functions = [{"f:a"}, {"f:a", "f:a > if rare"}, {"f:a", "g:rare"}]
+    reach = {cell.cell.id: CellReach(frozenset(names), 1.0) for cell, names in zip(cells, functions, strict=True)}
+    reaching = find_reaching_cells(cells, reach, {f"f:{MODULE_LEVEL}"})
+    assert list(order_cells(reaching, reach)) == [cells[1], cells[0], cells[2]]
+
+
 def test_constants_of_a_file_whose_functions_no_cell_reaches_are_reached_by_all() -> None:
     cells = [make_cell("training.grads", stage) for stage in range(2)]
     reach = {cells[0].cell.id: CellReach(frozenset({"f:a"}), 1.0)}

@@ -139,6 +139,11 @@ def find_unreached_modules(
     return frozenset(name for name in changed if name.endswith(f":{MODULE_LEVEL}")) - reached
 
 
+def find_functions_of_modules(modules: Set[str], functions: Set[str]) -> frozenset[str]:
+    """Return those of ``functions`` that are in a file whose lines outside of functions are among ``modules``."""
+    return frozenset(name for name in functions if f"{name.partition(':')[0]}:{MODULE_LEVEL}" in modules)
+
+
 def list_modules(functions: Set[str]) -> frozenset[str]:
     """Return the name of the lines outside of functions in each file that has one of ``functions``."""
     return frozenset(f"{name.partition(':')[0]}:{MODULE_LEVEL}" for name in functions)
@@ -152,13 +157,18 @@ def order_cells(
     """Yield the cells in rounds: in each round one cell of each law variant, the most promising first.
 
     A cell promises more if it sets one of ``mentioned_options``, which the change names; then, the fewer cells reach
-    the changed functions and branches that it reaches; and the shorter it is.
+    the changed functions and branches that it reaches; and the shorter it is. Every function of a file that differs
+    outside of functions counts as changed: otherwise the cells that reach any would all promise the same.
     """
-    counts = Counter(name for functions in reaching.values() for name in functions)
+    touched = {
+        cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
+        for cell, functions in reaching.items()
+    }
+    counts = Counter(name for functions in touched.values() for name in functions)
 
     def rate(cell: PlannedCell) -> tuple[bool, float]:
         """Return how promising a cell is."""
-        rarity = sum(1 / counts[name] for name in reaching[cell])
+        rarity = sum(1 / counts[name] for name in touched[cell])
         seconds = max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
         return sets_option(cell.cell, mentioned_options), rarity / seconds
 

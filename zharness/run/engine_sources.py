@@ -53,24 +53,32 @@ def list_source_modules(engine_info: EngineInfo) -> tuple[str, ...]:
 
 @cache
 def find_source_files(modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the paths of the source files of ``modules``, and of all modules in those that are packages.
+    """Return the paths of the source files of ``modules``, and of all modules in those that are packages."""
+    roots = find_source_roots(modules)
+    files = (file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root]))
+    return tuple(dict.fromkeys(str(file) for file in files if file.is_file()))
+
+
+def find_source_roots(modules: tuple[str, ...]) -> tuple[Path, ...]:
+    """Return the folder of each of ``modules`` that is a package, and the source file of each other one.
 
     A module that the installed release lacks has none, and neither has one that is not written in Python. Nothing is
     imported: some packages replace functions of torch when they are imported, and plain PyTorch could not run beside
     the engine any more.
     """
-    found: dict[str, None] = {}
+    found: dict[Path, None] = {}
     for name in modules:
         package, *inner = name.split(".")
         spec = importlib.util.find_spec(package)
         if spec is None:
             continue
         if spec.submodule_search_locations is None and spec.origin is not None and spec.origin.endswith(".py"):
-            found[spec.origin] = None  # a module that is a single file, and no package
+            found[Path(spec.origin)] = None  # a module that is a single file, and no package
         for folder in spec.submodule_search_locations or ():
             path = Path(folder, *inner)
-            files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-            found |= dict.fromkeys(str(file) for file in files if file.is_file())
+            root = path if path.is_dir() else path.with_suffix(".py")
+            if root.exists():
+                found[root] = None
     return tuple(found)
 
 
@@ -134,8 +142,8 @@ def shorten(node: ast.AST) -> str:
     return text if len(text) <= MAX_CONDITION else f"{text[:MAX_CONDITION]}..."
 
 
-def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
-    """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
+def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict[int, str]:
+    """Return the name of the innermost function of each line that is in one.
 
     ``with_signatures`` says whether the lines of a signature belong to the function or to what is around it.
     """
@@ -143,4 +151,13 @@ def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, 
     for function in functions:  # an inner function comes later, and takes its lines from the outer one
         first = function.first_line if with_signatures else function.first_body_line
         names.update(dict.fromkeys(range(first, function.last_line + 1), function.name))
+    return names
+
+
+def find_functions_of_lines(functions: list[FunctionLines], lines: set[int], *, with_signatures: bool) -> set[str]:
+    """Return the name of the innermost function of each of ``lines``, or MODULE_LEVEL for a line outside of all.
+
+    ``with_signatures`` is that of ``name_lines``.
+    """
+    names = name_lines(functions, with_signatures=with_signatures)
     return {names.get(line, MODULE_LEVEL) for line in lines}
