@@ -81,17 +81,17 @@ def main():
     own = sum(grads[name].square().sum() for name, param in model.named_parameters() if is_moe_param(param))
     shared = sum(grads[name].square().sum() for name, param in model.named_parameters() if not is_moe_param(param))
     dist.all_reduce(own)  # of the experts of both ranks
-    wanted = (own + shared).sqrt().item()
+    whole_norm = (own + shared).sqrt().item()
 
     before = model.first.weight.detach().clone()
     engine.step()
     factor = ((before - model.first.weight.detach()).norm() / grads["first.weight"].norm()).item()
-    found = CLIP / factor
-    is_right = abs(found / wanted - 1) < 1e-3
+    used_norm = CLIP / factor
+    is_right = abs(used_norm / whole_norm - 1) < 1e-3
     dist.barrier()
     if not is_right:
         if dist.get_rank() == 0:
-            line = f"the gradients were clipped by the norm {found:.6g}, and their norm is {wanted:.6g}"
+            line = f"the gradients were clipped by the norm {used_norm:.6g}, and their norm is {whole_norm:.6g}"
             print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
     elif dist.get_rank() == 0:
         print(OK, flush=True)

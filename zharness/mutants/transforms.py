@@ -80,12 +80,12 @@ class LegacyFunctions(Around):
     stages = (3,)
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self.kept = torch_private.has_setup_context
+        self.original_check = torch_private.has_setup_context
         super().__init__(model, config)
         torch_private.has_setup_context = lambda: False
 
     def close(self) -> None:
-        torch_private.has_setup_context = self.kept
+        torch_private.has_setup_context = self.original_check
         self.right.close()
 
 
@@ -129,11 +129,11 @@ class ReplacesLinear(Around):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self.kept = nn.functional.linear
+        self.original_linear = nn.functional.linear
         nn.functional.linear = apply_without_vmap_rule  # type: ignore[assignment]
 
     def close(self) -> None:
-        nn.functional.linear = self.kept
+        nn.functional.linear = self.original_linear
         self.right.close()
 
 

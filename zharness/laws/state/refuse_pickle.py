@@ -68,8 +68,8 @@ def judge_refuse_pickle(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that every load of a replaced file raised, ran no command, and changed no weight or optimizer state."""
     for rank, outcome in enumerate(ctx.rank_records("outcome")):
         for name, value in outcome.items():
-            wanted = torch.tensor(float(name.startswith("command/raised")))
-            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), wanted, value)
+            expected = torch.tensor(float(name.startswith("command/raised")))
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), expected, value)
         yield from compare_changes(ctx, rank)
 
 
