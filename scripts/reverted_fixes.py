@@ -4,9 +4,10 @@
 
 ``--source`` is a git repository of the engine, whose HEAD has all the fixes, and ``--reach`` a record of it by
 ``zharness check --record-reach``. For each diff, a copy of HEAD without the fix is checked as a pull request is:
-``zharness check --changed HEAD -x``. The cells that fail run once more on HEAD, and one that fails there too does
-not count. Prints a table of what was noticed, after how many cells and seconds, and exits with 1 unless every fix was
-noticed. On a busy machine, make ``--max-seconds`` longer and judge by the seconds of the processors.
+``zharness check --changed HEAD -x``. A cell that fails runs once more on HEAD. If it fails there too, it does not
+count, and the check goes on with the cells that have not run, for as long as is left. Prints a table of what was
+noticed, after how many cells and seconds, and exits with 1 unless every fix was noticed. On a busy machine, make
+``--max-seconds`` longer and judge by the seconds of the processors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 
 HOLDS = ("pass", "contract", "unsupported")
 NOT_IMPORTED = "cannot be imported"  # in the message with which the tier ends if the engine has no valid source
+LEAST_SECONDS = 1.0  # of a run
 CONTROL = ("training.grads", "--model", "mlp")  # cells that show whether an engine can be imported
 
 
@@ -35,14 +37,15 @@ class Notice(Enum):
 
     NOTICED = "noticed"
     MISSED = "missed"
-    NOT_COUNTED = "not counted: does not hold with the fix"
+    NOT_COUNTED = "not counted: cannot be imported with the fix either"
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What the tier said of one reverted fix: the cells that ran, the first failure or last line, and the cost.
 
-    ``seconds`` are those of the clock, and ``cpu_seconds`` those of the processors, planning and starting included.
+    ``seconds`` are those of the clock, and ``cpu_seconds`` those of the processors, planning and starting included, and
+    without the runs with the fix. ``failures_with_fix`` are the cells that fail with the fix too.
     """
 
     name: str
@@ -51,11 +54,13 @@ class Outcome:
     seconds: float
     cpu_seconds: float
     first_failure: str
+    failures_with_fix: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return a row of the table."""
         cells = (self.name, self.notice.value, self.cells, f"{self.seconds:.0f}", f"{self.cpu_seconds:.0f}")
-        return f"| {' | '.join(map(str, cells))} | {self.first_failure} |"
+        with_fix = f"; with the fix too: {', '.join(self.failures_with_fix)}" if self.failures_with_fix else ""
+        return f"| {' | '.join(map(str, cells))} | {self.first_failure}{with_fix} |"
 
 
 @dataclass(frozen=True)
@@ -93,18 +98,54 @@ def list_holding(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return [record["case"] for record in records if record["case"] not in failures]
 
 
-def judge_failures(failures: Sequence[str], holding: Sequence[str]) -> tuple[Notice, str]:
-    """Judge the ``failures`` without a fix by the cells that are ``holding`` with it, and name the failure that counts.
+@dataclass(frozen=True)
+class TierRun:
+    """What the runs of a tier showed: their records, the first failure that counts, and the failures of the base too.
 
-    A failure of a cell that fails with the fix too, or that did not run with it, does not count.
+    ``first_failure`` is empty if no failure counts. ``seconds`` and ``cpu_seconds`` are those of the runs of the tier.
     """
-    counted = [failure for failure in failures if failure in holding]
-    if counted:
-        return Notice.NOTICED, counted[0]
-    return (Notice.NOT_COUNTED, failures[0]) if failures else (Notice.MISSED, "")
+
+    records: list[dict[str, Any]]
+    last_line: str
+    first_failure: str
+    failures_of_base: tuple[str, ...]
+    seconds: float
+    cpu_seconds: float
 
 
-def check_without_fix(source: Path, fix: Path, engine: str, reach: Path, seconds: float) -> Outcome:
+def run_tier(
+    run_rest: Callable[[float, Sequence[Path]], tuple[CheckRun, Path]],
+    list_failures_of_base: Callable[[Sequence[str]], Sequence[str]],
+    max_seconds: float,
+    jobs: int,
+) -> TierRun:
+    """Run a tier that stops at each failure until one is none of the base, or ``max_seconds`` of its cells are over.
+
+    ``run_rest(seconds, files)`` runs the cells that the records ``files`` lack until one fails, for at most
+    ``seconds``, and returns the run and the file of its records. ``list_failures_of_base(cells)`` returns those that do
+    not hold on the base. ``jobs`` cells run at a time.
+    """
+    records, files, failures_of_base = list[dict[str, Any]](), list[Path](), list[str]()
+    seconds, cpu_seconds, left = 0.0, 0.0, max_seconds
+    while True:
+        start, cpu_start = time.monotonic(), read_cpu_seconds()
+        run, file = run_rest(left, files)
+        seconds += time.monotonic() - start
+        cpu_seconds += read_cpu_seconds() - cpu_start
+        records += run.records
+        files.append(file)
+        # What the cells took: a run that goes on plans and starts anew, for which no pull request has to wait.
+        left = max_seconds - sum(record["seconds"] for record in records) / jobs
+        failures = list_failures(run.records)
+        of_base = list_failures_of_base(failures) if failures else ()
+        failures_of_base += of_base
+        counted = [failure for failure in failures if failure not in of_base]
+        if counted or not failures or left < LEAST_SECONDS:
+            first_failure = counted[0] if counted else ""
+            return TierRun(records, run.last_line, first_failure, tuple(failures_of_base), seconds, cpu_seconds)
+
+
+def check_without_fix(source: Path, fix: Path, engine: str, reach: Path, max_seconds: float, jobs: int) -> Outcome:
     """Check a copy of ``source`` without the change of the file ``fix``, as a pull request of the engine is checked.
 
     The cells that fail run once more on a copy that has the fix.
@@ -117,22 +158,33 @@ def check_without_fix(source: Path, fix: Path, engine: str, reach: Path, seconds
             ("-C", str(copy), "apply", "-R", str(fix.resolve())),
         ):
             subprocess.run(["git", *arguments], check=True)  # noqa: S607 - the git of the caller
-        options = ("--changed", "HEAD", "--reach", str(reach), "-x", "--max-seconds", str(seconds))
-        start, cpu_start = time.monotonic(), read_cpu_seconds()
-        reverted = run_check(Path(folder, "reverted.jsonl"), "--engine", f"{engine}@{copy}", *options)
-        duration, cpu_seconds = time.monotonic() - start, read_cpu_seconds() - cpu_start
-        last_line = reverted.last_line.replace(str(copy), fix.stem)
-        failures = [case.replace(f"@{copy}", f"@{control}") for case in list_failures(reverted.records)]
-        if failures:
-            run = run_check(Path(folder, "control.jsonl"), *failures)
-            notice, failure = judge_failures(failures, list_holding(run.records))
+        options = ("--changed", "HEAD", "--reach", str(reach), "-x", "--jobs", str(jobs))
+
+        def run_rest(seconds: float, files: Sequence[Path]) -> tuple[CheckRun, Path]:
+            """Run the cells that ``files`` lack on the copy without the fix."""
+            file = Path(folder, f"reverted{len(files)}.jsonl")
+            earlier = [argument for each in files for argument in ("--continue", str(each))]
+            where = ("--engine", f"{engine}@{copy}", "--max-seconds", str(seconds))
+            return run_check(file, *where, *options, *earlier), file
+
+        def list_failures_of_base(failures: Sequence[str]) -> list[str]:
+            """Return those of ``failures`` that do not hold on the copy with the fix, or do not run there."""
+            cells = {failure: failure.replace(f"@{copy}", f"@{control}") for failure in failures}
+            holding = list_holding(run_check(Path(folder, "control.jsonl"), *cells.values()).records)
+            return [failure for failure, cell in cells.items() if cell not in holding]
+
+        tier = run_tier(run_rest, list_failures_of_base, max_seconds, jobs)
+        last_line = tier.last_line.replace(str(copy), fix.stem)
+        if tier.first_failure:
+            notice, failure = Notice.NOTICED, tier.first_failure
         elif NOT_IMPORTED in last_line:
             run = run_check(Path(folder, "control.jsonl"), "--engine", f"{engine}@{control}", *CONTROL)
             notice, failure = (Notice.NOTICED if run.records else Notice.NOT_COUNTED), last_line
         else:
             notice, failure = Notice.MISSED, last_line
-        failure = failure.replace(f"@{control}", "")
-        return Outcome(fix.stem, notice, len(reverted.records), duration, cpu_seconds, failure)
+        failure, *with_fix = (each.replace(f"@{copy}", "") for each in (failure, *tier.failures_of_base))
+        costs = (len(tier.records), tier.seconds, tier.cpu_seconds)
+        return Outcome(fix.stem, notice, *costs, failure, tuple(with_fix))
 
 
 def main() -> int:
@@ -143,13 +195,13 @@ def main() -> int:
     parser.add_argument("--reach", type=Path, required=True)
     parser.add_argument("--engine", default="deepspeed")
     parser.add_argument("--max-seconds", type=float, default=120)
+    parser.add_argument("--jobs", type=int, default=2, help="number of cells to run at once")
     arguments = parser.parse_args()
     print("| fix | tier | cells | seconds | CPU seconds | first failure |\n|---|---|---|---|---|---|")
     outcomes = []
     for fix in arguments.fixes:
-        outcomes.append(
-            check_without_fix(arguments.source, fix, arguments.engine, arguments.reach, arguments.max_seconds)
-        )
+        where = (arguments.source, fix, arguments.engine, arguments.reach)
+        outcomes.append(check_without_fix(*where, arguments.max_seconds, arguments.jobs))
         print(outcomes[-1].describe(), flush=True)
     noticed = sum(outcome.notice is Notice.NOTICED for outcome in outcomes)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -274,7 +274,7 @@ def test_a_run_stops_early_and_refuses_to_select_cells_for_a_change(tmp_path: Pa
     assert "STOPPED after 1 of 2 cells" in stopped.output, stopped.output
     refused = run_one_agent(2, *arguments, "--record-reach", "reach.jsonl", cwd=tmp_path)
     assert refused.statuses == (1,), refused.output  # that of torchrun
-    assert "--changed and --record-reach do not work under torchrun" in refused.output
+    assert "--changed, --continue and --record-reach do not work under torchrun" in refused.output
 
 
 def test_an_engine_that_hangs_is_named_and_ends_the_command(tmp_path: Path) -> None:

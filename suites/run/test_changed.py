@@ -359,8 +359,12 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
     assert {"shop/engine.py:Engine.full_grads", "shop/engine.py:correct"} <= set(names)
     changed = ENGINE.replace("return grads", "return {name: 2 * grad for name, grad in grads.items()}")
     (package / "engine.py").write_text(changed, encoding="utf-8")
-    found = programs.run(*check, "--changed", "HEAD", "--reach", "reach.jsonl", folder=tmp_path)
+    changes = ("--changed", "HEAD", "--reach", "reach.jsonl")
+    found = programs.run(*check, *changes, "--jsonl", "found.jsonl", folder=tmp_path)
     assert found.returncode == 1, found.stdout + found.stderr
+    rest = programs.run(*check, *changes, "--continue", "found.jsonl", folder=tmp_path)
+    assert rest.returncode == 0, rest.stdout + rest.stderr
+    assert "\n0 cells in " in rest.stdout
     assert (
         "functions and branches changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2"
         in found.stdout

@@ -151,6 +151,15 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
 @click.option(
     "--reach", "reach_input", type=INPUT_FILE, metavar="FILE", help="File that --record-reach wrote in an earlier run."
 )
+@click.option(
+    "--continue",
+    "earlier_runs",
+    multiple=True,
+    type=INPUT_FILE,
+    metavar="FILE",
+    help="Leave out the cells of which FILE has records, which --jsonl wrote in a run that stopped early. May be "
+    "repeated.",
+)
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
 @click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
@@ -181,6 +190,7 @@ def check(
     reach_output: Path | None,
     base: str | None,
     reach_input: Path | None,
+    earlier_runs: tuple[Path, ...],
     shuffle: int | None,
     jobs: int | None,
     jsonl: Path | None,
@@ -215,6 +225,7 @@ def check(
     from zharness.run.check_loop import RunOptions, Stop, run_check
     from zharness.run.engine_sources import require_coverage
     from zharness.run.plan import ARRAY_WORLD_SIZES
+    from zharness.run.record_reader import read_cells
     from zharness.run.runner import WithheldPolicy
     from zharness.world import Isolation
     from zharness.world.launch import default_world_size, detect_launch
@@ -246,7 +257,8 @@ def check(
         jobs = choose_job_count(largest) if jobs is None else jobs
         require_usable_gpus((largest + 1) * jobs)
         options = RunOptions(
-            *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle), stop, changes, reach_output
+            *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle),
+            *(stop, changes, reach_output, read_cells(earlier_runs)),
         )
         return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
 

@@ -75,6 +75,7 @@ DEEPSPEED_SOURCES = (
     *("deepspeed.runtime.zero", "deepspeed.runtime.engine", "deepspeed.runtime.base_optimizer"),
     *("deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.fp16", "deepspeed.runtime.torch_autocast"),
     *("deepspeed.utils.tensor_fragment", "deepspeed.utils.mixed_precision_linkage", "deepspeed.checkpoint"),
+    *("deepspeed.runtime.lr_schedules", "deepspeed.runtime.utils", "deepspeed.runtime.config"),
 )
 
 FABRIC_SOURCES = ("lightning_fabric.fabric", "lightning_fabric.wrappers", "lightning_fabric.strategies")

@@ -90,7 +90,7 @@ class RunOptions:
     ``jobs`` is the number of cells that run at a time; 0 means one cell per core. ``shuffle_seed`` determines the order
     in which cells run; None keeps the order of the matrix. ``stop`` says when a run stops early. If ``changes`` is not
     None, the cells that reach a changed function of an engine run, and no others. ``reach_file`` is the file into which
-    the functions that each cell reaches are written, or None.
+    the functions that each cell reaches are written, or None. ``earlier_cells`` have run before, and do not run again.
     """
 
     timeout: float = 60.0
@@ -103,6 +103,7 @@ class RunOptions:
     stop: Stop = NEVER
     changes: ChangeSelection | None = None
     reach_file: Path | None = None
+    earlier_cells: frozenset[Cell] = frozenset()
 
     def create_runner(self, environments: Mapping[str, RankEnvironment], reach_folder: Path | None = None) -> Runner:
         """Create the runner of one lane, with a rank server for each of ``environments``.
@@ -215,16 +216,17 @@ def run_request(
         selected = select_changed_cells(request, runners[0].claims, options.changes) if options.changes else None
         cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
-        pin_runners_to_cores(runners, cells)
+        rest = [cell for cell in cells if cell.cell not in options.earlier_cells]
+        pin_runners_to_cores(runners, rest)
 
         def save_reach(records: Sequence[Record]) -> None:
             """Write what the cells of ``records`` have reached, if the options ask for it."""
             if reach_folder is not None and options.reach_file is not None:
                 write_reach(reach_folder, records, options.reach_file)
 
-        finished = run_cells(options.order_cells(cells), runners, options.stop)
+        finished = run_cells(options.order_cells(rest), runners, options.stop)
         try:
-            records = collect_records(finished, open_sink(), cells)
+            records = collect_records(finished, open_sink(), rest)
         except RunInterrupted as interrupted:
             save_reach(interrupted.records)
             raise
@@ -232,7 +234,7 @@ def run_request(
         missing_claims = describe_missing_claims(cells, runners[0].claims)
     if selected is not None or len(records) < len(cells):
         # The cells that did not run might need the expected failures that none has needed.
-        return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, cells)])
+        return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, rest)])
     unmatched_failures += find_stale_failures(request, options, records)
     return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
 

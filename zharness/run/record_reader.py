@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.run.record import Record, parse_record
 
@@ -47,6 +48,15 @@ def load_records(paths: Iterable[Path], watch: Callable[[Sequence[bytes]], Itera
         reason = f"; the first line that is not a record: {skipped[0]}" if skipped else ""
         raise UsageError(f"found no record in {names}{reason}; `zharness check --jsonl FILE` writes records")
     return LoadedRecords(tuple(records), tuple(skipped))
+
+
+def read_cells(paths: Iterable[Path]) -> frozenset[Cell]:
+    """Return the cells of which JSON-lines files have records. A file without a record has none.
+
+    Raises UsageError if a file cannot be read or has lines but no record.
+    """
+    files = [path for path in paths if read_lines(path)]
+    return frozenset(record.cell for record in load_records(files).records) if files else frozenset()
 
 
 def read_lines(path: Path) -> list[bytes]:

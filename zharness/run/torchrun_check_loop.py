@@ -42,8 +42,9 @@ def run_torchrun_check(
 
     Raises UsageError on rank 0 only, but on every rank for options that do not go together with torchrun.
     """
-    if options.changes is not None or options.reach_file is not None:
-        raise UsageError("--changed and --record-reach do not work under torchrun; run `zharness check` without it")
+    if options.changes is not None or options.reach_file is not None or options.earlier_cells:
+        unsupported = "--changed, --continue and --record-reach"
+        raise UsageError(f"{unsupported} do not work under torchrun; run `zharness check` without it")
     if launch.rank:
         follower = Follower(launch)
         follower.answer_leader(lambda _: None)
