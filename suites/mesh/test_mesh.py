@@ -92,6 +92,8 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
         ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),
         ("torch_tp", "tp2", 4, "exact", "such as --mesh tp2 --world-size 2"),
         ("torch_tp", "", 2, "exact", "got torch_tp with no mesh on 2 ranks; expected a mesh that takes all ranks"),
+        ("torch_pp", "", 2, "chain", "got torch_pp with no mesh; expected one such as --mesh pp2"),
+        ("deepspeed_pp", "", 2, "chain", "which every law needs that calls train_batch"),
     ],
 )
 def test_a_mesh_that_cannot_run_is_refused_before_ranks_start(
