@@ -124,6 +124,11 @@ def test_an_expected_failure_with_and_without_a_mesh_covers_the_world_sizes_that
     assert covered == {(2, ""), (3, ""), (2, "tp2")}
 
 
+def test_an_expected_failure_without_a_mesh_covers_no_cell_of_an_engine_that_needs_one() -> None:
+    entry = ExpectedFailure("torch_pp", "pipeline.*", "https://example.org", "reason", "fail", ("signature",))
+    assert not list(iter_covered_cells(entry, "torch_pp", "2.13.0", claims))
+
+
 def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() -> None:
     entry = ExpectedFailure("fsdp2", "training.*", "https://example.org", "reason", "fail", ("signature",))
     named = ExpectedFailure(
