@@ -26,7 +26,7 @@ from deepspeed_files.runs import (
     reap_orphans,
     run_limited,
 )
-from deepspeed_files.tables import find_unexpected, render_drop_in
+from deepspeed_files.tables import compare_ways, find_unexpected, render_drop_in
 from tabulate import tabulate
 
 from zharness.world.orphans import adopt_orphans
@@ -91,7 +91,7 @@ def main() -> int:
         if not {(path, Way.OWN), (path, Way.DROP_IN)} <= known.keys():
             rest[path] = "not run both ways yet"
     runs = {key: run for key, run in sorted(known.items()) if is_named(key[0], options.files)}
-    print(*render_drop_in(runs), sep="\n\n")
+    print(*render_drop_in(compare_ways(runs)), sep="\n\n")
     print_rest(rest)
     exceptions = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
     slower = {path for entry in exceptions.get("below_two", []) for path in entry["paths"]}

@@ -24,8 +24,7 @@ DATA_AXES = (REPLICATE, DATA_SHARD)  # ranks that differ on them get different m
 EXPERT = "ep"  # not among AXES: it divides the ranks of dp_shard, not the world
 SHORT_NAMES = {REPLICATE: "rep", DATA_SHARD: "shard"}
 _AXIS = re.compile(r"(?P<name>[a-z_]+?)(?P<size>\d+)")
-_NAMES = {**{axis: axis for axis in AXES}, **{short: axis for axis, short in SHORT_NAMES.items()}}
-_NAMES[EXPERT] = EXPERT
+_NAMES = {**{axis: axis for axis in (*AXES, EXPERT)}, **{short: axis for axis, short in SHORT_NAMES.items()}}
 _NOT_NAMED = {DATA_SHARD: "is what the other axes leave over of the world; leave it out"}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +62,20 @@ def test_a_file_without_a_class_that_starts_ranks_is_listed_and_not_run(
     bases: str, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bool(load("side_by_side", monkeypatch).RANK_CLASS.search(f"class TestIt({bases}):")) == starts
+
+
+def test_the_script_prints_the_table_of_the_runs_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, runs = load("side_by_side", monkeypatch), load("deepspeed_files.runs", monkeypatch)
+    (tmp_path / "test_it.py").write_text(FILE_ON_GPUS, encoding="utf-8")
+    run = runs.FileRun("test_it.py", runs.Way.OWN, 0, 30.0, 9.0, 0, {"TestIt::test_it": ("passed", "")}, 600.0, 4)
+    both = (run, replace(run, way=runs.Way.DROP_IN, cpu_seconds=2.0, processes=0))
+    (tmp_path / "runs.jsonl").write_text("\n".join(run.to_json() for run in both), encoding="utf-8")
+    arguments = ["--root", str(tmp_path), "--jsonl", str(tmp_path / "runs.jsonl"), "--only-tables", "test_it.py"]
+    monkeypatch.setattr("sys.argv", ["side_by_side.py", *arguments])
+    assert script.main() == 0
+    assert "2 x or more: 1 of 1 files" in capsys.readouterr().out
 
 
 def test_the_message_of_a_failure_is_the_exception_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,8 @@ def test_no_cell_of_an_engine_runs_if_this_torch_cannot_build_it() -> None:
 
 def test_a_law_that_chooses_its_dtypes_itself_has_no_cells_in_another() -> None:
     cells = plan(Request(patterns=("precision",), dtypes=("fp32", "bf16")), claims)
-    own = [cell for cell in cells if cell.cell.law != "precision.output_containers"]
+    low = ("precision.output_containers", "precision.frozen_masters")  # these run in the dtype of the cell
+    own = [cell for cell in cells if cell.cell.law not in low]
     assert {cell.cell.dtype for cell in own if not cell.unsupported_reason} == {"fp32"}
     assert any("applies only to the dtypes fp32" in cell.unsupported_reason for cell in cells)
 

@@ -206,7 +206,7 @@ class TorchEngine(TorchTensorAccess):
         self._steps_per_window = config.accumulation_steps if engine_owns else 1
         self._micro_batches_counted = 0
         self._last_grad_norm: float | None = None
-        self._frozen_at_start = {name for name, param in adapter.params.items() if not param.requires_grad}
+        self._never_trained = {name for name, param in adapter.params.items() if not param.requires_grad}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._autocast():
@@ -226,6 +226,7 @@ class TorchEngine(TorchTensorAccess):
             self._last_grad_norm = self.clip_gradients(self._clip)
         self._optimizer.step()
         self._schedule.step()
+        self._never_trained -= {name for name, param in self._adapter.params.items() if param.requires_grad}
         self._micro_batches_counted = 0
         if self._steps_per_window > 1:
             # An engine that owns the boundary also begins the next window: its callers do not call zero_grad.
@@ -258,7 +259,7 @@ class TorchEngine(TorchTensorAccess):
         params, dtype = self._adapter.params, self._adapter.compute_dtype
         return {
             name: weight.to(dtype)
-            if dtype and (params[name].requires_grad or name not in self._frozen_at_start)
+            if dtype and (params[name].requires_grad or name not in self._never_trained)
             else weight
             for name, weight in self._full_masters().items()
         }

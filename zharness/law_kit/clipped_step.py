@@ -29,14 +29,14 @@ def judge_clipped_step(ctx: JudgeContext, spec: OptimizerSpec, limit: float, par
     norm, error = total_norm_and_bound(grads)
     factor = ClipFactor.from_norm(limit, norm, error, None)
     for comparison in judge_step(ctx, spec, grads, RecordedStep(0, params_label), factor):
-        yield hint_clipping_norm(ctx, comparison, grads, limit / float(spec.args["lr"]), params_label)
+        yield hint_clipping_norm(ctx, comparison, grads, limit, float(spec.args["lr"]), params_label)
     yield from compare_ranks_after_step(ctx, RecordedStep(1))
 
 
 def hint_clipping_norm(
-    ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor], limit: float, params_label: str
+    ctx: JudgeContext, comparison: Comparison, grads: Mapping[str, Tensor], limit: float, rate: float, params_label: str
 ) -> Comparison:
-    """Add to a mismatch the norm by which the step clipped, and whose norm that is. ``limit`` is in steps of rate 1."""
+    """Add to a mismatch the norm by which the step clipped, and whose norm that is. ``rate`` is the learning rate."""
     if comparison.mismatch is None:
         return comparison
     name = comparison.mismatch.parameter.partition("/")[0]  # of a weight, or of its optimizer state
@@ -48,15 +48,17 @@ def hint_clipping_norm(
     moved = float((before - after).flatten()[at])
     if moved == 0:
         return comparison
-    used = abs(limit * float(grad[at]) / moved)
-    hint = f"the gradients were clipped by the norm {used:.6g}, and their norm is {total_norm_and_bound(grads)[0]:.6g}"
-    whose = next((text for text, norm in iter_other_norms(ctx, grads) if is_close(used, norm)), "")
-    return add_hint(comparison, f"{hint}; {used:.6g} is {whose}" if whose else hint)
+    clip_norm, right_norm = abs(limit * rate * float(grad[at]) / moved), total_norm_and_bound(grads)[0]
+    if is_close(clip_norm, limit):
+        return add_hint(comparison, f"the gradients were not clipped, and their norm is {right_norm:.6g}")
+    hint = f"the gradients were clipped by the norm {clip_norm:.6g}, and their norm is {right_norm:.6g}"
+    meaning = next((text for text, norm in iter_other_norms(ctx, grads) if is_close(clip_norm, norm)), "")
+    return add_hint(comparison, f"{hint}; {clip_norm:.6g} is {meaning}" if meaning else hint)
 
 
-def is_close(used: float, norm: float) -> bool:
-    """Return whether a norm that was computed from rounded weights may be ``norm``."""
-    return abs(used - norm) <= norm * gamma(HINT_ROUNDINGS, torch.float32)
+def is_close(rounded: float, norm: float) -> bool:
+    """Return whether ``rounded``, a norm that was computed from rounded weights, may be ``norm``."""
+    return abs(rounded - norm) <= norm * gamma(HINT_ROUNDINGS, torch.float32)
 
 
 def iter_other_norms(ctx: JudgeContext, grads: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:

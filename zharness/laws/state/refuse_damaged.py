@@ -1,4 +1,4 @@
-"""Define the law state.refuse_damaged: a load of a damaged checkpoint raises on every rank, and changes nothing."""
+"""Define the law state.refuse_damaged: a load of a damaged checkpoint raises on every rank, and changes no tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zharness.engines.protocol import Feature
@@ -53,8 +54,11 @@ def observe_refuse_damaged(ctx: RankContext) -> None:
     train_steps(ctx, engine, range(1), "before")
     with shared_folder() as folder:
         engine.save(folder)
-        files = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-        saved = collect_training_state(engine)  # a collective: no rank damages a file before all have read it
+        dist.barrier()  # a rank may return from ``save`` before others have written their files
+        files = {
+            path: content for path in sorted(folder.rglob("*")) if path.is_file() and (content := path.read_bytes())
+        }
+        saved = collect_training_state(engine)
         for step, (path, whole) in enumerate(files.items(), start=1):
             train_steps(ctx, engine, range(step, step + 1), "saved")
             before, name = collect_training_state(engine), path.relative_to(folder).as_posix()
@@ -95,7 +99,7 @@ def judge_refuse_damaged(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     Law(
         name="state.refuse_damaged",
-        statement="a load of a checkpoint with a missing or damaged file raises on every rank, and changes nothing",
+        statement="a load of missing or damaged files raises on every rank, and changes no weight or optimizer state",
         tier=Tier.EXACT,
         models=("mlp",),
         observe=observe_refuse_damaged,

@@ -16,7 +16,7 @@ from zharness.law_kit.law import MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
-from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
 from zharness.parity import Comparison, Part, compare_within_bound
@@ -35,6 +35,7 @@ def observe_clip_and_norm(ctx: RankContext) -> None:
 
 def observe_clip_wide(ctx: RankContext) -> None:
     """Do the same with a model of which one layer has float64 weights."""
+    ctx.record("kernels", {"own": scalar(ctx.config.stage in ctx.capabilities.own_kernels)})
     step_with_each_norm(ctx, lambda: build_wide_model(ctx), Reduction.MEAN)
 
 
@@ -81,14 +82,23 @@ def judge_clip_and_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def judge_clip_wide(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the float64 gradients with the float64 mean over ranks, and judge the norm and the clipped step."""
+    """Compare the float64 gradients with the float64 mean over ranks, and judge the norm and the clipped step.
+
+    The bound of the mean holds for local gradients of torch's kernels, so those of an engine's own are not compared.
+    """
+    if not ctx.rank_records("kernels")[0]["own"]:
+        yield from compare_wide_means(ctx)
+    yield from judge_clip_and_norm(ctx)
+
+
+def compare_wide_means(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the gradients of the float64 weights with the float64 mean of the ranks' local gradients."""
     local = ctx.compute_local_grads(0)  # of the same numbers in float32, which the layer casts its weights to
     for name in (name for name in ctx.baseline.parameter_names if name.startswith(f"{WIDE_LAYER}.")):
         terms = [result.grads[name].double() for result in local] * ctx.setting.accumulation_steps
         mean, bound = mean_and_bound(terms, torch.float64, torch.float64)
         for rank, record in enumerate(ctx.rank_records("grads")):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
-    yield from judge_clip_and_norm(ctx)
 
 
 def find_used_factor(step: ClippedSgdStep, after: Tensor) -> ClipFactor:
