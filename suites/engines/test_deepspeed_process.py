@@ -103,7 +103,7 @@ def test_a_release_without_torch_autocast_has_no_flags_to_restore(
 
 def test_the_group_of_hpz_is_destroyed_with_the_last_engine(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     group, destroyed = object(), []
-    groups = SimpleNamespace(**{deepspeed_process._HPZ_GROUP: group})
+    groups = SimpleNamespace(**{deepspeed_process._HPZ_GROUP: group, deepspeed_process._GRID: None})
     monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", groups)
     monkeypatch.setattr(deepspeed_process.dist, "destroy_process_group", destroyed.append)
     engines = [process.build(), process.build()]
@@ -111,4 +111,6 @@ def test_the_group_of_hpz_is_destroyed_with_the_last_engine(process: Process, mo
     assert not destroyed, "the open engine may use the group"
     engines[1].restore()
     assert destroyed == [group]
-    assert vars(groups) == {deepspeed_process._HPZ_GROUP: None}, "DeepSpeed would hand the destroyed group to an engine"
+    assert groups == SimpleNamespace(**{deepspeed_process._HPZ_GROUP: None, deepspeed_process._GRID: None}), (
+        "DeepSpeed would hand the destroyed group to an engine"
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from zharness.cell import Cell
-from zharness.engines import deepspeed_pp
+from zharness.engines import deepspeed, deepspeed_pp
 from zharness.engines.protocol import EngineConfig, Piece
 from zharness.engines.registry import capabilities
 from zharness.engines.warm_up import build_warm_up_environment
@@ -61,6 +64,10 @@ def test_what_the_engine_cannot_run_is_unsupported_before_ranks_start(case: str,
     assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
 
 
+def count_process_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def build() -> nn.Sequential:
     """Return a model of two layers, which a plan names "0" and "1"."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -73,6 +80,60 @@ def test_each_rank_owns_the_parameters_of_its_stage_and_has_no_forward() -> None
     assert engine.layout()["1.bias"] == (Piece(1, 0, 2),)
     with pytest.raises(UsageError, match="got a forward; this engine has train_batch"):
         engine(0)
+    engine.close()
+
+
+@pytest.mark.world_size(2)
+def test_a_closed_pipeline_leaves_nothing_to_later_engines() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("0", "1", "0"))  # a tied layer has a group, too
+    deepspeed_pp.factory(build(), config).close()
+    before = count_process_groups()
+    engines = [deepspeed_pp.factory(build(), config) for _ in range(2)]
+    assert count_process_groups() > before
+    for engine in engines:
+        engine.close()
+    assert count_process_groups() == before
+    plain = deepspeed.factory(build(), EngineConfig(stage=1))
+    plain.backward(plain(torch.ones(1, 2)).sum())
+    plain.step()
+    plain.close()
+
+
+@pytest.mark.world_size(2)
+def test_a_closed_pipeline_gives_the_grid_to_one_that_is_open() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("0", "1"))
+    groups = importlib.import_module("deepspeed.utils.groups")
+    first, second = (deepspeed_pp.factory(build(), config) for _ in range(2))
+    second.close()
+    assert groups.mpu is not None
+    assert groups.mpu.get_pipe_parallel_world_size() == 2
+    dist.barrier(group=groups.mpu.get_pipe_parallel_group())
+    first.close()
+    assert groups.mpu is None
+
+
+def raise_error(output: Tensor, target: Tensor) -> Tensor:
+    """Raise the error of a loss, as a cross-entropy does for targets of another shape."""
+    raise ValueError("the loss got another shape")
+
+
+BATCH = (torch.ones(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.world_size(2)
+def test_too_few_micro_batches_are_refused() -> None:
+    config = EngineConfig(mesh=PP2, pp_plan=("0", "1", "0", "1"), options={"schedule": "dualpipev"})
+    engine = deepspeed_pp.factory(build(), config)
+    with pytest.raises(UsageError, match="got 3 micro-batches; the schedule needs 4 or more"):
+        engine.train_batch([BATCH] * 3, raise_error)
+    engine.close()
+
+
+@pytest.mark.world_size(1)
+def test_an_error_of_a_loss_is_not_one_of_usage() -> None:
+    engine = deepspeed_pp.factory(build(), EngineConfig(mesh=Mesh.parse("pp1"), pp_plan=("0", "1")))
+    with pytest.raises(ValueError, match="the loss got another shape"):
+        engine.train_batch([BATCH], raise_error)
     engine.close()
 
 

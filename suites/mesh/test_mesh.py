@@ -92,6 +92,8 @@ def test_a_bad_mesh_is_refused(text: str, words: str) -> None:
         ("fsdp2", "tp2", 4, "conv", "the model conv has no plan"),
         ("torch_tp", "tp2", 4, "exact", "such as --mesh tp2 --world-size 2"),
         ("torch_tp", "", 2, "exact", "got torch_tp with no mesh on 2 ranks; expected a mesh that takes all ranks"),
+        ("torch_pp", "", 2, "chain", "got torch_pp with no mesh; expected one such as --mesh pp2"),
+        ("deepspeed_pp", "", 2, "chain", "which every law needs that calls train_batch"),
     ],
 )
 def test_a_mesh_that_cannot_run_is_refused_before_ranks_start(
@@ -120,6 +122,11 @@ def test_an_expected_failure_with_and_without_a_mesh_covers_the_world_sizes_that
         (cell.cell.world_size, cell.cell.mesh.label) for cell in iter_covered_cells(entry, "fsdp2", "2.13.0", claims)
     }
     assert covered == {(2, ""), (3, ""), (2, "tp2")}
+
+
+def test_an_expected_failure_without_a_mesh_covers_no_cell_of_an_engine_that_needs_one() -> None:
+    entry = ExpectedFailure("torch_pp", "pipeline.*", "https://example.org", "reason", "fail", ("signature",))
+    assert not list(iter_covered_cells(entry, "torch_pp", "2.13.0", claims))
 
 
 def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() -> None:

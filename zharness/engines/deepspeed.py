@@ -129,11 +129,12 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                     f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
                 ) from error
             self._engine, self._given_rates = built
+            self._global_state.grid = self._engine.mpu
             require_sharding_optimizer(self._engine.optimizer, config.stage)
             self.module: nn.Module = self._engine.module
             links = RoundRobinLinks.build(self._engine.optimizer)
             self._reader = build_reader(self._engine, params, shapes, links, config)
-            if EXPERT in config.mesh.axes:
+            if config.mesh.size(EXPERT) > 1:
                 self._reader = build_expert_reader(self._engine, params, names, links, config)
             self._layout = self._reader.layout()
             undo.pop_all()

@@ -177,7 +177,7 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
     """Build torch's optimizer, or DeepSpeedCPUAdam if the option is set and it has all arguments of the optimizer."""
     spec = config.optimizer
     arguments = set(spec.args).union(*(group.overrides for group in spec.groups))
-    if EXPERT in config.mesh.axes:
+    if config.mesh.size(EXPERT) > 1:
         return optimizers.optimizer_class(spec.name)(split_groups(optimizers.param_groups(params, spec)), **spec.args)
     if not config.options.get(CPU_ADAM) or spec.name not in _CPU_ADAM_DEFAULTS or arguments - _CPU_ADAM_ARGUMENTS:
         return optimizers.build(params, spec)

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from zharness.device import compute_device_type
 from zharness.engines import optimizers
 from zharness.engines.deepspeed import json_config
-from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
+from zharness.engines.deepspeed_process import (
+    DeepSpeedGlobalState,
+    destroy_pipeline_groups,
+    import_deepspeed,
+    prepare_deepspeed,
+)
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, local_piece
 from zharness.engines.options import merge_options
@@ -206,6 +211,9 @@ class DeepSpeedPipelineEngine(WithoutForward):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.module, self.capabilities = model, CAPABILITIES
+        self._is_dual = config.options.get(SCHEDULE) == DUALPIPEV
+        # DualPipeV has two stages on each rank, and needs a micro-batch for each of them.
+        self._fewest_micro_batches = 2 * config.mesh.size(PIPELINE) if self._is_dual else 1
         named = dict(model.named_parameters())
         deepspeed = prepare_deepspeed(next(iter(named.values())).device.type)
         self._global_state = DeepSpeedGlobalState(autocast=False)
@@ -213,7 +221,10 @@ class DeepSpeedPipelineEngine(WithoutForward):
         self._losses: list[Tensor] = []
         with ExitStack() as undo:
             undo.callback(self._global_state.restore)
-            self._engine = self._build(deepspeed, named, config)
+            module = self._build_module(deepspeed, config)
+            undo.callback(destroy_pipeline_groups, module)
+            self._engine = self._build(deepspeed, module, named, config)
+            self._global_state.grid = self._engine.grid
             undo.pop_all()
         self._data_parallel = dist.get_world_size() // config.mesh.size(PIPELINE)
         self._micro_batch_size = config.micro_batch_size
@@ -231,18 +242,20 @@ class DeepSpeedPipelineEngine(WithoutForward):
         )
         self._layout = self._reader.layout()
 
-    def _build(self, deepspeed: Any, named: Mapping[str, nn.Parameter], config: EngineConfig) -> Any:
-        """Return DeepSpeed's engine around the layers of this rank."""
+    def _build_module(self, deepspeed: Any, config: EngineConfig) -> Any:
+        """Return a PipelineModule of the layers of this rank."""
         deepspeed.init_distributed()
-        kind = config.options.get(SCHEDULE, ONE_FORWARD_ONE_BACKWARD)
-        module_class = deepspeed.pipe.DualPipeVModule if kind == DUALPIPEV else deepspeed.pipe.PipelineModule
+        module_class = deepspeed.pipe.DualPipeVModule if self._is_dual else deepspeed.pipe.PipelineModule
         with redirect_stdout(StringIO()):  # it prints its stages
-            module = module_class(
+            return module_class(
                 list(build_layers(deepspeed, self.module, config.pp_plan)),
                 num_stages=config.mesh.size(PIPELINE),
                 loss_fn=self._compute_loss,
                 partition_method="uniform",
             )
+
+    def _build(self, deepspeed: Any, module: Any, named: Mapping[str, nn.Parameter], config: EngineConfig) -> Any:
+        """Return DeepSpeed's engine around the layers of this rank."""
         mine = {id(param) for param in module.parameters()}
         optimizer = optimizers.build({name: p for name, p in named.items() if id(p) in mine}, config.optimizer)
         ds_config = json_config(replace(config, options={}))
@@ -264,12 +277,13 @@ class DeepSpeedPipelineEngine(WithoutForward):
 
         Raises UsageError for fewer micro-batches than the schedule needs.
         """
+        if len(micro_batches) < self._fewest_micro_batches:
+            raise UsageError(
+                f"got {len(micro_batches)} micro-batches; the schedule needs {self._fewest_micro_batches} or more"
+            )
         self._loss, self._losses = loss, []
         self._engine.set_train_batch_size(self._micro_batch_size * len(micro_batches) * self._data_parallel)
-        try:
-            self._engine.train_batch(iter(micro_batches))
-        except ValueError as error:  # a schedule that has too few micro-batches
-            raise UsageError(f"got {len(micro_batches)} micro-batches: {error}") from error
+        self._engine.train_batch(iter(micro_batches))
         found: list[list[Tensor]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, self._losses, group=self._group)
         return tuple(value for values in found for value in values)
@@ -316,4 +330,5 @@ class DeepSpeedPipelineEngine(WithoutForward):
     def close(self) -> None:
         with ExitStack() as undo:
             undo.callback(self._global_state.restore)
+            undo.callback(destroy_pipeline_groups, self._engine.module)
             self._engine.destroy()

@@ -29,7 +29,9 @@ _DEPRECATED_COLLECTIVE = r"`torch\.distributed\.\w+` is deprecated"
 
 _AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 
-# In deepspeed.utils.groups: the group of hpZ, and dictionaries of the groups of experts and of the ranks in them.
+# In deepspeed.utils.groups: the grid of a pipeline or of tensor parallelism that all engines ask for their groups, the
+# group of hpZ, and dictionaries of the groups of experts and of the ranks in them.
+_GRID = "mpu"
 _HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"
 _EXPERT_GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
 _EXPERT_RANKS = ("_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
@@ -38,24 +40,30 @@ _EXPERT_RANKS = ("_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP_RA
 class DeepSpeedGlobalState:
     """The process-wide state that a DeepSpeed engine changes and ``engine.destroy()`` does not restore.
 
-    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process group of hpZ, which
-    later engines would use without asking for it, and the flags of torch_autocast, which they would read. The original
-    values are saved before the first engine is built. The last engine to close restores the function and destroys the
-    group, and the last engine with ``autocast`` to close restores the flags, so that open engines keep the values that
-    they were built with. An engine that is garbage-collected without being closed no longer counts as open.
+    That state is ``torch.nn.functional.linear``, which DeepSpeed replaces at stage 3, the process groups of hpZ and of
+    experts and the grid of a pipeline (``deepspeed.utils.groups.mpu``), which later engines would use without asking
+    for them, and the flags of torch_autocast, which they would read. The original values are saved before the first
+    engine is built. The last engine to close restores the function and destroys the groups, the last engine with
+    ``autocast`` to close restores the flags, and the last one with a ``grid`` restores the grid, so that open engines
+    keep the values that they were built with. An engine that is garbage-collected without being closed no longer counts
+    as open.
     """
 
     _open_engines: ClassVar[WeakSet[DeepSpeedGlobalState]] = WeakSet()
-    _originals: ClassVar[tuple[Callable[..., Any], Mapping[str, Any]] | None] = None  # linear, and the autocast flags
+    # linear, the autocast flags and the grid
+    _originals: ClassVar[tuple[Callable[..., Any], Mapping[str, Any], Any] | None] = None
 
     def __init__(self, autocast: bool) -> None:
+        self.grid: Any = None  # of the engine, which sets it after it is built
         self._uses_autocast = autocast
         self._autocast_module = import_autocast_module()
+        self._groups_module: Any = importlib.import_module("deepspeed.utils.groups")
         if DeepSpeedGlobalState._originals is None:
             # A release before 0.17.2 has no such module, and one before 0.18.0 has only the first flag.
             module = self._autocast_module
             flags = {name: getattr(module, name) for name in _AUTOCAST_FLAGS if hasattr(module, name)}
-            DeepSpeedGlobalState._originals = (torch.nn.functional.linear, flags)
+            grid = getattr(self._groups_module, _GRID)
+            DeepSpeedGlobalState._originals = (torch.nn.functional.linear, flags, grid)
         DeepSpeedGlobalState._open_engines.add(self)
 
     def restore(self) -> None:
@@ -63,7 +71,9 @@ class DeepSpeedGlobalState:
         DeepSpeedGlobalState._open_engines.discard(self)
         if DeepSpeedGlobalState._originals is None:
             return
-        linear, flags = DeepSpeedGlobalState._originals
+        linear, flags, grid = DeepSpeedGlobalState._originals
+        open_grids = (other.grid for other in DeepSpeedGlobalState._open_engines if other.grid is not None)
+        setattr(self._groups_module, _GRID, next(open_grids, grid))
         if not any(other._uses_autocast for other in DeepSpeedGlobalState._open_engines):
             for name, value in flags.items():
                 setattr(self._autocast_module, name, value)
@@ -72,6 +82,15 @@ class DeepSpeedGlobalState:
             DeepSpeedGlobalState._originals = None
             destroy_hpz_group()
             destroy_expert_groups()
+
+
+def destroy_pipeline_groups(module: Any) -> None:
+    """Destroy the process groups that a PipelineModule made: its own, those of its grid and those of tied layers."""
+    owned = [*vars(module).values(), *vars(module.mpu()).values()]
+    owned += [tied["group"] for tied in module.tied_comms.values()]
+    for group in owned:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
 
 
 def destroy_expert_groups() -> None:

@@ -42,6 +42,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh,
     mesh_copies,
     mesh_dropout,
+    mesh_experts,
     mesh_not_finite,
     mesh_state,
     mesh_token_loss,

@@ -8,7 +8,7 @@ from zharness.cell import Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
-from zharness.laws import Law
+from zharness.laws import Law, find_laws
 from zharness.mesh import EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
@@ -67,6 +67,13 @@ def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilitie
     if unclaimed:
         claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
         return f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}"
+    form_laws = (law for law in find_laws(()) if law.form is capabilities.form)
+    if not mesh.sizes and capabilities.mesh_axes and all(map(needs_mesh, form_laws)):
+        example = f"--mesh {min(capabilities.mesh_axes)}2"
+        return (
+            f"got {engine} with no mesh; expected one such as {example}, which every law needs that calls "
+            f"{capabilities.form.value}"
+        )
     if not capabilities.whole_mesh or (mesh.sizes and mesh.data_size(world_size) == 1):
         return ""
     example = f"{(*mesh.axes, *sorted(capabilities.mesh_axes))[0]}2"

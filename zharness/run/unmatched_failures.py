@@ -17,6 +17,7 @@ from zharness.run.claims import get_engine_version
 from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
 from zharness.run.law_variants import select_models
 from zharness.run.matching_failures import list_matchable_entries
+from zharness.run.mesh_claims import explain_unclaimed_mesh
 from zharness.run.plan import ClaimsLookup, Request, first_buildable_claims, plan
 from zharness.workload.user_model import IN_PROCESS_PACKAGE, is_user_model, resolve_factory
 
@@ -130,8 +131,12 @@ def iter_covered_cells(
     settings = product(expected_failure.engine_variants or ("",), expected_failure.meshes or (DEFAULT_MESH.label,))
     for engine_variant, label in settings:
         mesh = Mesh.parse(label)
-        world_sizes = [size for size in expected_failure.world_sizes or (2,) if not mesh.explain_misfit(size)]
-        if not (world_sizes and capabilities.mesh_axes.issuperset(mesh.axes)):
+        world_sizes = [
+            size
+            for size in expected_failure.world_sizes or (2,)
+            if not mesh.explain_misfit(size) and not explain_unclaimed_mesh(engine, mesh, size, capabilities)
+        ]
+        if not world_sizes:
             continue
         request = Request(
             patterns=expected_failure.laws,
