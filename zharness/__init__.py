@@ -74,8 +74,8 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
    ``parity/bounds.py`` or exactly (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
 8. The verdict. ``run/verdicts.py`` concludes, ``run/locate.py`` searches the first module that departs, and
-   ``run/record.py`` is the JSON line. ``run/outcomes.py`` has the exit code; ``report/matrix.py``,
-   ``report/engine_names.py``,
+   ``run/record.py`` is the JSON line, which ``run/record_reader.py`` reads. ``run/outcomes.py`` has the exit code;
+   ``report/matrix.py``, ``report/engine_names.py``,
    ``report/sensitivity.py``, ``report/failures.py`` and ``report/failure_groups.py`` render, ``step_summary.py`` writes
    to GitHub.
 

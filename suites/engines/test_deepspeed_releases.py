@@ -51,7 +51,7 @@ def test_a_feature_is_refused_before_the_release_that_added_it(
 
 def test_a_release_claims_the_axis_tp_and_the_words_of_a_plan_that_it_has() -> None:
     axes = {release: claims(f"deepspeed=={release}", 1).mesh_axes for release in ("0.18.5", "0.18.6")}
-    assert axes == {"0.18.5": frozenset(), "0.18.6": frozenset({"tp"})}
+    assert axes == {"0.18.5": frozenset({"ep"}), "0.18.6": frozenset({"ep", "tp"})}
     gathers = [
         "colwise_gather_output" in claims(f"deepspeed=={release}", 1).plan_words for release in ("0.19.3", "0.19.4")
     ]

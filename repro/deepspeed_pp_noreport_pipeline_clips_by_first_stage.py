@@ -13,7 +13,7 @@ ok: repro: the norm over two stages OK.
 
 Run it with nothing but torch and deepspeed installed:
 
-    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_pipeline_clips_by_first_stage.py
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_pp_noreport_pipeline_clips_by_first_stage.py
 
 clip_grad_norm_ of deepspeed.runtime.utils counts a parameter if mpu.get_model_parallel_rank() is 0, or if the parameter
 has the mark of Megatron's split layers, because other ranks of tensor parallelism have copies. For a PipelineModule mpu
