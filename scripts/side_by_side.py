@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 
 import tomllib
 from deepspeed_files.runs import (
@@ -21,10 +19,7 @@ from deepspeed_files.runs import (
     ROOT,
     FileRun,
     Way,
-    count_rank_processes,
-    read_outcomes,
-    reap_orphans,
-    run_limited,
+    measure_run,
 )
 from deepspeed_files.tables import compare_ways, find_unexpected, render_drop_in
 from tabulate import tabulate
@@ -161,31 +156,15 @@ def run_file(options: argparse.Namespace, path: str, way: Way) -> FileRun:
     """Run one file in a pytest process of its own, in a copy of its folder."""
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         root = copy_tests(options, path, Path(folder) / "tests", way)
-        outcomes, imports = Path(folder) / "outcomes.jsonl", Path(folder) / "imports"
         plugin = ["-p", "zharness.plugin"] if way is Way.DROP_IN else []
         command = [sys.executable, "-m", "pytest", *OPTIONS, *plugin, f"--basetemp={folder}/temp", path]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
             "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or ""),
-            "DEEPSPEED_FILES_SAMPLE": str(options.sample),
-            "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
-            "DEEPSPEED_FILES_IMPORTS": str(imports),
         }
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), monotonic()
-        with (Path(folder) / "log").open("w") as log:
-            status = run_limited(command, root, environment, log.fileno(), options.limit)
-        seconds = monotonic() - start
-        reap_orphans()  # such as multiprocessing's resource tracker
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if not outcomes.exists():
-            print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        found, processes = read_outcomes(outcomes), count_rank_processes(imports)
-        sizes = (round(seconds, 1), round(cpu, 1))
-        return FileRun(path, way, options.sample, *sizes, status, found, options.limit, processes)
+        return measure_run(path, way, options.sample, options.limit, command, root, environment)
 
 
 def copy_tests(options: argparse.Namespace, path: str, target: Path, way: Way) -> Path:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -119,29 +119,46 @@ def build_operators(operators: Path) -> None:
 def run_file(source: Path, path: str, way: Way, sample: int, limit: float, operators: Path) -> FileRun:
     """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds.
 
-    The CPU seconds are those of all processes of the run. multiprocessing's fork server, which starts the ranks of
-    DeepSpeed's own fixtures, is waited for by nobody, so this process adopts it.
+    multiprocessing's fork server, which starts the ranks of DeepSpeed's own fixtures, is waited for by nobody, so this
+    process adopts it.
     """
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
-        outcomes, imports = Path(folder) / "outcomes.jsonl", Path(folder) / "imports"
         command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *list_options(way), path]
-        environment = build_environment(tests, way, sample, outcomes, operators)
-        environment["DEEPSPEED_FILES_IMPORTS"] = str(imports)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        start = monotonic()
-        with (Path(folder) / "log").open("w") as log:
-            status = run_limited(command, tests, environment, log.fileno(), limit)
-        seconds = monotonic() - start
-        reap_orphans()
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if not outcomes.exists():
-            print((Path(folder) / "log").read_text()[-1500:], file=sys.stderr)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        found, processes = read_outcomes(outcomes), count_rank_processes(imports)
-        return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, found, limit, processes)
+        return measure_run(path, way, sample, limit, command, tests, build_environment(tests, way, operators))
+
+
+def measure_run(
+    path: str, way: Way, sample: int, limit: float, command: list[str], tests: Path, environment: Mapping[str, str]
+) -> FileRun:
+    """Run pytest's ``command`` on one file in the folder ``tests``, and kill it after ``limit`` seconds.
+
+    The files that the run writes lie beside ``tests``. The CPU seconds are those of all processes of the run. Other
+    installed plugins are not loaded: Hypothesis alone takes 0.3 CPU seconds of every run.
+    """
+    folder = tests.parent
+    outcomes, imports = folder / "outcomes.jsonl", folder / "imports"
+    variables = {
+        **environment,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "DEEPSPEED_FILES_SAMPLE": str(sample),
+        "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
+        "DEEPSPEED_FILES_IMPORTS": str(imports),
+    }
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = monotonic()
+    with (folder / "log").open("w") as log:
+        status = run_limited(command, tests, variables, log.fileno(), limit)
+    seconds = monotonic() - start
+    reap_orphans()  # such as multiprocessing's resource tracker
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if not outcomes.exists():
+        print((folder / "log").read_text()[-1500:], file=sys.stderr)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    found, processes = read_outcomes(outcomes), count_rank_processes(imports)
+    return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, found, limit, processes)
 
 
 def count_rank_processes(imports: Path) -> int:
@@ -172,11 +189,8 @@ def list_options(way: Way) -> list[str]:
     return plugin if way is Way.DROP_IN else [*plugin, "--isolation", "pooled", "-p", STAND_IN]
 
 
-def build_environment(tests: Path, way: Way, sample: int, outcomes: Path, operators: Path) -> dict[str, str]:
-    """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU.
-
-    Other installed plugins are not loaded: Hypothesis alone takes 0.3 CPU seconds of every run.
-    """
+def build_environment(tests: Path, way: Way, operators: Path) -> dict[str, str]:
+    """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
     own = {"LOCAL_SIZE": "8"} if way is Way.OWN else {}
     return {
         **os.environ,
@@ -184,10 +198,7 @@ def build_environment(tests: Path, way: Way, sample: int, outcomes: Path, operat
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", tests))),
         "TORCH_EXTENSIONS_DIR": str(operators),
         "DS_ACCELERATOR": "cpu",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "DS_UNITTEST_TIMEOUT": TEST_TIMEOUT,
-        "DEEPSPEED_FILES_SAMPLE": str(sample),
-        "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
     }
 
 

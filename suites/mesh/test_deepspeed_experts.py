@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from zharness.cell import Cell
+from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.engines import deepspeed
 from zharness.engines.protocol import EngineConfig, Piece
-from zharness.engines.registry import capabilities
-from zharness.engines.warm_up import build_warm_up_environment
-from zharness.laws import get_law
 from zharness.mesh import Mesh
-from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.cell_planner import plan_cell
+from zharness.run import Runner, Verdict
 from zharness.workload import model_spec
 
 pytest.importorskip("deepspeed")
@@ -33,22 +29,17 @@ EP2 = Mesh.parse("ep2")
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner({"deepspeed": build_warm_up_environment("deepspeed")}) as started:
+    with start_runner("deepspeed") as started:
         yield started
 
 
 @pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
 def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
-    record = runner.run(PlannedCell(Cell.parse(case)))
-    assert record.is_expected, record.cause
-    assert record.verdict is verdict, record.cause
+    check_cell(runner, case, verdict)
 
 
 def test_experts_are_unsupported_at_a_stage_that_cannot_have_them() -> None:
-    cell = Cell.parse("mesh.training[deepspeed-zero3-w2.ep2-fp32-routed]")
-    claims = capabilities(cell.engine, cell.stage)
-    assert claims is not None
-    assert "does not claim the axis ep at stage 3" in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+    assert "does not claim the axis ep at stage 3" in find_refusal("mesh.training[deepspeed-zero3-w2.ep2-fp32-routed]")
 
 
 def test_neighbours_have_different_experts() -> None:

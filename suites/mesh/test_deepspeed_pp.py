@@ -10,16 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.cell import Cell
+from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.engines import deepspeed, deepspeed_pp
 from zharness.engines.protocol import EngineConfig, Piece
-from zharness.engines.registry import capabilities
-from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import ConfigError, UsageError
-from zharness.laws import get_law
 from zharness.mesh import Mesh
-from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.cell_planner import plan_cell
+from zharness.run import Runner, Verdict
 
 pytest.importorskip("deepspeed")
 
@@ -38,15 +34,13 @@ PP2 = Mesh.parse("pp2")
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner({"deepspeed_pp": build_warm_up_environment("deepspeed_pp")}) as started:
+    with start_runner("deepspeed_pp") as started:
         yield started
 
 
 @pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
 def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
-    record = runner.run(PlannedCell(Cell.parse(case)))
-    assert record.is_expected, record.cause
-    assert record.verdict is verdict, record.cause
+    check_cell(runner, case, verdict)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +52,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     ],
 )
 def test_what_the_engine_cannot_run_is_unsupported_before_ranks_start(case: str, words: str) -> None:
-    cell = Cell.parse(case)
-    claims = capabilities(cell.engine, cell.stage)
-    assert claims is not None
-    assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+    assert words in find_refusal(case)
 
 
 def count_process_groups() -> int:

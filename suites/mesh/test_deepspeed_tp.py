@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from zharness.cell import Cell
+from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.engines.deepspeed_tensor_parallel import list_runs, tensor_parallel_section
 from zharness.engines.protocol import EngineConfig, Piece
-from zharness.engines.registry import capabilities
-from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import ConfigError
-from zharness.laws import get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
-from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.cell_planner import plan_cell
+from zharness.run import Runner, Verdict
 
 pytest.importorskip("deepspeed")
 
@@ -32,15 +28,13 @@ TP2 = Mesh.parse("tp2")
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner({"deepspeed": build_warm_up_environment("deepspeed")}) as started:
+    with start_runner("deepspeed") as started:
         yield started
 
 
 @pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
 def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
-    record = runner.run(PlannedCell(Cell.parse(case)))
-    assert record.is_expected, record.cause
-    assert record.verdict is verdict, record.cause
+    check_cell(runner, case, verdict)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +49,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     ],
 )
 def test_what_autotp_cannot_do_is_unsupported_before_ranks_start(case: str, words: str) -> None:
-    cell = Cell.parse(case)
-    claims = capabilities("deepspeed", cell.stage)
-    assert claims is not None
-    assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+    assert words in find_refusal(case)
 
 
 def test_a_plan_becomes_the_layer_specs_of_autotp() -> None:

@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from zharness.cell import Cell
+from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.engines import torch_pp
 from zharness.engines.protocol import EngineConfig, Piece
-from zharness.engines.registry import capabilities
-from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import ConfigError, UsageError
-from zharness.laws import get_law
 from zharness.mesh import Mesh
-from zharness.run import PlannedCell, Runner, Verdict
-from zharness.run.cell_planner import plan_cell
+from zharness.run import Runner, Verdict
 
 CELLS = {
     "pipeline.training[torch_pp-zero0-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
@@ -42,15 +38,13 @@ PP2 = Mesh.parse("pp2")
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner({"torch_pp": build_warm_up_environment("torch_pp")}) as started:
+    with start_runner("torch_pp") as started:
         yield started
 
 
 @pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
 def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
-    record = runner.run(PlannedCell(Cell.parse(case)))
-    assert record.is_expected, record.cause
-    assert record.verdict is verdict, record.cause
+    check_cell(runner, case, verdict)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +55,7 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     ],
 )
 def test_a_law_of_another_form_is_unsupported_before_ranks_start(case: str, words: str) -> None:
-    cell = Cell.parse(case)
-    claims = capabilities(cell.engine, cell.stage)
-    assert claims is not None
-    assert words in plan_cell(get_law(cell.law), cell, claims).unsupported_reason
+    assert words in find_refusal(case)
 
 
 def test_a_plan_is_split_into_even_stages() -> None:

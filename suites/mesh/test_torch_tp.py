@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from zharness.cell import Cell
+from suites.mesh.cells import check_cell, start_runner
 from zharness.engines import torch_tp
 from zharness.engines.protocol import EngineConfig
-from zharness.engines.warm_up import build_warm_up_environment
 from zharness.mesh import Mesh
-from zharness.run import PlannedCell, Runner, Verdict
+from zharness.run import Runner, Verdict
 
 CELLS = {
     "mesh.training[torch_tp-zero0-w2.tp2-fp32-exact]": Verdict.PASS,
@@ -26,15 +25,13 @@ CELLS = {
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner({"torch_tp": build_warm_up_environment("torch_tp")}) as started:
+    with start_runner("torch_tp") as started:
         yield started
 
 
 @pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
 def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
-    record = runner.run(PlannedCell(Cell.parse(case)))
-    assert record.is_expected, record.cause
-    assert record.verdict is verdict, record.cause
+    check_cell(runner, case, verdict)
 
 
 class SequenceParallelNorm(nn.Module):

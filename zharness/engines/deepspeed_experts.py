@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
-from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, local_piece
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, gather_by_name, gather_pieces, own_pieces
 from zharness.engines.protocol import EngineConfig, Piece
 from zharness.errors import ConfigError
 from zharness.mesh import EXPERT
@@ -120,23 +120,15 @@ class ExpertTensorReader(DeepSpeedTensorReader):
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
         """Return which pieces of a parameter each rank owns; a parameter that every rank has whole has no entry."""
-        own: dict[str, Piece | None] = {
-            name: local_piece(param) if self.stage else Piece(dist.get_rank(), 0, param.numel())
-            for name, param in self.experts.params.items()
-        }
+        own = own_pieces(self.experts.params, self.stage)
         if self.stage:
-            own |= {name: local_piece(param) for name, param in self.params.items()}
-        views: list[Mapping[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(views, own)
-        pieces = {name: tuple(p for view in views if (p := view.get(name)) is not None) for name in self.names}
-        return {name: found for name, found in pieces.items() if found}
+            own |= own_pieces(self.params, self.stage)
+        return {name: pieces for name, pieces in gather_pieces(own, self.names).items() if pieces}
 
     def _merge(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of ``shared`` and those of the experts of all ranks, in the order of the model."""
-        views: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self.expert_group))]
-        dist.all_gather_object(views, dict(own), group=self.expert_group)
-        everywhere = {name: value for view in views for name, value in view.items()} | dict(shared) | dict(own)
-        return {name: everywhere[name] for name in self.names if name in everywhere}
+        entries = {**gather_by_name(own, self.names, self.expert_group), **shared}
+        return {name: entries[name] for name in self.names if name in entries}
 
 
 def build_expert_reader(

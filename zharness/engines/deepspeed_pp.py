@@ -28,7 +28,7 @@ from zharness.engines.deepspeed_process import (
     prepare_deepspeed,
 )
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
-from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, local_piece
+from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, gather_by_name, gather_pieces, own_pieces
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import Absent, CallForm, Capabilities, EngineConfig, Feature, Observations, Piece
 from zharness.engines.torch_engine import snapshot, validate_config
@@ -188,22 +188,11 @@ class StageTensorReader(DeepSpeedTensorReader):
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
         """Return which pieces of each parameter each rank owns: those of its stage, which stage 1 of ZeRO shards."""
-        rank = dist.get_rank()
-        own = {
-            name: local_piece(param) if self.stage else Piece(rank, 0, param.numel())
-            for name, param in self.params.items()
-        }
-        views: list[Mapping[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(views, own)
-        pieces = {name: [view[name] for view in views if view.get(name) is not None] for name in self.names}
-        return {name: tuple(piece for piece in found if piece is not None) for name, found in pieces.items()}
+        return gather_pieces(own_pieces(self.params, self.stage), self.names)
 
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of all stages in the order of the model's parameters."""
-        found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self.pipe_group))]
-        dist.all_gather_object(found, dict(own), group=self.pipe_group)
-        everywhere = {name: value for part in reversed(found) for name, value in part.items()} | dict(own)
-        return {name: everywhere[name] for name in self.names if name in everywhere}
+        return gather_by_name(own, self.names, self.pipe_group)
 
 
 class DeepSpeedPipelineEngine(WithoutForward):

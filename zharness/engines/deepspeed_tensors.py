@@ -296,6 +296,30 @@ def local_piece(param: Any) -> Piece | None:
     return Piece(rank, fragment.start, fragment.start + fragment.numel) if fragment.numel else None
 
 
+def own_pieces(params: Mapping[str, nn.Parameter], stage: int) -> dict[str, Piece | None]:
+    """Return the piece that this rank owns of each of its own parameters: all of it, or its shard from stage 1 on."""
+    rank = dist.get_rank()
+    return {name: local_piece(param) if stage else Piece(rank, 0, param.numel()) for name, param in params.items()}
+
+
+def gather_pieces(own: Mapping[str, Piece | None], names: Sequence[str]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces that all ranks own of each parameter of ``names``. This is a collective."""
+    views: list[Mapping[str, Piece | None]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(views, dict(own))
+    return {name: tuple(piece for view in views if (piece := view.get(name)) is not None) for name in names}
+
+
+def gather_by_name(own: Mapping[str, Any], names: Sequence[str], group: Any) -> dict[str, Any]:
+    """Return what the ranks of ``group`` have, in the order of ``names``. This is a collective.
+
+    Of a name that several ranks have, a rank returns its own entry, or else that of the first rank.
+    """
+    views: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(views, dict(own), group=group)
+    entries = {name: value for view in reversed(views) for name, value in view.items()} | dict(own)
+    return {name: entries[name] for name in names if name in entries}
+
+
 def _maximum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the elementwise maximum of ``tensor`` over all ranks. This is a collective."""
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

@@ -35,12 +35,15 @@ def train_steps(ctx: RankContext, engine: Engine, steps: range, label: str) -> N
 
 
 def record_changes(ctx: RankContext, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Record for each weight and each entry of the optimizer state whether a refused load changed it: 1, or else 0.
+    """Record for each weight and each entry of the optimizer state whether a refused load changed it."""
+    ctx.record("changed", find_changes(before, after))
 
-    An entry that is missing after the load counts as changed.
-    """
-    changed = {name: name not in after or not after[name].equal(value) for name, value in before.items()}
-    ctx.record("changed", {name: torch.tensor(float(value)) for name, value in changed.items()})
+
+def find_changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return for each entry of ``before`` 1 if it is missing in ``after`` or another tensor there, or else 0."""
+    return {
+        name: torch.tensor(float(name not in after or not after[name].equal(value))) for name, value in before.items()
+    }
 
 
 def compare_changes(ctx: JudgeContext, rank: int) -> Iterator[Comparison]:

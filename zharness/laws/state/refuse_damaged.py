@@ -16,7 +16,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
 from zharness.law_kit.rank_context import RankContext
-from zharness.laws.state.common import train_steps
+from zharness.laws.state.common import find_changes, train_steps
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 MISSING, TRUNCATED, CHANGED = "missing_file", "truncated", "changed_bytes"
@@ -69,8 +69,7 @@ def observe_refuse_damaged(ctx: RankContext) -> None:
             raised = load_raises(lambda: engine.load(folder))
             right, after = before if raised else saved, collect_training_state(engine)
             raised_by_file[name] = raised
-            for key, value in right.items():
-                wrong[f"{name}: {key}"] = torch.tensor(float(key not in after or not after[key].equal(value)))
+            wrong |= {f"{name}: {key}": changed for key, changed in find_changes(right, after).items()}
             run_on_rank_0(partial(path.write_bytes, whole))
         engine.load(folder)
     ctx.record("raised", raised_by_file)

@@ -18,7 +18,14 @@ from zharness.law_kit.rank_actions import collect_training_state, load_raises, r
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.law_kit.setting import SettingSupport
-from zharness.laws.state.common import RESHARD_OPTIMIZER, SAVE_STEP, judge_next_step, record_next_step, train_steps
+from zharness.laws.state.common import (
+    RESHARD_OPTIMIZER,
+    SAVE_STEP,
+    find_changes,
+    judge_next_step,
+    record_next_step,
+    train_steps,
+)
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -121,8 +128,7 @@ def attempt_load(ctx: RankContext, engine: Engine, folder: Path, label: str) -> 
     before = collect_training_state(engine)
     raised = load_raises(lambda: require_load_universal(engine).load_universal(folder))
     after = collect_training_state(engine)
-    changed = {name: torch.tensor(float(not torch.equal(after[name], value))) for name, value in before.items()}
-    ctx.record(f"changed-{label}", changed)
+    ctx.record(f"changed-{label}", find_changes(before, after))
     return raised
 
 
