@@ -12,7 +12,7 @@ def require_writable(path: Path) -> None:
     """Raise UsageError if no file can be written at ``path``. Call this function before a long run."""
     try:
         partial_path(path).touch()
-        partial_path(path).unlink()
+        partial_path(path).unlink(missing_ok=True)  # under torchrun another rank may have removed it
     except OSError as error:
         raise unwritable_error(path, error) from error
 

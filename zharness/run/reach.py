@@ -27,6 +27,7 @@ from zharness.run.engine_sources import (
     list_source_modules,
     name_lines,
 )
+from zharness.run.files import write_atomically
 from zharness.run.observe_and_judge import observe
 from zharness.run.record import Record
 
@@ -134,13 +135,8 @@ def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
         for cell, functions in reached.items()
         if cell in seconds
     ]
-    try:
-        with path.open("w", encoding="utf-8") as output:
-            output.writelines(
-                json.dumps(line) + "\n" for line in ({"version": REACH_VERSION, "functions": names}, *lines)
-            )
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error}") from error
+    head = {"version": REACH_VERSION, "functions": names}
+    write_atomically("".join(json.dumps(line) + "\n" for line in (head, *lines)), path)
 
 
 def name_in_record(cell: Cell) -> str:
