@@ -81,28 +81,27 @@ def make_style(word: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-    whole, sequence = Replicate(), Shard(1)
     match word:
         case "colwise":
             return ColwiseParallel()
         case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=whole)
+            return ColwiseParallel(output_layouts=Replicate())
         case "colwise_split_logits":
             return ColwiseParallel(use_local_output=False)
         case "rowwise":
             return RowwiseParallel()
         case "rowwise_split_input":
-            return RowwiseParallel(input_layouts=whole)
+            return RowwiseParallel(input_layouts=Replicate())
         case "rowwise_to_sequence":
-            return RowwiseParallel(output_layouts=sequence)
+            return RowwiseParallel(output_layouts=Shard(1))
         case "rowwise_split_input_to_sequence":
-            return RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         case "sequence_to_colwise":
-            return ColwiseParallel(input_layouts=sequence)
+            return ColwiseParallel(input_layouts=Shard(1))
         case "sequence_to_colwise_gather_output":
-            return ColwiseParallel(input_layouts=sequence, output_layouts=whole)
+            return ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
         case "sequence_to_colwise_split_logits":
-            return ColwiseParallel(input_layouts=sequence, use_local_output=False)
+            return ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
         case "sequence_parallel":
             return SequenceParallel(sequence_dim=1)
         case "sequence_parallel_to_tensor":

@@ -302,13 +302,12 @@ class ScriptWriter:
 def render_style(word: str) -> str:
     """Return the expression of torch's ParallelStyle for a word of a plan, as ``make_style`` constructs it."""
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(make_style))).body
-    layouts = {"whole": "Replicate()", "sequence": "Shard(1)"}
     for case in (node for node in ast.walk(function) if isinstance(node, ast.match_case)):
         if isinstance(case.pattern, ast.MatchValue) and ast.literal_eval(case.pattern.value) == word:
             (statement,) = case.body
             assert isinstance(statement, ast.Return), "each case returns a style"
             assert statement.value is not None, "each case returns a style"
-            return re.sub(r"\b(whole|sequence)\b", lambda found: layouts[found[0]], ast.unparse(statement.value))
+            return ast.unparse(statement.value)
     raise UsageError(f"cannot export the cell: its plan has the word {word!r}, which is unknown")
 
 
