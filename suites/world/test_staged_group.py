@@ -25,6 +25,7 @@ Run = Callable[[Tensor, dist.ProcessGroup], "Tensor | list[Tensor]"]
 def staged() -> Iterator[dist.ProcessGroup]:
     register_staged_backend(Poison.ON)
     group = dist.new_group(backend=BACKEND)
+    dist.barrier()  # without it a rank may close the group while another one still connects
     yield group
     dist.destroy_process_group(group)
 
@@ -32,6 +33,7 @@ def staged() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture
 def gloo() -> Iterator[dist.ProcessGroup]:
     group = dist.new_group(backend="gloo")
+    dist.barrier()
     yield group
     dist.destroy_process_group(group)
 
