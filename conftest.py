@@ -15,9 +15,26 @@ os.environ.pop("GITHUB_STEP_SUMMARY", None)
 torch.set_num_threads(1)
 
 
+EXHAUSTIVE = "exhaustive: a test of 20 seconds or more, beside a shorter one of the same code; runs with --exhaustive"
+
+
+def pytest_addoption(parser):
+    """Add the option that runs the longest tests, too."""
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests that are marked exhaustive")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip the longest tests unless the option asks for them; the workflow of each pull request does."""
+    if not config.getoption("exhaustive"):
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="a long test: runs with --exhaustive"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     """Pin each xdist worker, with all processes that its tests start, to its share of the cores."""
+    config.addinivalue_line("markers", EXHAUSTIVE)
     from zharness.world.cores import assign_cores, pin_to_cores, use_batch_scheduling
 
     use_batch_scheduling()

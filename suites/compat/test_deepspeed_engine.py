@@ -99,6 +99,7 @@ def test_deepspeeds_engine_trains_saves_and_loads_on_ranks(tmp_path: Path) -> No
     assert len(session.tests) == 9, session.output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(any(find_missing_needs()), reason=f"needs {', '.join(find_missing_needs())}")
 def test_the_shared_memory_operator_is_built_once_despite_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock = leave_lock_of_killed_build(tmp_path / "built")

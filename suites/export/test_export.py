@@ -184,6 +184,7 @@ def test_a_script_shows_the_wrong_number_that_its_cell_shows(tmp_path: Path) -> 
     assert script.read_text().startswith('"""training.grads does not hold on zharness.mutants:never_reduces')
 
 
+@pytest.mark.exhaustive
 def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Path) -> None:
     # DeepSpeed divides each loss by three; its gradients are not those of plain PyTorch divided by three afterwards.
     cell = "training.accumulation[deepspeed-zero1-w1-fp32-mlp-engine]"
@@ -192,6 +193,7 @@ def test_a_script_accepts_both_ways_to_divide_by_a_window_of_three(tmp_path: Pat
     assert "the script: not reproduced" in run.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_long_script_of_a_user_s_model_casts_weights_as_the_engine_does(tmp_path: Path) -> None:
     # With one cast for all uses, the plain side of the script would differ from a right engine.
     cell = "precision.autocast_states[reference-zero3-w2-fp32-suites.model.zoo_parts:gru]"

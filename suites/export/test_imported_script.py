@@ -39,7 +39,11 @@ def test_the_steps_of_a_long_script_are_cut_to_80_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell_id", "verdict"), [(BROKEN, "reproduced"), ("state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "not reproduced")]
+    ("cell_id", "verdict"),
+    [
+        (BROKEN, "reproduced"),
+        pytest.param("state.resume[ddp-zero0-w2-fp32-mlp-sgd]", "not reproduced", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_script_shows_the_verdict_of_its_cell(cell_id: str, verdict: str, tmp_path: Path) -> None:
     script = tmp_path / "shown.py"

@@ -50,7 +50,11 @@ def test_an_issue_has_a_script_without_this_package_what_came_and_versions() -> 
 
 
 @pytest.mark.parametrize(
-    ("cell_id", "style"), [(BROKEN, "class LawTest(MultiProcessTestCase):"), (BROKEN_DEEPSPEED, "(DistributedTest):")]
+    ("cell_id", "style"),
+    [
+        pytest.param(BROKEN, "class LawTest(MultiProcessTestCase):", marks=pytest.mark.exhaustive),
+        (BROKEN_DEEPSPEED, "(DistributedTest):"),
+    ],
 )
 def test_a_test_fails_in_the_style_of_the_suite_of_the_engine(cell_id: str, style: str, tmp_path: Path) -> None:
     path = tmp_path / "test_law.py"
@@ -95,7 +99,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("base", PLANTED)
+@pytest.mark.parametrize("base", ["FSDPTest", pytest.param("DTensorTestBase", marks=pytest.mark.exhaustive)])
 def test_a_test_in_the_style_of_pytorch_fails_before_and_passes_after_the_fault_is_mended(
     base: str, tmp_path: Path
 ) -> None:

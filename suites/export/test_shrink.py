@@ -104,6 +104,7 @@ def test_a_failure_is_the_same_on_a_mesh_with_other_coordinates() -> None:
     assert first.detail == ""
 
 
+@pytest.mark.exhaustive
 def test_a_failure_on_a_mesh_shrinks_to_the_smallest_mesh_that_shows_it(tmp_path: Path) -> None:
     script = tmp_path / "small.py"
     cell = "mesh.norm[zharness.mutants:norm_counts_replicas-zero2-w4.rep2.tp2-fp32-exact]"

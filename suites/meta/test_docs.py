@@ -130,7 +130,10 @@ PROGRAMS: dict[str, Callable[[Command, Path], None]] = {
 }
 # Options of this plugin and of the plugins that the tests need. Listed here because `pytest --help` takes a second.
 PYTEST_OPTIONS = frozenset(
-    {"--engine", "--pyargs", "--isolation", "--dist", "--expected-failures", "--excuses", "--shuffle", "--stage"}
+    (
+        *("--engine", "--pyargs", "--isolation", "--dist", "--expected-failures", "--excuses", "--shuffle", "--stage"),
+        "--exhaustive",  # of conftest.py
+    )
 )
 
 
