@@ -12,8 +12,9 @@ from packaging.requirements import Requirement
 
 from scripts import try_wheel
 from scripts.check_release import find_disagreements, find_wrong_files, read_version
+from scripts.readme_metadata import SOURCE_VARIABLE, make_absolute
 from scripts.try_wheel import WITH_EXTRAS, WITHOUT_EXTRAS, Trial, run_trial
-from suites.meta.documents import ROOT
+from suites.meta.documents import PAGES, ROOT
 from suites.meta.test_workflows import load_workflow
 from zharness.cli import cli
 
@@ -112,3 +113,18 @@ def test_the_table_of_compatibility_has_what_the_workflows_test() -> None:
         assert rows[name] == [pins[name]]
     assert rows["Lightning Fabric"] == [pins["lightning-fabric"]]
     assert read_version(ROOT) in page
+
+
+def test_the_readme_of_a_release_has_no_link_that_an_index_breaks() -> None:
+    text = PAGES[0].read_text(encoding="utf-8")
+    source = "https://github.com/owner/zharness/blob/v1.0.0"
+    absolute = make_absolute(text, source)
+    assert f"[docs/ranks.md]({source}/docs/ranks.md)" in absolute
+    assert f"({source.replace('/blob/', '/raw/')}/docs/report.png)" in absolute
+    links = re.findall(r"\]\(([^)\s]+)\)", make_absolute(text, ""))
+    assert [*links, *re.findall(r"\]\(([^)\s]+)\)", absolute)]
+    assert not [link for link in links if "://" not in link and not link.startswith("#")]
+    assert not [link for link in re.findall(r"\]\(([^)\s]+)\)", absolute) if "://" not in link and link[0] != "#"]
+    assert "```console\n$ zharness" in absolute
+    variables = load_workflow("release.yml")["jobs"]["build"]["env"]
+    assert variables[SOURCE_VARIABLE].endswith("/blob/${{ github.ref_name }}")

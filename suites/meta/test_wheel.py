@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("zharness", "repro", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("zharness", "repro", "pyproject.toml", "README.md", "LICENSE", "scripts/readme_metadata.py")
 BUILD = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
 MAIN = "from zharness.cli import main; main()"
 NOT_PACKAGED = {".pyc"}
@@ -31,6 +31,7 @@ def build_wheel(folder: Path) -> Path:
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
+        (source / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
     return folder / run_python("-c", BUILD, str(folder), folder=source).splitlines()[-1]
@@ -45,7 +46,11 @@ def list_files(folder: Path) -> set[str]:
 def test_a_wheel_is_whole_and_reproduces_a_bug(tmp_path: Path) -> None:
     with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
         packaged = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        description = wheel.read(metadata).decode("utf-8")
         wheel.extractall(tmp_path / "installed")
+    assert "Does a sharded training engine compute what plain PyTorch computes?" in description
+    assert "](docs/" not in description  # an index has no such file
     scripts = {f"zharness/{name}" for name in list_files(ROOT / "repro")}
     modules = list_files(ROOT / "zharness") - {"zharness/releases/repro_package.py"}  # which the wheel has elsewhere
     assert packaged == modules | scripts | {"zharness/repro/__init__.py"}

@@ -22,6 +22,8 @@ from suites.meta.documents import PAGES, ROOT
 from zharness.run.reach import REACH_VERSION
 
 WORKFLOWS = {path.name: path for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+ACTION = "check"
+ACTIONS = {ACTION: ROOT / ".github" / "actions" / ACTION / "action.yml"}
 DOCUMENTED_COMMAND = re.compile(r"^\$ (.*)$|`([^`\n]+)`", re.MULTILINE)
 # The permissions of the jobs that publish, in the order of the jobs; every other job may only read.
 WRITING_JOBS = {"release.yml": [{"id-token": "write"}], "site.yml": [{"pages": "write", "id-token": "write"}]}
@@ -29,14 +31,15 @@ ENVIRONMENT = re.compile(r"torch(\d+|_newest)|lint|actionlint")
 
 
 def load_workflow(name: str) -> dict[Any, Any]:
-    """Load one workflow. YAML 1.1 parses the key ``on`` as True."""
-    loaded: dict[Any, Any] = yaml.safe_load(WORKFLOWS[name].read_text(encoding="utf-8"))
+    """Load one workflow or action. YAML 1.1 parses the key ``on`` as True."""
+    loaded: dict[Any, Any] = yaml.safe_load((WORKFLOWS | ACTIONS)[name].read_text(encoding="utf-8"))
     return loaded
 
 
 def workflow_steps(name: str) -> Iterator[dict[str, Any]]:
-    """Yield every step of every job."""
-    for job in load_workflow(name)["jobs"].values():
+    """Yield every step of every job of a workflow, or of an action."""
+    loaded = load_workflow(name)
+    for job in loaded["jobs"].values() if name in WORKFLOWS else (loaded["runs"],):
         yield from job["steps"]
 
 
@@ -57,7 +60,8 @@ def split_command(command: str) -> tuple[str, ...]:
 
 def expand_variables(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the command of a step for each value of its variables: matrix entries, input defaults or examples."""
-    spelled = re.sub(r" \$\{EXCUSES:\+[^}]*\}", "", step["run"].strip())  # empty, because the input is optional
+    spelled = re.sub(r" \$\{\w+:\+[^}]*\}", "", step["run"].strip())  # empty, because the input is optional
+    spelled = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", spelled).replace("$RUNNER_TEMP/", "").replace("$SOURCES/", "")
     values = {key: variable_values(name, str(value)) for key, value in step.get("env", {}).items()}
     for combination in itertools.product(*values.values()):
         command = spelled
@@ -67,15 +71,23 @@ def expand_variables(name: str, step: dict[str, Any]) -> Iterator[tuple[str, ...
 
 
 def variable_values(name: str, expression: str) -> list[str]:
-    """Return the values of ``${{ matrix.KEY }}``, ``${{ inputs.KEY }}``, ``${{ github.ref_name }}`` or a constant."""
+    """Return the values of ``${{ matrix.KEY }}``, ``${{ inputs.KEY }}``, ``${{ github.ref_name }}`` or a constant.
+
+    The sources of an action are the folder in which its documented commands run.
+    """
+    if expression == "${{ github.action_path }}/../../..":
+        return ["."]
     if not expression.startswith("${{"):
         return [expression]
     kind, _, key = expression.strip("${} ").partition(".")
     if (kind, key) == ("github", "ref_name"):
         return [f"v{zharness.__version__}"]
     if kind == "inputs":
-        given = load_workflow(name)[True]["workflow_call"]["inputs"][key]
-        return [documented_inputs()[key] if given.get("required") else given["default"]]
+        loaded = load_workflow(name)
+        given = (loaded[True]["workflow_call"] if name in WORKFLOWS else loaded)["inputs"][key]
+        return (
+            [given["default"] or documented_inputs().get(key, "")] if "default" in given else [documented_inputs()[key]]
+        )
     matrices = [job.get("strategy", {}).get("matrix", {}) for job in load_workflow(name)["jobs"].values()]
     return list(next(matrix[key] for matrix in matrices if key in matrix))
 
@@ -83,7 +95,7 @@ def variable_values(name: str, expression: str) -> list[str]:
 def documented_inputs() -> dict[str, str]:
     """Return the inputs that the documented caller passes to compare.yml."""
     text = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (block,) = (block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "compare.yml" in block)
     given: dict[str, str] = yaml.safe_load(block)["jobs"]["zharness"]["with"]
     return given
 
@@ -99,7 +111,7 @@ def tox_environments() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", [*WORKFLOWS, *ACTIONS])
 def test_a_workflow_runs_documented_commands(name: str) -> None:
     unknown = [
         step["run"]
@@ -124,7 +136,7 @@ def test_the_matrix_has_every_engine_on_every_torch_release() -> None:
     assert with_deepspeed == set(line.split(","))
 
 
-@pytest.mark.parametrize("name", ["changed.yml", "compare.yml"])
+@pytest.mark.parametrize("name", [ACTION, "compare.yml"])
 def test_a_record_of_reach_of_another_version_is_not_restored(name: str) -> None:
     prefix = f"zharness-reach-{REACH_VERSION}-${{{{ inputs.engine }}}}-"
     (restored,) = (step["with"] for step in workflow_steps(name) if step.get("id") == "recorded")
@@ -133,10 +145,11 @@ def test_a_record_of_reach_of_another_version_is_not_restored(name: str) -> None
 
 
 def test_a_pull_request_without_a_record_does_not_wait_for_one() -> None:
-    (recording,) = (step for step in workflow_steps("changed.yml") if "--record-reach" in step.get("run", ""))
+    (recording,) = (step for step in workflow_steps(ACTION) if "--record-reach" in step.get("run", ""))
     assert recording["if"] == "github.event_name != 'pull_request'"
-    (notice,) = (step for step in workflow_steps("changed.yml") if "no record yet" in step.get("run", ""))
-    assert notice["if"] == "github.event_name == 'pull_request' && steps.recorded.outputs.cache-matched-key == ''"
+    (notice,) = (step for step in workflow_steps(ACTION) if "no record yet" in step.get("run", ""))
+    without = "inputs.reach == '' && steps.recorded.outputs.cache-matched-key == ''"
+    assert notice["if"] == f"github.event_name == 'pull_request' && {without}"
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -178,14 +191,15 @@ def test_the_site_has_every_minor_and_the_last_five_releases_of_deepspeed() -> N
     assert set(minors) == set(range(min(minors), max(minors) + 1))
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", [*WORKFLOWS, *ACTIONS])
 def test_every_action_is_pinned_to_a_commit(name: str) -> None:
     used = [step["uses"] for step in workflow_steps(name) if "uses" in step]
-    loose = [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)]
+    # What begins with $/ is an action of the workflow's own commit.
+    loose = [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}|\$/\.github/actions/check", action)]
     assert not loose, loose
 
 
-@pytest.mark.parametrize("name", WORKFLOWS)
+@pytest.mark.parametrize("name", [*WORKFLOWS, *ACTIONS])
 def test_no_cache_key_contains_a_requirement(name: str) -> None:
     # A key with a comma is refused, and a requirement such as zharness[deepspeed,test] has one.
     keys = [step["with"].get("key", "") for step in workflow_steps(name) if "actions/cache" in step.get("uses", "")]
@@ -216,7 +230,7 @@ def test_every_reproduction_runs_each_week() -> None:
 
 def test_workflow_linters_pass() -> None:
     # actionlint has its own environment in tox.ini: its package downloads a program when it is built.
-    linters = {"zizmor": ("--offline", "--no-progress"), "actionlint": ()}
+    linters = {"zizmor": ("--offline", "--no-progress", *map(str, ACTIONS.values())), "actionlint": ()}
     scripts = sysconfig.get_path("scripts")
     found = {name: shutil.which(name, path=scripts) or shutil.which(name) for name in linters}
     assert found["zizmor"], f"zizmor is not in {sys.prefix}; install the package's extra 'test'"

@@ -69,9 +69,10 @@ def test_a_step_summary_is_appended_if_the_variable_is_set(tmp_path: Path, monke
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
-    Outputs().write_reports([PASSED, FAILED], 2.5)
+    Outputs().report_run([PASSED, FAILED], 2.5, coverage=["STOPPED after 2 of 9 cells"])
     text = path.read_text()
-    assert text.startswith("before\n## zharness\n\n2 cells in 2.5 s: 1 fail, 1 pass\n")
+    summary = "2 cells in 2.5 s: 1 fail, 1 pass\n\nSTOPPED after 2 of 9 cells\n"
+    assert text.startswith(f"before\n## zharness\n\n{summary}")
     assert "reference 1.0\n\n| law" in text
     assert "| training.grads | fail 1, pass 1" in text
     assert "<details><summary>Cells that did not pass</summary>\n\n```\nFAIL training.grads" in text

@@ -69,7 +69,7 @@ class Outputs:
             render_summary(records, seconds),
         ]
         click.echo("\n\n".join(part for part in parts if part))
-        self.write_reports(records, seconds)
+        self.write_reports(records, seconds, notes=(*coverage, *unmatched_failures))
         return records_exit_code(records) or int(bool(unmatched_failures))
 
     def write_reports(
@@ -78,10 +78,12 @@ class Outputs:
         seconds: float,
         skipped: Sequence[str] = (),
         comparison: RunComparison | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         """Write the requested files: the XML file, the summary of a GitHub workflow's step, and the page.
 
-        ``skipped`` describe lines of a record file that are not records. The page is written last, since it is the
+        ``skipped`` describe lines of a record file that are not records, and ``notes`` what the run covered or left
+        out; the latter go to the summary of the step. The page is written last, since it is the
         largest file: an error in writing the page does not lose the other files.
         """
         if self.junitxml is not None:
@@ -89,6 +91,7 @@ class Outputs:
         step_summary.append_section(
             "zharness",
             render_summary(records, seconds),
+            *notes,
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             self.render_table(records, "github"),
