@@ -179,9 +179,25 @@ def test_a_release_is_published_as_it_was_checked_and_tried_and_by_no_token() ->
     assert not [path.name for path in WORKFLOWS.values() if "secrets." in path.read_text("utf-8")]
 
 
+def test_the_site_has_every_minor_release_of_torch() -> None:
+    environments = load_workflow("site.yml")["jobs"]["torch"]["strategy"]["matrix"]["torch"]
+    assert set(environments) == {
+        name for name in tox_environments() if ENVIRONMENT.fullmatch(name) and "lint" not in name
+    }
+    minors = [int(name.removeprefix("torch2")) for name in environments if name != "torch_newest"]
+    assert minors == list(range(4, max(minors) + 1))
+    assert max(minors) >= Version(pinned_release("torch")).minor
+
+
+def pinned_release(name: str) -> str:
+    """Return the release of a package in constraints.txt."""
+    (found,) = re.findall(rf"^{name}==(.*)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    return str(found)
+
+
 def test_the_site_has_every_minor_and_the_last_five_releases_of_deepspeed() -> None:
     releases = load_workflow("site.yml")["jobs"]["deepspeed"]["strategy"]["matrix"]["release"]
-    (pinned,) = re.findall(r"^deepspeed==(.*)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    pinned = pinned_release("deepspeed")
     assert releases == sorted(releases, key=Version)
     assert releases[-1] == pinned
     assert [Version(release).micro for release in releases[-5:]] == list(
