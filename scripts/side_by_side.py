@@ -66,7 +66,6 @@ RANK_CLASS = re.compile(
 )
 FIRST_IMPORT = re.compile(r"^(?=(?:import|from) (?!__future__))", re.MULTILINE)
 OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=")
-TEST_TIMEOUT = "300"  # seconds of one test, both ways
 EXCEPTIONS = Path(__file__).with_suffix(".toml")
 
 
@@ -109,6 +108,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=0, help="tests of a file; 0 means all (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="draw the tests by this number instead of spreading them evenly")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
+    parser.add_argument("--test-limit", type=int, default=300, help="seconds for one test (default: %(default)s)")
     parser.add_argument("--only-tables", action="store_true", help="run nothing, print the tables")
     options = parser.parse_args()
     options.selection = Selection(options.sample, options.seed)
@@ -165,7 +165,7 @@ def run_file(options: argparse.Namespace, path: str, way: Way) -> FileRun:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(options.test_limit),
             "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or ""),
         }
         return measure_run(path, way, options.selection, options.limit, command, root, environment)
