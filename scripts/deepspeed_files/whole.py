@@ -31,7 +31,7 @@ def choose_rechecks(run: FileRun) -> tuple[str, ...]:
 
 
 def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
-    """Return the table of the files with what the drop-in did, and that of the reasons of the failed tests."""
+    """Return the table of the files with what the drop-in did, and that of the reasons if tests failed."""
     rows = [run for (_, way), run in sorted(runs.items()) if way is Way.DROP_IN]
     counts = [[len({*run.named(verdict)} - {COLLECTION}) for verdict in VERDICTS] for run in rows]
     cells: list[list[Any]] = [
@@ -42,7 +42,8 @@ def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
     total = f"{passed} passed, {skipped} skipped, {failed} failed"
     cells.append(["all", total, passed + skipped + failed, *(sum(round(row[at]) for row in cells) for at in (3, 4))])
     headers = ["file", "drop-in", "tests", "s", "CPU s"]
-    return [tabulate(cells, headers, tablefmt="github", floatfmt=".0f"), render_reasons(runs, reasons)]
+    files = tabulate(cells, headers, tablefmt="github", floatfmt=".0f")
+    return [files, render_reasons(runs, reasons)] if failed else [files]
 
 
 def render_reasons(runs: Runs, reasons: Reasons) -> str:
