@@ -52,13 +52,22 @@ class Table:
     def read_below_two(self) -> list[str]:
         """Return the files of the list of exceptions, as the table has them."""
         file = ROOT / "scripts" / self.exceptions
-        entries = parse_toml(file.read_text(encoding="utf-8"), file.name)[self.below_two]
+        entries = parse_toml(file.read_text(encoding="utf-8"), file.name).get(self.below_two, [])
         return [path.removeprefix(self.folder) for entry in entries for path in entry["paths"]]
 
 
 SUMMARY = r"<summary>the files that start ranks{}</summary>\s+\|"
 TABLES = [
     pytest.param(Table("results.md", SUMMARY.format(""), "deepspeed_tests.toml", folder="unit/"), id="deepspeed"),
+    pytest.param(
+        Table(
+            "results.md",
+            SUMMARY.format(", up to 6 tests drawn by the seed 25"),
+            "deepspeed_tests.toml",
+            "below_two_drawn",
+        ),
+        id="drawn",
+    ),
     pytest.param(
         Table("drop-ins.md", r"\| file \| PyTorch's classes \| drop-in \| same \| ranks \|", "side_by_side.toml"),
         id="pytorch",
