@@ -18,6 +18,7 @@ from deepspeed_files.runs import (
     FOLDER_PREFIX,
     ROOT,
     FileRun,
+    Selection,
     Way,
     measure_run,
 )
@@ -29,12 +30,12 @@ from zharness.world.orphans import adopt_orphans
 EPILOG = """
 Files and folders are relative to --root; a folder stands for its test_*.py, smallest first. Each file runs twice, in
 two pytest processes: as it is, and with its imports swapped. What runs are temporary copies. The file of --jsonl keeps
-the runs, and what it has is not run again, unless --sample differs or --limit is above the one at which a run was
-killed. Both ways run the same --sample tests of a file, spread over those that run on ranks. The CPU seconds are those
-of all processes of a run, and the ratio is theirs, which other work on the machine changes less. --cpu-devices counts
-the CPU as so many devices, so that tests which need accelerators run; --on-cpu replaces CUDA and NCCL by the CPU and
-gloo in the copies. Both act both ways. side_by_side.toml lists the exceptions. The exit status is 1 if another test
-ends differently, if another file gains less than 2 x, or if a run was killed or has no test.
+the runs, and what it has is not run again, unless --sample or --seed differs or --limit is above the one at which a run
+was killed. Both ways run the same --sample tests of a file, spread over those that run on ranks or drawn by --seed. The
+CPU seconds are those of all processes of a run, and the ratio is theirs, which other work on the machine changes less.
+--cpu-devices counts the CPU as so many devices, so that tests which need accelerators run; --on-cpu replaces CUDA and
+NCCL by the CPU and gloo in the copies. Both act both ways. side_by_side.toml lists the exceptions. The exit status is 1
+if another test ends differently, if another file gains less than 2 x, or if a run was killed or has no test.
 
   python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl tensor/test_init.py
   python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl --cpu-devices 4 pipelining
@@ -65,7 +66,6 @@ RANK_CLASS = re.compile(
 )
 FIRST_IMPORT = re.compile(r"^(?=(?:import|from) (?!__future__))", re.MULTILINE)
 OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=")
-TEST_TIMEOUT = "300"  # seconds of one test, both ways
 EXCEPTIONS = Path(__file__).with_suffix(".toml")
 
 
@@ -81,7 +81,7 @@ def main() -> int:
             continue
         for way in (Way.DROP_IN, Way.OWN):
             run = known.get((path, way))
-            if not options.only_tables and (run is None or not run.answers(options.sample, options.limit)):
+            if not options.only_tables and (run is None or not run.answers(options.selection, options.limit)):
                 known[path, way] = run_and_keep(options, path, way)
         if not {(path, Way.OWN), (path, Way.DROP_IN)} <= known.keys():
             rest[path] = "not run both ways yet"
@@ -106,9 +106,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cpu-devices", type=int, default=0, help="count the CPU as so many devices")
     parser.add_argument("--on-cpu", action="store_true", help="replace CUDA and NCCL by the CPU and gloo")
     parser.add_argument("--sample", type=int, default=0, help="tests of a file; 0 means all (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="draw the tests by this number instead of spreading them evenly")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
+    parser.add_argument("--test-limit", type=int, default=300, help="seconds for one test (default: %(default)s)")
     parser.add_argument("--only-tables", action="store_true", help="run nothing, print the tables")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.selection = Selection(options.sample, options.seed)
+    return options
 
 
 def read_runs(file: Path) -> dict[tuple[str, Way], FileRun]:
@@ -161,10 +165,10 @@ def run_file(options: argparse.Namespace, path: str, way: Way) -> FileRun:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(options.test_limit),
             "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or ""),
         }
-        return measure_run(path, way, options.sample, options.limit, command, root, environment)
+        return measure_run(path, way, options.selection, options.limit, command, root, environment)
 
 
 def copy_tests(options: argparse.Namespace, path: str, target: Path, way: Way) -> Path:

@@ -1,10 +1,11 @@
-"""Pytest plugin that selects a sample of the tests, and writes each outcome to a file.
+"""Pytest plugin that selects tests, and writes each outcome to a file.
 
 The outcomes reach the file one by one, so those of a session that is killed are kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -32,18 +33,32 @@ def find_test_name(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep so many tests, spread evenly over the sorted names, as the environment variable says; 0 keeps all.
+    """Keep the tests that the environment variables select.
 
-    Tests on ranks that no marker skips come first, then other tests on ranks, and the rest only in a file without any.
+    Of a sample, tests on ranks that no marker skips come first, then other tests on ranks, and the rest only in a file
+    without any.
     """
-    size = int(os.environ["DEEPSPEED_FILES_SAMPLE"])
+    selection = json.loads(os.environ["DEEPSPEED_FILES_SELECTION"])
+    size, seed, kept = selection["size"], selection["seed"], set(selection["only"])
     on_ranks = [item for item in items if is_on_ranks(item)]
     candidates = [item for item in on_ranks if not is_skipped(item)] or on_ranks or items
     names = sorted({find_test_name(item.nodeid) for item in candidates})
-    if size and len({find_test_name(item.nodeid) for item in items}) > size:
-        kept = {names[index * len(names) // size] for index in range(size)}
+    if not kept and size and len({find_test_name(item.nodeid) for item in items}) > size:
+        kept = set(draw_names(names, size, seed))
+    if kept:
         config.hook.pytest_deselected(items=[item for item in items if find_test_name(item.nodeid) not in kept])
         items[:] = [item for item in items if find_test_name(item.nodeid) in kept]
+
+
+def draw_names(names: list[str], size: int, seed: int | None) -> list[str]:
+    """Return ``size`` of the sorted names, spread evenly, or in an order that the seed decides.
+
+    The larger of two samples with one seed has the tests of the smaller, and a test keeps its place where others are
+    added or removed.
+    """
+    if seed is None:
+        return [names[index * len(names) // size] for index in range(size)]
+    return sorted(names, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())[:size]
 
 
 def is_on_ranks(item: pytest.Item) -> bool:

@@ -41,16 +41,37 @@ class Way(str, Enum):
     OWN = "own"
     DROP_IN = "drop-in"
     STAND_IN = "stand-in"
+    RECHECK = "recheck"  # DeepSpeed's own fixtures, for tests that fail with the drop-in
+
+
+OWN_FIXTURES = (Way.OWN, Way.RECHECK)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tests of a file run: the names ``only``, or ``size`` tests, or all if neither is given.
+
+    The tests are drawn by ``seed``, or spread evenly over the sorted names without one.
+    """
+
+    size: int = 0
+    seed: int | None = None
+    only: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the selection as the plugin of the run reads it."""
+        return json.dumps(vars(self))
 
 
 @dataclass(frozen=True)
 class FileRun:
     """What one pytest process did with one file: verdict and message of each test by name, and the seconds.
 
-    ``sample`` is the number of tests to which the run was limited, or 0, and ``limit`` its time limit in seconds.
-    ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are missing. A file that
-    could not be collected has the one outcome ``COLLECTION``. ``processes`` is the number of processes that DeepSpeed's
-    own fixtures started for ranks, and 0 in the other ways, whose ranks are forked from one server; None is unknown.
+    ``sample`` is the number of tests to which the run was limited, or 0, ``seed`` what drew them, and ``limit`` its
+    time limit in seconds. ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are
+    missing. A file that could not be collected has the one outcome ``COLLECTION``. ``processes`` is the number of
+    processes that DeepSpeed's own fixtures started for ranks, and 0 in the other ways, whose ranks are forked from one
+    server; None is unknown.
     """
 
     path: str
@@ -62,6 +83,7 @@ class FileRun:
     outcomes: dict[str, tuple[str, str]]
     limit: float = 0.0
     processes: int | None = None
+    seed: int | None = None
 
     def to_json(self) -> str:
         """Return the run as one line."""
@@ -82,9 +104,12 @@ class FileRun:
         parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
         return ", ".join(parts or ["no tests"]) + (", killed" if self.status == KILLED else "")
 
-    def answers(self, sample: int, limit: float) -> bool:
-        """Return whether a run of ``sample`` tests within ``limit`` seconds would tell nothing more than this one."""
-        return self.sample == sample and (self.status != KILLED or self.limit >= limit)
+    def answers(self, selection: Selection, limit: float) -> bool:
+        """Return whether a run of ``selection`` within ``limit`` seconds would tell nothing more than this one."""
+        if selection.only:
+            return self.outcomes.keys() >= set(selection.only)
+        same = (self.sample, self.seed) == (selection.size, selection.seed)
+        return same and (self.status != KILLED or self.limit >= limit)
 
     def named(self, verdict: str) -> list[str]:
         """Return the names of the tests with this verdict."""
@@ -116,7 +141,7 @@ def build_operators(operators: Path) -> None:
     subprocess.run([sys.executable, "-c", build], env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
-def run_file(source: Path, path: str, way: Way, sample: int, limit: float, operators: Path) -> FileRun:
+def run_file(source: Path, path: str, way: Way, selection: Selection, limit: float, operators: Path) -> FileRun:
     """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds.
 
     multiprocessing's fork server, which starts the ranks of DeepSpeed's own fixtures, is waited for by nobody, so this
@@ -127,11 +152,17 @@ def run_file(source: Path, path: str, way: Way, sample: int, limit: float, opera
         tests = Path(folder) / "tests"
         prepare_tests(source, tests, way)
         command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *list_options(way), path]
-        return measure_run(path, way, sample, limit, command, tests, build_environment(tests, way, operators))
+        return measure_run(path, way, selection, limit, command, tests, build_environment(tests, way, operators))
 
 
 def measure_run(
-    path: str, way: Way, sample: int, limit: float, command: list[str], tests: Path, environment: Mapping[str, str]
+    path: str,
+    way: Way,
+    selection: Selection,
+    limit: float,
+    command: list[str],
+    tests: Path,
+    environment: Mapping[str, str],
 ) -> FileRun:
     """Run pytest's ``command`` on one file in the folder ``tests``, and kill it after ``limit`` seconds.
 
@@ -143,7 +174,7 @@ def measure_run(
     variables = {
         **environment,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "DEEPSPEED_FILES_SAMPLE": str(sample),
+        "DEEPSPEED_FILES_SELECTION": selection.to_json(),
         "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
         "DEEPSPEED_FILES_IMPORTS": str(imports),
     }
@@ -158,7 +189,8 @@ def measure_run(
         print((folder / "log").read_text()[-1500:], file=sys.stderr)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     found, processes = read_outcomes(outcomes), count_rank_processes(imports)
-    return FileRun(path, way, sample, round(seconds, 1), round(cpu, 1), status, found, limit, processes)
+    size, seed = selection.size, selection.seed
+    return FileRun(path, way, size, round(seconds, 1), round(cpu, 1), status, found, limit, processes, seed)
 
 
 def count_rank_processes(imports: Path) -> int:
@@ -174,7 +206,7 @@ def prepare_tests(source: Path, target: Path, way: Way) -> None:
     """
     shutil.copytree(source, target)
     common = target / "unit/common.py"
-    common.write_text(common.read_text() + COUNT_PROCESS if way is Way.OWN else COMMON)
+    common.write_text(common.read_text() + COUNT_PROCESS if way in OWN_FIXTURES else COMMON)
     for file in (target / "unit").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         if "device_ids=" in text:
@@ -183,7 +215,7 @@ def prepare_tests(source: Path, target: Path, way: Way) -> None:
 
 def list_options(way: Way) -> list[str]:
     """Return the options of pytest for this way. The drop-in runs as it does without options, on new ranks."""
-    if way is Way.OWN:
+    if way in OWN_FIXTURES:
         return []
     plugin = ["-p", "zharness.plugin"]
     return plugin if way is Way.DROP_IN else [*plugin, "--isolation", "pooled", "-p", STAND_IN]
@@ -191,7 +223,7 @@ def list_options(way: Way) -> list[str]:
 
 def build_environment(tests: Path, way: Way, operators: Path) -> dict[str, str]:
     """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
-    own = {"LOCAL_SIZE": "8"} if way is Way.OWN else {}
+    own = {"LOCAL_SIZE": "8"} if way in OWN_FIXTURES else {}
     return {
         **os.environ,
         **own,

@@ -1,4 +1,4 @@
-"""Run commands under torchrun: with one agent, two on one machine, or two in separate network namespaces."""
+"""Run commands with a time limit, and under torchrun: one agent, two on one machine, or two in network namespaces."""
 
 from __future__ import annotations
 
@@ -109,20 +109,31 @@ def run_in_new_python(
     prefixes: Sequence[Sequence[str]] = ((),),
 ) -> LaunchResult:
     """Run each agent as a new Python process behind its command prefix; the agents start new processes as ranks."""
+    commands = [[*prefix, sys.executable, *RUN, *agent] for agent, prefix in zip(agents, prefixes, strict=True)]
+    return run_commands([(command, launch_environment(environment)) for command in commands], cwd)
+
+
+def run_commands(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], cwd: Path, limit: float = LIMIT
+) -> LaunchResult:
+    """Run commands with their environments at once, and kill every process that they leave.
+
+    Raises subprocess.TimeoutExpired if one does not end within ``limit`` seconds.
+    """
     token = uuid.uuid4().hex
     try:
         processes = [
             subprocess.Popen(
-                [*prefix, sys.executable, *RUN, *agent],
+                command,
                 cwd=cwd,
-                env={**launch_environment(environment), MARK: token},
+                env={**environment, MARK: token},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for agent, prefix in zip(agents, prefixes, strict=True)
+            for command, environment in commands
         ]
-        outputs = tuple(process.communicate(timeout=LIMIT)[0] for process in processes)
+        outputs = tuple(process.communicate(timeout=limit)[0] for process in processes)
         leftovers = tuple(line for pid in find_marked_processes(token) if (line := describe_if_alive(pid)))
         return LaunchResult(tuple(process.returncode for process in processes), outputs, leftovers)
     finally:

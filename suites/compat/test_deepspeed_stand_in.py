@@ -251,6 +251,6 @@ def test_the_reference_engine_trains_in_place_of_deepspeed(tmp_path: Path) -> No
 
 def test_the_stand_in_refuses_to_replace_an_imported_deepspeed() -> None:
     source = f"import sys, types; sys.modules['deepspeed'] = types.ModuleType('deepspeed'); import {PLUGIN}"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "deepspeed is imported already" in done.stderr

@@ -34,6 +34,16 @@ def loaded(saved_by_4, class_tmpdir):
     return Path(class_tmpdir, "rank3of4").read_text()
 
 
+@pytest.fixture
+def called(request):
+    saved_by_3()(request)
+
+
+@pytest.fixture
+def behind_a_call(called, tmpdir):
+    return files_in(tmpdir)
+
+
 @pytest.mark.parametrize("number", [7, 8])
 class TestDirectories(DistributedTest):
     world_size = 2
@@ -46,6 +56,9 @@ class TestDirectories(DistributedTest):
 
     def test_of_a_fixture_behind_a_fixture(self, loaded, number):
         assert loaded == str(number)
+
+    def test_of_a_fixture_that_calls_the_class(self, behind_a_call, number):
+        assert behind_a_call == [f"rank{rank}of3" for rank in range(3)]
 
     def test_of_two_fixtures(self, saved_by_4, saved_by_3, tmp_path, number):
         assert len(files_in(tmp_path)) == 7
@@ -92,6 +105,11 @@ class fine(DistributedFixture):
         print("three of us" if dist.get_rank() == 0 else "")
 
 
+@pytest.fixture
+def calls_fine(request):
+    fine()(request)
+
+
 class TestFixtures(DistributedTest):
     def test_of_a_broken_one(self, broken):
         print("the body ran")
@@ -116,6 +134,9 @@ class TestFixtures(DistributedTest):
 
     def test_that_asks_too_late(self, request):
         request.getfixturevalue("fine")
+
+    def test_that_asks_too_late_for_a_call(self, request):
+        request.getfixturevalue("calls_fine")
 
     def test_that_calls_the_class(self, request):
         fine()(request)
@@ -147,7 +168,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
 
 def test_directories_are_shared_by_ranks_tests_and_fixtures(session: SessionRun) -> None:
     found = session.verdicts("TestDirectories") | session.verdicts("TestOtherClass")
-    assert len(found) == 11
+    assert len(found) == 13
     assert set(found.values()) == {"passed"}
 
 
@@ -176,7 +197,14 @@ def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun)
     ("name", "message"),
     [
         ("TestFixtures::test_that_asks_too_late", "must request it as a parameter; got request.getfixturevalue"),
-        ("TestFixtures::test_that_calls_the_class", "a test that needs the fixture takes a parameter named fine"),
+        (
+            "TestFixtures::test_that_asks_too_late_for_a_call",
+            "takes a parameter named fine, or that of a fixture which",
+        ),
+        (
+            "TestFixtures::test_that_calls_the_class",
+            "takes a parameter named fine, or that of a fixture which calls fine",
+        ),
         ("test_outside_of_ranks", "this test runs in pytest's own process"),
     ],
 )

@@ -61,3 +61,46 @@ def test_a_page_without_the_tables_is_refused(modules: Any, tmp_path: Path) -> N
     (tmp_path / "page.md").write_text("no table", encoding="utf-8")
     with pytest.raises(ValueError, match="the page needs each of these tables once: the files that start ranks"):
         modules("page").read_tables(tmp_path / "page.md")
+
+
+def test_a_seed_draws_the_same_tests_and_more_of_them(modules: Any) -> None:
+    draw_names = modules("recording").draw_names
+    names = [f"test_it[{number:02}]" for number in range(50)]
+    drawn = draw_names(names, 6, 25)
+    assert draw_names(names, 12, 25)[:6] == drawn
+    assert draw_names([name for name in names if name not in drawn[:2]], 4, 25) == drawn[2:]
+    assert draw_names(names, 6, 26) != drawn
+    assert draw_names(names, 5, None) == names[::10]
+
+
+def test_a_run_with_another_seed_is_no_answer(modules: Any) -> None:
+    runs = modules("runs")
+    run = next(iter(both_ways(runs, "unit/a.py", 4, 9.0, ("passed", "")).values()))
+    assert run.answers(runs.Selection(1), 600)
+    assert not run.answers(runs.Selection(1, seed=25), 600)
+    assert run.answers(runs.Selection(only=("test_it",)), 600)
+    assert not run.answers(runs.Selection(only=("test_other",)), 600)
+
+
+def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixtures(modules: Any) -> None:
+    runs, whole = modules("runs"), modules("whole")
+    outcomes = {
+        "test_a[1]": ("failed", "rank 1: no device 3"),
+        "test_a[2]": ("failed", "rank 0: no device 4"),
+        "test_b": ("failed", "rank 0: planted"),
+        "test_c": ("passed", ""),
+    }
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
+    assert whole.choose_rechecks(swapped) == ("test_a[1]", "test_b")
+    own = {"test_a[1]": ("failed", "no device"), "test_b": ("passed", "")}
+    recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, own)
+    both = {(run.path, run.way): run for run in (swapped, recheck)}
+    reasons = [{"message": "no device", "kind": "machine", "reason": "asks for a device"}]
+    files, failures = whole.render_whole(both, reasons)
+    assert "1 passed, 0 skipped, 3 failed" in files
+    assert "asks for a device |       1 |       2 | 1 of 1 fail" in failures
+    assert list(whole.find_unsorted(both, reasons)) == ["unit/a.py::test_b fails with the drop-in: rank 0: planted"]
+    reasons.append({"message": "planted", "kind": "deepspeed", "reason": "planted"})
+    assert list(whole.find_unsorted(both, reasons)) == [
+        "unit/a.py::test_b: passed with its own fixtures, failed with the drop-in"
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -14,6 +13,7 @@ import pytest
 from torch.distributed import tensor
 from torch.distributed.tensor import parallel
 
+from suites.attached.launches import run_commands
 from suites.warm import programs
 from zharness import engines
 from zharness.cell import Cell
@@ -112,21 +112,20 @@ def test_a_test_in_the_style_of_pytorch_fails_before_and_passes_after_the_fault_
     assert f"class LawTest({base}):" in text
     assert not re.search(r"^\s*(from|import) zharness", text, re.MULTILINE)
 
-    def start(folder: Path) -> subprocess.Popen[str]:
+    def prepare(folder: Path) -> tuple[list[str], dict[str, str]]:
         (folder / "test_law.py").write_text(text)
         variables = {"PYTHONPATH": str(folder), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "900"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_law.py"]
-        environment = {**os.environ, **variables}
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "test_law.py")]
+        return command, {**os.environ, **variables}
 
     broken, mended = tmp_path / "broken", tmp_path / "mended"
     for folder in (broken, mended):
         folder.mkdir()
     (broken / "sitecustomize.py").write_text(dedent(fault))
-    outputs = [process.communicate()[0] for process in (start(broken), start(mended))]
+    outputs = run_commands([prepare(broken), prepare(mended)], tmp_path, limit=1000).outputs
     assert "plain PyTorch gives" in outputs[0], outputs[0]
-    assert "1 failed" in outputs[0].splitlines()[-1]
-    assert "1 passed" in outputs[1].splitlines()[-1], outputs[1]
+    assert re.search("^1 failed in ", outputs[0], re.MULTILINE), outputs[0]
+    assert re.search("^1 passed in ", outputs[1], re.MULTILINE), outputs[1]
 
 
 @pytest.mark.parametrize(

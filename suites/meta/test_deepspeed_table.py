@@ -1,15 +1,15 @@
-"""The table of DeepSpeed's files adds up, and every file that gains less than 2 x has its reason."""
+"""The tables of DeepSpeed's and PyTorch's files add up, and every file that gains less than 2 x has its reason."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import pytest
 
 from suites.meta.documents import ROOT
 from zharness.toml_text import parse_toml
 
-EXCEPTIONS = ROOT / "scripts" / "deepspeed_tests.toml"
 CELLS = re.compile(r"(?P<equal>\d+) of (?P<tests>\d+) +\| +(?P<ranks>\d*) +\| .*\| +(?P<ratio>[\d.]+) x")
 
 
@@ -24,33 +24,73 @@ class TableRow:
     ratio: float
 
 
-def read_rows() -> Iterator[TableRow]:
-    """Yield the rows of the files that start ranks, and the last row, whose path is ``all``."""
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"<summary>the files that start ranks</summary>(.*?)</details>", text, re.DOTALL)
-    for path, rest in re.findall(r"^\| `?([\w/.]+)`? +\|(.*)$", table, re.MULTILINE):
-        if found := CELLS.search(rest):
-            ranks = int(found["ranks"]) if found["ranks"] else None
-            yield TableRow(path, int(found["equal"]), int(found["tests"]), ranks, float(found["ratio"]))
+@dataclass(frozen=True)
+class Table:
+    """A table of the files that start ranks: its page, a pattern for it, and the list of the files below 2 x."""
+
+    page: str
+    pattern: str
+    exceptions: str
+    below_two: str = "below_two"
+    folder: str = ""
+
+    def read_text(self) -> str:
+        """Return the text of the table."""
+        page = (ROOT / "docs" / self.page).read_text(encoding="utf-8")
+        (text,) = re.findall(self.pattern + r".*?(?=\n\n)", page, re.DOTALL)
+        return str(text)
+
+    def read_rows(self) -> list[TableRow]:
+        """Return the rows of the files, and the last row, whose path is ``all``."""
+        rows = []
+        for path, rest in re.findall(r"^\| `?([\w/.]+)`? +\|(.*)$", self.read_text(), re.MULTILINE):
+            if found := CELLS.search(rest):
+                ranks = int(found["ranks"]) if found["ranks"] else None
+                rows.append(TableRow(path, int(found["equal"]), int(found["tests"]), ranks, float(found["ratio"])))
+        return rows
+
+    def read_below_two(self) -> list[str]:
+        """Return the files of the list of exceptions, as the table has them."""
+        file = ROOT / "scripts" / self.exceptions
+        entries = parse_toml(file.read_text(encoding="utf-8"), file.name).get(self.below_two, [])
+        return [path.removeprefix(self.folder) for entry in entries for path in entry["paths"]]
 
 
-def test_every_file_below_2_x_has_its_reason() -> None:
-    *rows, _ = read_rows()
-    slower = {f"unit/{row.path}" for row in rows if row.ratio < 2}
-    entries = parse_toml(EXCEPTIONS.read_text(encoding="utf-8"), EXCEPTIONS.name)["below_two"]
-    listed = [path for entry in entries for path in entry["paths"]]
-    assert sorted(listed) == sorted(slower)
+SUMMARY = r"<summary>the files that start ranks{}</summary>\s+\|"
+TABLES = [
+    pytest.param(Table("results.md", SUMMARY.format(""), "deepspeed_tests.toml", folder="unit/"), id="deepspeed"),
+    pytest.param(
+        Table(
+            "results.md",
+            SUMMARY.format(", up to 6 tests drawn by the seed 25"),
+            "deepspeed_tests.toml",
+            "below_two_drawn",
+        ),
+        id="drawn",
+    ),
+    pytest.param(
+        Table("drop-ins.md", r"\| file \| PyTorch's classes \| drop-in \| same \| ranks \|", "side_by_side.toml"),
+        id="pytorch",
+    ),
+]
 
 
-def test_the_last_row_is_the_sum() -> None:
-    *rows, last = read_rows()
+@pytest.mark.parametrize("table", TABLES)
+def test_every_file_below_2_x_has_its_reason(table: Table) -> None:
+    *rows, _ = table.read_rows()
+    assert sorted(table.read_below_two()) == sorted(row.path for row in rows if row.ratio < 2)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_the_last_row_is_the_sum(table: Table) -> None:
+    *rows, last = table.read_rows()
     assert last.path == "all"
     assert (last.equal, last.tests) == (sum(row.equal for row in rows), sum(row.tests for row in rows))
     assert last.ranks == sum(row.ranks or 0 for row in rows)
 
 
-def test_the_last_row_counts_the_files_of_2_x() -> None:
-    *rows, _ = read_rows()
+@pytest.mark.parametrize("table", TABLES)
+def test_the_last_row_counts_the_files_of_2_x(table: Table) -> None:
+    *rows, _ = table.read_rows()
     reached = sum(row.ratio >= 2 for row in rows)
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert f"2 x or more: {reached} of {len(rows)} files" in text
+    assert f"2 x or more: {reached} of {len(rows)} files" in table.read_text()

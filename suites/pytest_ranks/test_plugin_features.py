@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from suites.attached.launches import run_commands
 from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, WITHOUT_RANKS, run_beside, start_beside
 
 # How a coroutine ends; the name of the marker of its plugin is left open.
@@ -212,10 +212,7 @@ def test_under_mpiexec_tests_on_ranks_are_refused_at_start(tmp_path: Path) -> No
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
     def run(*options: str) -> str:
-        done = subprocess.run(
-            [*command, *options, "test_it.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        return done.stdout + done.stderr
+        return run_commands([([*command, *options, "test_it.py"], environment)], tmp_path).output
 
     refused = run()
     assert "test_on_ranks[w2] runs on ranks, which each of the 2 processes of mpiexec would start for itself" in refused

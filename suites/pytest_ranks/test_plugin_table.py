@@ -17,6 +17,12 @@ from suites.pytest_ranks.beside_plugins import WITHOUT_RANKS, run_beside
 LIFE = """
 import threading
 
+def hang():
+    assert dist.is_initialized()
+    if dist.get_rank() == 1:
+        threading.Event().wait()
+    dist.barrier()
+
 @pytest.fixture
 def broken_setup():
     raise OSError("planted")
@@ -25,6 +31,19 @@ def broken_setup():
 def broken_teardown():
     yield
     raise OSError("planted")
+
+@pytest.fixture
+def skipping_setup():
+    pytest.skip("planted")
+
+@pytest.fixture
+def hanging_setup():
+    hang()
+
+@pytest.fixture
+def hanging_teardown():
+    yield
+    hang()
 
 @ranks
 def test_passes():
@@ -47,10 +66,7 @@ def test_fails_as_expected():
 @ranks
 @pytest.mark.rank_timeout(3)
 def test_hangs():
-    assert dist.is_initialized()
-    if dist.get_rank() == 1:
-        threading.Event().wait()
-    dist.barrier()
+    hang()
 
 @ranks
 def test_fails_in_setup(broken_setup):
@@ -58,6 +74,20 @@ def test_fails_in_setup(broken_setup):
 
 @ranks
 def test_fails_in_teardown(broken_teardown):
+    pass
+
+@ranks
+def test_skips_in_setup(skipping_setup):
+    pass
+
+@ranks
+@pytest.mark.rank_timeout(3)
+def test_hangs_in_setup(hanging_setup):
+    pass
+
+@ranks
+@pytest.mark.rank_timeout(3)
+def test_hangs_in_teardown(hanging_teardown):
     pass
 
 def test_without_ranks():
@@ -249,7 +279,7 @@ def test_vs_code_is_sent_one_result_of_each_test(tmp_path: Path, monkeypatch: py
     beside = run_beside(tmp_path, LIFE, plugins=("vscode_pytest",))
     beside.assert_same_verdicts()
     expected = read_sent_results(tmp_path / WITHOUT_RANKS)
-    assert len(expected) == 9
+    assert len(expected) == 12
     for mode in beside.on_ranks:
         assert read_sent_results(tmp_path / mode) == expected, mode
 

@@ -9,8 +9,8 @@ fixture that runs on ranks of its own before the ranks of the test start; a test
 The classes differ from DeepSpeed's in six ways. Fixtures are set up in every rank. A list of world sizes produces one
 test for each world size, whose ids name it; a single world size leaves the ids as they are. A test whose world size
 exceeds the CPU accelerator's device count runs instead of being skipped. A hang ends the test, not the session.
-``non_daemonic_procs`` has no effect, because ranks may always start processes. A DistributedFixture can only be
-requested by name; calling it raises UsageError.
+``non_daemonic_procs`` has no effect, because ranks may always start processes. A DistributedFixture is requested by
+name, or called in the function of a fixture; any other call raises UsageError.
 
 Collectives are not compared across the ranks, unless a test has the marker ``collectives("checked")``.
 
@@ -28,7 +28,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import pytest
 
@@ -191,10 +191,10 @@ def class_markers(cls: type[DistributedTest]) -> dict[str, pytest.MarkDecorator]
 class DistributedFixture(DistributedExec):
     """Base class of fixtures that call ``run`` on ``world_size`` ranks of their own before the test.
 
-    A test requests the fixture by the name of the class, and ``run`` is called once for each such test. The parameters
-    of ``run`` are the names of other fixtures. The return value of ``run`` is ignored: ``run`` passes data to the test
-    as files in ``tmpdir`` or ``class_tmpdir``. A class whose ``world_size`` is None defines no fixture; it serves as a
-    base class.
+    A test requests the fixture by the name of the class, or a fixture that calls the class, and ``run`` is called once
+    for each such test. The parameters of ``run`` are the names of other fixtures. The return value of ``run`` is
+    ignored: ``run`` passes data to the test as files in ``tmpdir`` or ``class_tmpdir``. A class whose ``world_size`` is
+    None defines no fixture; it serves as a base class.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -210,7 +210,8 @@ class DistributedFixture(DistributedExec):
         remote = remote_fixtures.RemoteFixture(cls.__name__, cls.world_size, group, cls.exec_timeout)
         # pytest finds fixtures among the attributes of a module, where the class itself already has its own name.
         module = sys.modules[cls.__module__]
-        setattr(module, f"fixture_{cls.__name__}", remote_fixtures.define_remote_fixture(cls._rank_function(), remote))
+        fixture = remote_fixtures.define_remote_fixture(cls._rank_function(), remote, cls)
+        setattr(module, f"fixture_{cls.__name__}", fixture)
 
     @classmethod
     def _rank_function(cls) -> Any:
@@ -232,9 +233,14 @@ class DistributedFixture(DistributedExec):
             f"{type(self).__name__} has no method run, which every DistributedFixture has to define"
         )
 
-    def __call__(self, request: pytest.FixtureRequest) -> NoReturn:
-        """Raise UsageError, because a rank cannot start ranks. The test has to request the fixture by name instead."""
-        raise UsageError(
-            f"got a call of the DistributedFixture {type(self).__name__}; a test that needs the fixture takes "
-            f"a parameter named {type(self).__name__}, and the fixture runs before the test's own ranks start"
-        )
+    def __call__(self, request: pytest.FixtureRequest) -> None:
+        """Do nothing in a fixture of a test, before which ``run`` was called; raise UsageError anywhere else.
+
+        A rank cannot start ranks, so ``run`` is called in advance for a call that can be found in advance.
+        """
+        name = type(self).__name__
+        if not remote_fixtures.is_set_up(type(self), request):
+            raise UsageError(
+                f"got a call of the DistributedFixture {name}, which runs before the test's own ranks start; a test "
+                f"that needs the fixture takes a parameter named {name}, or that of a fixture which calls {name}"
+            )

@@ -7,6 +7,9 @@ test, with its parameters and marks, on as many ranks as the fixture needs. Ther
 that it needs and autouse fixtures are set up, and the test's body is not run. On the test's own ranks the remote
 fixture does nothing. To pass data to the test, the remote fixture writes files into a directory that both groups of
 ranks share.
+
+A fixture of a test may also call the class of a remote fixture. The controller cannot see a call before it happens, so
+the remote fixture is set up if the function of that fixture uses the class by its global name.
 """
 
 from __future__ import annotations
@@ -52,12 +55,14 @@ class RemoteFixture:
 
 
 _remote_fixtures: dict[Callable[..., Any], RemoteFixture] = {}  # by the function that is registered with pytest
+_remote_classes: dict[type, RemoteFixture] = {}
 
 
-def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture) -> Any:
+def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture, owner: type) -> Any:
     """Return a pytest fixture with the value None that calls ``function`` on ranks of its own.
 
-    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``.
+    The parameters of ``function`` have the names of fixtures, whose values are passed to ``function``. A fixture of the
+    test may call the class ``owner`` in its place.
     """
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
@@ -70,7 +75,7 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
         running = request.node.stash.get(RUNNING_FIXTURE, "")
         if running == remote.name:
             function(**fixture_values)
-        elif not running and remote.name not in request.node.fixturenames:
+        elif not running and remote not in find_remote_fixtures(request.node):
             raise UsageError(
                 f"the fixture {remote.name} runs before its test, on {remote.world_size} ranks of its own, so a test "
                 "must request it as a parameter; got request.getfixturevalue"
@@ -88,18 +93,23 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
     fixture_function.__signature__ = inspect.Signature([request, *parameters])  # type: ignore[attr-defined]
     fixture_function.__name__ = fixture_function.__qualname__ = remote.name
     fixture_function.__doc__ = function.__doc__
-    _remote_fixtures[fixture_function] = remote
+    _remote_fixtures[fixture_function] = _remote_classes[owner] = remote
     return pytest.fixture(name=remote.name)(fixture_function)
 
 
+def is_set_up(owner: type, request: pytest.FixtureRequest) -> bool:
+    """Return whether the remote fixture of the class ``owner`` has run before the test of ``request``."""
+    return _remote_classes.get(owner) in find_remote_fixtures(request.node)
+
+
 def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
-    """Return the remote fixtures that a test requests, each after the remote fixtures that it needs."""
+    """Return the remote fixtures that a test requests or calls, each after the remote fixtures that it needs."""
     if not _remote_fixtures:
         return []
     remotes: dict[str, RemoteFixture | None] = {}
     for name in getattr(item, "fixturenames", ()):
         _collect_remote_fixtures(item, name, remotes)
-    return [remote for remote in remotes.values() if remote is not None]
+    return list(dict.fromkeys(remote for remote in remotes.values() if remote is not None))
 
 
 def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None]) -> None:
@@ -112,7 +122,19 @@ def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, Re
     for needed in definitions[-1].argnames:
         if needed != name:
             _collect_remote_fixtures(item, needed, remotes)
+    for called in _find_called_fixtures(definitions[-1].func):
+        remotes.setdefault(called.name, called)
     remotes[name] = _remote_fixtures.get(definitions[-1].func)
+
+
+def _find_called_fixtures(function: Callable[..., Any]) -> Iterator[RemoteFixture]:
+    """Yield the remote fixtures whose classes the function uses by their global names."""
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    for name in code.co_names if code is not None else ():
+        value = function.__globals__.get(name)
+        if isinstance(value, type) and value in _remote_classes:
+            yield _remote_classes[value]
 
 
 @contextmanager
@@ -130,7 +152,7 @@ def limit_to_fixture(item: pytest.Item, fixture_name: str) -> Iterator[None]:
     names: list[str] = item.fixturenames  # type: ignore[attr-defined]
     original_names, option = list(names), item.config.option
     original_setuponly, option.setuponly = option.setuponly, True
-    names[:] = [name for name in names if name in needed]
+    names[:] = [*(name for name in names if name in needed and name != fixture_name), fixture_name]
     try:
         yield
     finally:

@@ -1,0 +1,82 @@
+"""Sort the tests that fail with the drop-in, where it ran alone, and render the runs as tables.
+
+A reason has ``message``, a regular expression, a ``reason``, and a ``kind``: ``machine`` for what this machine lacks,
+``deepspeed`` for a fault of DeepSpeed or of its test, ``drop-in`` for a fault of the drop-in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from deepspeed_files.runs import COLLECTION, FileRun, Way
+from deepspeed_files.tables import Runs, format_path
+
+NOT_SORTED = {"kind": "unexpected", "reason": "not sorted yet"}
+VERDICTS = ("passed", "skipped", "failed")
+_NUMBERS = re.compile(r"\d+")
+Reasons = Sequence[Mapping[str, str]]
+
+
+def choose_rechecks(run: FileRun) -> tuple[str, ...]:
+    """Return the first failed test of each message, numbers in it apart."""
+    first: dict[str, str] = {}
+    for name in sorted(run.named("failed")):
+        first.setdefault(_NUMBERS.sub("", run.outcomes[name][1]), name)
+    return tuple(first.values())
+
+
+def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
+    """Return the table of the files with what the drop-in did, and that of the reasons if tests failed."""
+    rows = [run for (_, way), run in sorted(runs.items()) if way is Way.DROP_IN]
+    counts = [[len({*run.named(verdict)} - {COLLECTION}) for verdict in VERDICTS] for run in rows]
+    cells: list[list[Any]] = [
+        [format_path(run.path), run.describe(), sum(found), run.seconds, run.cpu_seconds]
+        for run, found in zip(rows, counts, strict=True)
+    ]
+    passed, skipped, failed = (sum(column) for column in zip(*counts, strict=True))
+    total = f"{passed} passed, {skipped} skipped, {failed} failed"
+    cells.append(["all", total, passed + skipped + failed, *(sum(round(row[at]) for row in cells) for at in (3, 4))])
+    headers = ["file", "drop-in", "tests", "s", "CPU s"]
+    files = tabulate(cells, headers, tablefmt="github", floatfmt=".0f")
+    return [files, render_reasons(runs, reasons)] if failed else [files]
+
+
+def render_reasons(runs: Runs, reasons: Reasons) -> str:
+    """Return the table of the reasons, and how many of the tests fail that ran with DeepSpeed's own fixtures too."""
+    rows: dict[tuple[str, str], list[tuple[FileRun, str]]] = defaultdict(list)
+    for (_, way), run in sorted(runs.items()):
+        for name in run.named("failed") if way is Way.DROP_IN else ():
+            found = find_entry(run, name, reasons)
+            rows[found["kind"], found["reason"]].append((run, name))
+    cells = []
+    for (kind, reason), tests in sorted(rows.items()):
+        checked = [verdict for run, name in tests if (verdict := get_recheck(runs, run.path, name))]
+        own = f"{checked.count('failed')} of {len(checked)} fail"
+        cells.append([kind, reason, len({run.path for run, _ in tests}), len(tests), own])
+    return tabulate(cells, ["kind", "reason", "files", "tests", "own fixtures"], tablefmt="github")
+
+
+def find_unsorted(runs: Runs, reasons: Reasons) -> Iterator[str]:
+    """Describe the tests that fail with the drop-in for no listed reason, or that end otherwise without it."""
+    for (path, way), run in sorted(runs.items()):
+        for name in run.named("failed") if way is Way.DROP_IN else ():
+            if find_entry(run, name, reasons) is NOT_SORTED:
+                yield f"{path}::{name} fails with the drop-in: {run.outcomes[name][1]}"
+            elif (own := get_recheck(runs, path, name)) not in {"failed", None}:
+                yield f"{path}::{name}: {own} with its own fixtures, failed with the drop-in"
+
+
+def find_entry(run: FileRun, name: str, reasons: Reasons) -> Mapping[str, str]:
+    """Return the first reason whose pattern is in the message of the test."""
+    return next((entry for entry in reasons if re.search(entry["message"], run.outcomes[name][1])), NOT_SORTED)
+
+
+def get_recheck(runs: Runs, path: str, name: str) -> str | None:
+    """Return the verdict of the test with DeepSpeed's own fixtures, or None if it did not run so."""
+    run = runs.get((path, Way.RECHECK))
+    return run.outcomes[name][0] if run and name in run.outcomes else None
