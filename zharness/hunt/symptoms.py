@@ -84,7 +84,7 @@ SYMPTOMS = (
     ),
     Symptom("deepspeed", "bypass-old-gradient", OLD_GRADIENT_HINT, (3,), frozenset({LayerKind.SOMETIMES})),
     Symptom("deepspeed", "bypass-old-gradient", OLD_GRADIENT_ADDED_HINT, (3,), frozenset({LayerKind.SOMETIMES})),
-    Symptom("deepspeed", "8245", "'NoneType' object has no attribute 'view'", (1, 2), FAILED_BACKWARD),
+    Symptom("deepspeed", "8245-engine", "'NoneType' object has no attribute 'view'", (2,), FAILED_BACKWARD),
     Symptom("deepspeed", "leaf-module-inputs", "must match the size of tensor b", (3,), options=LEAF),
     Symptom("deepspeed", "leaf-module-inputs", "doesn't match the broadcast shape", (3,), options=LEAF),
     Symptom("deepspeed", "8026-autograd", "x the right value", SHARDED, INPUT_GRAD),
