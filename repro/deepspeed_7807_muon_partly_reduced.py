@@ -4,7 +4,7 @@ id: 7807
 engine: deepspeed
 symptom: silent: with reduce_scatter, ranks that share a matrix update it by different, wrong matrices
 reported: https://github.com/deepspeedai/DeepSpeed/issues/7807
-affects: ==0.19.1
+affects: >=0.19.0,<=0.19.1
 fixed: 0.19.5
 broken: 0.19.1
 ranks: 2
@@ -17,7 +17,8 @@ Run it with nothing but torch and deepspeed installed:
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_7807_muon_partly_reduced.py
 
 A rank gets the mean of its own part of a gradient, and orthogonalizes the whole matrix. In the other parts is the
-gradient of this rank alone, divided by the number of ranks.
+gradient of this rank alone, divided by the number of ranks. On 0.18.0, whose muon_update() has no ns_method, the
+law shows it.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

@@ -4,7 +4,7 @@ id: 8628
 engine: deepspeed
 symptom: ZeRO-3 with Muon and matrices of two shapes: ProcessGroupGloo::allgather: invalid tensor size
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8628
-affects: >=0.19.1,<=0.19.7
+affects: >=0.19.0,<=0.19.7
 fixed: 0.19.8
 broken: 0.19.5
 ranks: 2

@@ -77,6 +77,15 @@ def is_planted(program: Program) -> bool:
     return "overlap_comm" in program.options and program.window == 2 and has_layer and has_step
 
 
+def test_an_option_that_some_laws_alone_are_judged_with_is_not_drawn() -> None:
+    space = make_space("deepspeed", (1,))
+    options = space.claims_at[1].engine_options
+    restricted = {name for name, option in options.items() if option.laws}
+    assert "json_scheduler" in restricted
+    assert not restricted & set(space.list_options(1))
+    assert set(space.list_options(1)) == {n for n, option in options.items() if not option.absent} - restricted
+
+
 def test_draws_repeat_and_cover_every_pair_first() -> None:
     space = make_space()
     first, again = (list(islice(iter_draws(space, 3, PairCoverage(space.list_claimed_pairs())), 60)) for _ in range(2))

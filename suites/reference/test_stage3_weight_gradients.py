@@ -27,13 +27,14 @@ def everyones(x: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def exact_pair(reduction: str = "sum") -> tuple[Engine, nn.Module, Tensor]:
+def exact_pair(reduction: str = "sum", accumulation_steps: int = 1) -> tuple[Engine, nn.Module, Tensor]:
     """Make an engine and its plain model with weights and inputs of -1, 0 and 1, so that all sums are exact."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     for p in plain.parameters():
         torch.randint(-1, 2, p.shape, out=p.data)
-    engine, *_ = initialize(model=copy.deepcopy(plain), config={**CONFIG, "gradient_allreduce_op": reduction})
+    options = {"gradient_allreduce_op": reduction, "gradient_accumulation_steps": accumulation_steps}
+    engine, *_ = initialize(model=copy.deepcopy(plain), config={**CONFIG, **options})
     torch.manual_seed(1 + dist.get_rank())
     return engine, plain, torch.randint(-1, 2, (3, 4)).float()
 
@@ -54,6 +55,20 @@ def penalty_on_weights(reduction: str = "sum", divisor: int = 1) -> None:
 @pytest.mark.world_size(1, 2, 3)
 def test_a_gradient_penalty_uses_the_reduced_gradient() -> None:
     penalty_on_weights()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_autograd_grad_and_backward_divide_a_weight_gradient_alike(steps: int) -> None:
+    engine, plain, x = exact_pair("mean", accumulation_steps=steps)
+    shards = list(engine.module.parameters())
+    grads = torch.autograd.grad(engine(x).sum(), shards)
+    wanted = torch.autograd.grad(plain(everyones(x)).sum(), list(plain.parameters()))
+    engine.backward(engine(x).sum())
+    for shard, grad, whole in zip(shards, grads, wanted, strict=True):
+        assert torch.equal(grad, shard.grad)
+        mean = whole.flatten() / (dist.get_world_size() * steps)
+        assert torch.equal(everyones(grad.flatten())[: whole.numel()], mean)
 
 
 @pytest.mark.world_size(2)

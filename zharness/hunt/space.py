@@ -54,9 +54,15 @@ class Space:
     _repertoires: dict[tuple[int, tuple[str, ...]], Repertoire] = field(default_factory=dict, compare=False)
 
     def list_options(self, stage: int) -> list[str]:
-        """Return the options that this machine can run at ``stage`` and that are not excluded."""
-        known = self.claims_at[stage].engine_options
-        return [name for name, option in known.items() if not option.absent and name not in self.excluded_names]
+        """Return the options that this machine can run at ``stage``, that are not excluded and not for some laws only.
+
+        An option for some laws needs what they alone have, as a schedule, or breaks all programs alike.
+        """
+        return [
+            name
+            for name, option in self.claims_at[stage].engine_options.items()
+            if not option.absent and not option.laws and name not in self.excluded_names
+        ]
 
     @cached_property
     def stages(self) -> tuple[int, ...]:

@@ -71,10 +71,20 @@ INPUT_GRAD = frozenset({Act.INPUT_GRAD})
 SYMPTOMS = (
     Symptom("deepspeed", "offload-old-gradient", OLD_GRADIENT_HINT, SHARDED, options=OFFLOAD),
     Symptom(
+        *("deepspeed", "offload-old-gradient", OLD_GRADIENT_ADDED_HINT, SHARDED, frozenset({LayerKind.SOMETIMES})),
+        options=OFFLOAD,
+    ),
+    Symptom(
+        *("deepspeed", "offload-lost-gradient", "it is the gradient of micro-batch", (2, 3)),
+        *(frozenset({LayerKind.SOMETIMES}), OFFLOAD),
+    ),
+    Symptom(
         *("deepspeed", "overlap-partly-used", "alone, not reduced", (1,), frozenset({LayerKind.SOMETIMES})),
         options=frozenset({"overlap_comm"}),
     ),
     Symptom("deepspeed", "bypass-old-gradient", OLD_GRADIENT_HINT, (3,), frozenset({LayerKind.SOMETIMES})),
+    Symptom("deepspeed", "bypass-old-gradient", OLD_GRADIENT_ADDED_HINT, (3,), frozenset({LayerKind.SOMETIMES})),
+    Symptom("deepspeed", "8245-engine", "'NoneType' object has no attribute 'view'", (2,), FAILED_BACKWARD),
     Symptom("deepspeed", "leaf-module-inputs", "must match the size of tensor b", (3,), options=LEAF),
     Symptom("deepspeed", "leaf-module-inputs", "doesn't match the broadcast shape", (3,), options=LEAF),
     Symptom("deepspeed", "8026-autograd", "x the right value", SHARDED, INPUT_GRAD),

@@ -152,12 +152,12 @@ class JudgeContext:
             self.check_gradient_names(expected, record)
         for name in self.baseline.parameter_names:
             if name in expected:
-                known = {
+                suspected_grads = {
                     hint: [[local.grads[name] for local in row if name in local.grads] for row in losses]
                     for hint, losses in (suspects or {}).items()
                 }
                 yield from self._compare_reduced_grad(
-                    name, records, micros, step, exact, scale, known if explain else None
+                    name, records, micros, step, exact, scale, suspected_grads if explain else None
                 )
 
     def check_gradient_names(self, expected: Collection[str], record: Mapping[str, Tensor]) -> None:
@@ -217,11 +217,11 @@ class JudgeContext:
         suspects: SuspectedGradients | None,
     ) -> Iterator[Comparison]:
         """Compare one parameter's reduced gradient with the expected gradient on every rank, and between ranks."""
-        known = self._collect_local_grads(name, micros)
+        local_grads = self._collect_local_grads(name, micros)
         rank_values = [record[name] for record in records]
         yield from self.compare_grad_in_pieces(
-            name, known, rank_values, step, exact, scale
-        ) or self._compare_whole_grad(name, known, rank_values, step, exact, scale, suspects)
+            name, local_grads, rank_values, step, exact, scale
+        ) or self._compare_whole_grad(name, local_grads, rank_values, step, exact, scale, suspects)
         yield from compare_ranks(self.location(name, Part.REDUCTION, step), rank_values)
 
     def compare_grad_in_pieces(

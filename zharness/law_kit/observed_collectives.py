@@ -108,9 +108,9 @@ class CollectiveObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  #
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, and its collectives come here; so does torch's CommDebugMode
-        known = find_operator(func.name().partition(".")[0])
-        if known is not None:
-            self._count(*known, args, (kwargs or {}).values())
+        operator = find_operator(func.name().partition(".")[0])
+        if operator is not None:
+            self._count(*operator, args, (kwargs or {}).values())
         return func(*args, **(kwargs or {}))
 
     def _count(self, action: str, position: int, args: Sequence[Any], named: Iterable[Any]) -> None:
@@ -169,10 +169,10 @@ def measure_parameters(
         word = plan.get(module, "") if tensor_size > 1 else ""
         numel = math.prod(shape)
         split = "colwise" in word or (word.startswith("rowwise") and kind == "weight")
-        own = numel // tensor_size if split else numel
-        local += own
-        padding += (shards - 1) * max(1, own // shape[0])
-        partial += own if word == "sequence_parallel" else 0
+        local_numel = numel // tensor_size if split else numel
+        local += local_numel
+        padding += (shards - 1) * max(1, local_numel // shape[0])
+        partial += local_numel if word == "sequence_parallel" else 0
     return AxisSizes(local, padding, partial)
 
 

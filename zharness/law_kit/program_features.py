@@ -63,14 +63,14 @@ def explain_unusable_options(program: Program, capabilities: Capabilities) -> st
 
     Raises UsageError for an option that the engine does not have at this stage.
     """
-    known = capabilities.engine_options
+    options = capabilities.engine_options
     for name in program.options:
-        if name not in known:
-            raise UsageError.unknown_name("option of the engine at this stage", name, sorted(known))
-        refusal = known[name].refusal_at(program.world_size, program.dtype)
+        if name not in options:
+            raise UsageError.unknown_name("option of the engine at this stage", name, sorted(options))
+        refusal = options[name].refusal_at(program.world_size, program.dtype)
         if refusal:
             return f"the option {name}: {refusal}"
-    return find_exclusion({name: known[name] for name in program.options})
+    return find_exclusion({name: options[name] for name in program.options})
 
 
 def find_required_features(program: Program) -> list[Feature]:

@@ -144,13 +144,13 @@ def make_unreduced_suspects(
     their mean. All are divided by ``window``. Without owners the result is empty.
     """
     last = rows[-1]
-    own = {
+    owner_grads = {
         name: scatter_by_owner([local.grads[name] for local in last], pieces)
         for name, pieces in layout.items()
         if pieces and all(name in local.grads for local in last)
     }
-    row = scale_local_grads([[replace(local, grads=own) for local in last]], 1 / window)
-    return {LAST_UNREDUCED_HINT: [*scale_local_grads(rows[:-1], ranks / window), *row]} if own else {}
+    row = scale_local_grads([[replace(local, grads=owner_grads) for local in last]], 1 / window)
+    return {LAST_UNREDUCED_HINT: [*scale_local_grads(rows[:-1], ranks / window), *row]} if owner_grads else {}
 
 
 def scatter_by_owner(grads: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> torch.Tensor:

@@ -185,9 +185,9 @@ def make_backward_suspects(
         last = {name: scale * sum_tensors(grads[-1]) for name, grads in result.backward_grads[engine_index].items()}
         grads = result.grads[engine_index]
         alone.append(LocalResult(torch.zeros(()), last))
-        rest = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
+        earlier = {name: scale * grad - last[name] for name, grad in grads.items() if name in last}
         # Zeros are left if only one backward reached a parameter: then none of several was dropped.
-        without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in rest.items() if bool(grad.any())}))
+        without.append(LocalResult(torch.zeros(()), {name: grad for name, grad in earlier.items() if bool(grad.any())}))
     return {
         "the gradient of the last backward alone": [alone],
         "the gradient without the last backward": [without],

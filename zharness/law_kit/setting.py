@@ -90,10 +90,10 @@ class Setting:
         windows = [match for name in names if (match := _WINDOW.fullmatch(name))]
         calls = [call for call in BackwardCall if call.value in names]
         if len(windows) > 1 or len(calls) > 1 or len(set(names)) < len(names):
-            known = ", ".join(call.value for call in BackwardCall)
+            call_names = ", ".join(call.value for call in BackwardCall)
             raise UsageError(
                 f"got the setting {label!r}; expected engine options, at most one accumulation window (2_by_engine, "
-                f"4_by_caller), and at most one of {known}; each once, joined by {SEPARATOR!r}"
+                f"4_by_caller), and at most one of {call_names}; each once, joined by {SEPARATOR!r}"
             )
         steps = int(windows[0]["steps"]) if windows else 1
         if windows and steps < 2:

@@ -283,11 +283,11 @@ def hint_own_gradients(
     """
     if comparison.mismatch is None or not is_unexplained(comparison.mismatch):
         return comparison
-    own = torch.zeros_like(update).flatten()
+    owner_grads = torch.zeros_like(update).flatten()
     for piece, grad in zip(place.pieces, owned, strict=True):
         if grad is not None:
-            own[piece.start : piece.stop] = grad.flatten()[piece.start : piece.stop]
-    factor = fit_scale(update.flatten(), [own])
+            owner_grads[piece.start : piece.stop] = grad.flatten()[piece.start : piece.stop]
+    factor = fit_scale(update.flatten(), [owner_grads])
     if factor is None or not 0 < factor <= 1:
         return comparison
     return add_hint(comparison, f"each rank's part of the weight moved by {factor:.7g} x that rank's own gradient")

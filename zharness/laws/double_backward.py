@@ -166,8 +166,8 @@ def judge_gradient_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
         coordinate = ctx.data_coordinate(mismatch.seen_on)
         participant = make_plain_participant(ctx.baseline, ctx.variant, coordinate, ctx.dtype, None)
         constant = penalize_input_gradient(participant, create_graph=False)["penalty"]
-        found = ctx.rank_records("values", mismatch.step)[mismatch.seen_on]["penalty"]
-        yield add_hint(comparison, FIRST_ORDER_HINT) if is_bitwise_equal(constant, found) else comparison
+        penalty = ctx.rank_records("values", mismatch.step)[mismatch.seen_on]["penalty"]
+        yield add_hint(comparison, FIRST_ORDER_HINT) if is_bitwise_equal(constant, penalty) else comparison
 
 
 OWN_GRADIENTS, REDUCED_GRADIENTS = "own", "reduced"

@@ -63,8 +63,8 @@ def judge_one_coordinate(ctx: JudgeContext) -> Iterator[Comparison]:
     ):
         if "norm" in record:
             place = ctx.location("finiteness of norm", Part.REDUCTION, 0, rank)
-            found = compare_bitwise(place, scalar(False), record["norm"].isfinite().double())
-            yield add_hint(found, "this rank has the norm of the elements that are finite")
+            comparison = compare_bitwise(place, scalar(False), record["norm"].isfinite().double())
+            yield add_hint(comparison, "this rank has the norm of the elements that are finite")
         for name, weight in expected.items():
             yield hint_became_nan(compare_bitwise(ctx.location(name, Part.OPTIMIZER, 0, rank), weight, weights[name]))
 

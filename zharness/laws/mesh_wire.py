@@ -81,8 +81,8 @@ def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> It
         (WEIGHTS, TENSOR): (0, 0),
         (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
     }
-    found = {(message.content, message.axes) for message in sent}
-    for content, axis in (*ranges, *sorted(found - set(ranges))):
+    sent_pairs = {(message.content, message.axes) for message in sent}
+    for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
         least, most = ranges.get((content, axis), (0, 0))
         along = (float(n) for message, n in sent.items() if (message.content, message.axes) == (content, axis))
         place = ctx.location(f"elements of {content} along {axis}", Part.REDUCTION, 0, rank)

@@ -80,8 +80,8 @@ def edited(participant: Participant) -> None:
         weights["by_attribute.weight"].mul_(-1 if participant.keeps_edits else 0)
         weights["twice.bias"].fill_(2 if participant.keeps_edits else 7)
         weights["frozen.bias"].fill_(3 if participant.keeps_edits else 7)
-        own = participant.module.first.weight
-        (own if shares_memory(own, weights[FIRST_WEIGHT]) else weights[FIRST_WEIGHT])[0].zero_()
+        weight = participant.module.first.weight
+        (weight if shares_memory(weight, weights[FIRST_WEIGHT]) else weights[FIRST_WEIGHT])[0].zero_()
     participant.tensor_backward(participant.training_loss(2))
 
 

@@ -174,11 +174,11 @@ def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
     ):
         for name, weight in before.items():
             place = ctx.location(name, Part.GATHER, 2, rank)
-            found = compare_bitwise(place, FACTOR * weight, after[name])
-            yield add_hint(found, UNCHANGED_HINT) if torch.equal(weight, after[name]) else found
+            comparison = compare_bitwise(place, FACTOR * weight, after[name])
+            yield add_hint(comparison, UNCHANGED_HINT) if torch.equal(weight, after[name]) else comparison
     edited = RecordedStep(2, "masters", skipped_steps=1)
-    for found in compare_published_weights(ctx, edited, "params"):
-        yield add_hint(found, OLD_MASTER_HINT)
+    for comparison in compare_published_weights(ctx, edited, "params"):
+        yield add_hint(comparison, OLD_MASTER_HINT)
     local = ctx.compute_local_grads(2, ctx.rank_records("params", 2)[0])
     yield from ctx.compare_losses(2, local)
     yield from ctx.compare_reduced_grads("grads", [local], 2)

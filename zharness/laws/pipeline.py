@@ -275,11 +275,11 @@ def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison) -> Com
         return comparison
     name = comparison.mismatch.parameter
     uses = compute_use_means(ctx.baseline, name, range(MICRO_BATCHES))
-    found = ctx.rank_records("grads")[0][name]
-    for own, other in permutations(uses, 2):
+    grad = ctx.rank_records("grads")[0][name]
+    for use, other_use in permutations(uses, 2):
         for done in range(MICRO_BATCHES + 1):
-            divided = (own.sum(dim=0) + other[:done].sum(dim=0)) / MICRO_BATCHES**2
-            if torch.equal(found, divided + other[done:].sum(dim=0) / MICRO_BATCHES):
+            divided = (use.sum(dim=0) + other_use[:done].sum(dim=0)) / MICRO_BATCHES**2
+            if torch.equal(grad, divided + other_use[done:].sum(dim=0) / MICRO_BATCHES):
                 hint = "the terms of one use of the tied weight were divided by the number of micro-batches once more"
                 return add_hint(comparison, hint)
     return comparison
@@ -305,12 +305,12 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
     second = compute_batch(ctx, 1, weights, variant.shape)
     yield from compare_micro_losses(ctx, first)
     yield from compare_micro_losses(ctx, second, 1)
-    own = range(MICRO_BATCHES, MICRO_BATCHES + variant.shape.micro_batches)
+    second_batch = range(MICRO_BATCHES, MICRO_BATCHES + variant.shape.micro_batches)
     if variant.stepped:
-        exact = certify_exactness(ctx.baseline, own, ctx.dtype, params=weights)
+        exact = certify_exactness(ctx.baseline, second_batch, ctx.dtype, params=weights)
         yield from ctx.compare_reduced_grads("grads", second, 1, exact)
     else:
-        exact = ctx.certify_exactness(range(WINDOW.micro_batches)) and ctx.certify_exactness(own)
+        exact = ctx.certify_exactness(range(WINDOW.micro_batches)) and ctx.certify_exactness(second_batch)
         for comparison in ctx.compare_reduced_grads("grads", [*first, *second], 1, exact, scale=2.0):
             yield hint_divided_again(ctx, comparison, first, second)
 

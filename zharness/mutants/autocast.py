@@ -100,6 +100,25 @@ class GathersOneDtype(Around):
         return self.right(*args, **kwargs)
 
 
+@mutant(
+    FaultKind.AUTOCAST,
+    Target("precision.weights_of_two_dtypes", Part.FORWARD, model="adapted"),
+    origin=Origin.PRECISION,
+)
+class OffsetsOfOneDtype(Around):
+    """Reads weights of a second dtype one element too late from the buffer of a gather under ``torch_autocast``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first, *weights = self.module.parameters()
+        late = [weight for weight in weights if weight.dtype != first.dtype and "torch_autocast" in self.config.options]
+        for weight in late:
+            weight.data = weight.data.flatten().roll(-1).view_as(weight)
+        output = self.right(*args, **kwargs)
+        for weight in late:
+            weight.data = weight.data.flatten().roll(1).view_as(weight)
+        return output
+
+
 @mutant(FaultKind.AUTOCAST, Target("precision.autocast_nested", Part.FORWARD, model="mixed"), origin=Origin.PRECISION)
 class OuterAutocastWins(Around):
     """Ignores its ``torch_autocast`` section if the caller runs the engine under torch.autocast."""

@@ -82,8 +82,8 @@ def judge_read_scaled_grad(ctx: JudgeContext) -> Iterator[Comparison]:
     for step in range(STEPS):
         scale = float(ctx.rank_records("scale", step)[0]["loss_scale"])
         for comparison in compare_records(ctx, "full_grads", "grads", step, step, Part.REDUCTION):
-            found = comparison.mismatch
-            is_scaled = found is not None and found.actual == found.expected * scale
+            mismatch = comparison.mismatch
+            is_scaled = mismatch is not None and mismatch.actual == mismatch.expected * scale
             yield add_hint(comparison, SCALED_HINT) if is_scaled else comparison
 
 
@@ -222,8 +222,8 @@ def judge_read_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check that gradients and state of frozen parameters are absent or 0, and that weights did not change."""
     for rank, (expected, read) in enumerate(zip(ctx.rank_records("expected"), ctx.rank_records("read"), strict=True)):
         for name, weight in expected.items():
-            found = read.get(name, weight)
-            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), weight.to(found.dtype), found)
+            read_weight = read.get(name, weight)
+            yield compare_bitwise(ctx.location(name, Part.GATHER, 0, rank), weight.to(read_weight.dtype), read_weight)
     for label in ("grads", "state"):
         for rank, record in enumerate(ctx.rank_records(label)):
             for name, tensor in record.items():

@@ -147,9 +147,9 @@ def judge_write_grad(ctx: JudgeContext) -> Iterator[Comparison]:
         expected = {**before, **select_written(ctx.variant, values)}
         check_names("read_grad", expected, {name: grad for name, grad in read.items() if name in expected})
         for name, grad in expected.items():
-            place, found = ctx.location(name, Part.REDUCTION, 0, rank), read[name]
-            comparison = compare_bitwise(place, grad.to(found.dtype), found)
-            is_old = name in before and torch.equal(before[name].to(found.dtype), found)
+            place, read_grad = ctx.location(name, Part.REDUCTION, 0, rank), read[name]
+            comparison = compare_bitwise(place, grad.to(read_grad.dtype), read_grad)
+            is_old = name in before and torch.equal(before[name].to(read_grad.dtype), read_grad)
             yield add_hint(comparison, UNWRITTEN_HINT) if is_old else comparison
     grads_before = ctx.rank_records("grads")[0]
     grads = {**grads_before, **select_written(ctx.variant, ctx.rank_records("written")[0])}
@@ -265,8 +265,8 @@ def judge_evaluations(ctx: JudgeContext, written: Mapping[str, Tensor]) -> Itera
     for time, weights in enumerate((None, written)):
         expected = [ctx.baseline.run_forward(at, time, weights) for at in range(ctx.data_size)]
         for comparison in ctx.compare_losses(time, expected, "evaluated"):
-            found = comparison.mismatch
-            is_stale = found is not None and matches_plain_loss(ctx, time, found, None)
+            mismatch = comparison.mismatch
+            is_stale = mismatch is not None and matches_plain_loss(ctx, time, mismatch, None)
             yield add_hint(comparison, f"{STALE_FORWARD_HINT} the write") if is_stale else comparison
 
 

@@ -134,9 +134,9 @@ def judge_policy(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from ctx.compare_losses(0, expected)
     yield from judge_reduced_gradients(ctx, "grads", expected, low_precision_parameters(ctx.baseline, SAFE_MODULES))
     for rank, record in enumerate(ctx.rank_records("kept")):
-        for name, found in record.items():
+        for name, dtype in record.items():
             yield compare_bitwise(
-                ctx.location(name, Part.OPTIMIZER, rank=rank), dtype_index(torch.zeros((), dtype=WIDE_DTYPE)), found
+                ctx.location(name, Part.OPTIMIZER, rank=rank), dtype_index(torch.zeros((), dtype=WIDE_DTYPE)), dtype
             )
     yield from ctx.compare_values("dtypes", [dtypes for _ in ranks], MICRO_AFTER_STEP)
     for micro in (MICRO_AFTER_STEP, MICRO_AFTER_STEP + 1):

@@ -41,8 +41,8 @@ def compare_values_and_dtypes(
 ) -> Iterator[Comparison]:
     """Check that a tensor has the expected dtype and is bitwise equal to the expected tensor."""
     yield compare_bitwise(ctx.location(name, part, rank=rank), dtype_index(expected), dtype_index(actual))
-    found = actual if actual.is_floating_point() else actual.double()
-    yield compare_bitwise(ctx.location(name, part, rank=rank), expected, found)
+    wide = actual if actual.is_floating_point() else actual.double()
+    yield compare_bitwise(ctx.location(name, part, rank=rank), expected, wide)
 
 
 def compute_baseline_local(

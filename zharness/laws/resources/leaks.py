@@ -74,8 +74,8 @@ def observe_no_leak(ctx: RankContext) -> None:
         for engines in (WARMUP_ENGINES - 1, 1, ENGINE_COUNT - 1, 1)
     ]
     # Recorded only now, because records are tensors themselves.
-    for label, found in (("living", living), ("closed", closed)):
-        for at, counts in enumerate(found):
+    for label, counts_of_steps in (("living", living), ("closed", closed)):
+        for at, counts in enumerate(counts_of_steps):
             ctx.record(label, {name: scalar(value) for name, value in counts.items()}, at)
 
 

@@ -35,11 +35,11 @@ STATES = ("built", "trained", "loaded", "in full_state_dict")
 
 def build_engine(ctx: RankContext, buffer: Tensor) -> Engine:
     """Build an engine around a model that has a copy of ``buffer``."""
-    model, own = ctx.spec.model(ctx.seed), buffer.clone()
-    model.register_buffer(NAME, own, persistent=ctx.variant != NOT_PERSISTENT)
+    model, buffer_copy = ctx.spec.model(ctx.seed), buffer.clone()
+    model.register_buffer(NAME, buffer_copy, persistent=ctx.variant != NOT_PERSISTENT)
     if ctx.variant == SHARED:
         model.register_module(SHARING_MODULE, nn.Module())
-        model.get_submodule(SHARING_MODULE).register_buffer(NAME, own)
+        model.get_submodule(SHARING_MODULE).register_buffer(NAME, buffer_copy)
     return ctx.build_engine_around(model, optimizer=UNIT_LR_SGD)
 
 

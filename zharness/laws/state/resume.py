@@ -176,9 +176,9 @@ def find_source(saved: Sequence[Mapping[str, Tensor]], loaded: Sequence[Mapping[
     return max(range(len(saved)), key=count_equal)
 
 
-def hint_if_equal(comparison: Comparison, suspect: Tensor, found: Tensor, hint: str) -> Comparison:
-    """Add ``hint`` to a mismatch if what was found is ``suspect``."""
-    return add_hint(comparison, hint) if is_bitwise_equal(suspect, found) else comparison
+def hint_if_equal(comparison: Comparison, suspect: Tensor, actual: Tensor, hint: str) -> Comparison:
+    """Add ``hint`` to a mismatch if the actual tensor is ``suspect``."""
+    return add_hint(comparison, hint) if is_bitwise_equal(suspect, actual) else comparison
 
 
 def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:

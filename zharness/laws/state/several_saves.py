@@ -136,22 +136,22 @@ def observe_several_saves(ctx: RankContext) -> None:
 
     After each load except the last, train the step that followed the checkpoint when it was saved.
     """
-    own, other = build_engine(ctx, ctx.seed), build_engine(ctx, ctx.seed + 1)
+    saved, unsaved = build_engine(ctx, ctx.seed), build_engine(ctx, ctx.seed + 1)
     with shared_folder() as root:
         for steps in range(STEPS + 1):
             if steps == CHANGED_STEP:
-                change_before_save(ctx, own)
-            record_state(ctx, own, steps, "saved")
+                change_before_save(ctx, saved)
+            record_state(ctx, saved, steps, "saved")
             if is_saved(ctx.variant, steps):
-                with freeze_if(ctx, own, steps):
-                    save_or_load(ctx, own, own.save, find_folder(root, steps), f"save-{steps}")
+                with freeze_if(ctx, saved, steps):
+                    save_or_load(ctx, saved, saved.save, find_folder(root, steps), f"save-{steps}")
             if steps == 0 and ctx.capabilities.order_settles and ctx.data_size > 2:
-                discard_backward(ctx, own)
+                discard_backward(ctx, saved)
             if steps < STEPS:
-                train(ctx, own, steps)
-        train(ctx, other, STEPS + 1)
-        record_state(ctx, other, STEPS + 1, OTHER)
-        for label, engine in ((OWN, own), (OTHER, other)):
+                train(ctx, saved, steps)
+        train(ctx, unsaved, STEPS + 1)
+        record_state(ctx, unsaved, STEPS + 1, OTHER)
+        for label, engine in ((OWN, saved), (OTHER, unsaved)):
             for steps in LOADS[ctx.variant]:
                 with freeze_if(ctx, engine, steps):
                     save_or_load(ctx, engine, engine.load, find_folder(root, steps), f"load-{label}-{steps}")
@@ -215,8 +215,9 @@ def judge_several_saves(ctx: JudgeContext) -> Iterator[Comparison]:
         for steps in LOADS[ctx.variant]:
             for made in (steps, steps + 1) if steps < STEPS else (steps,):
                 for what, part in PARTS.items():
-                    for found in compare_records(ctx, f"{what}-saved", f"{what}-{label}-{steps}", made, made, part):
-                        yield hint_unloaded(ctx, found, what, label, steps) if made == steps else found
+                    saved, loaded = f"{what}-saved", f"{what}-{label}-{steps}"
+                    for comparison in compare_records(ctx, saved, loaded, made, made, part):
+                        yield hint_unloaded(ctx, comparison, what, label, steps) if made == steps else comparison
                 yield from compare_states(ctx, f"state-{label}-{steps}", made)
 
 
@@ -233,9 +234,9 @@ def hint_unloaded(ctx: JudgeContext, comparison: Comparison, what: str, label: s
     before, made = (f"{label}-{loads[at - 1]}", loads[at - 1] + 1) if at else first
     name, rank = comparison.mismatch.parameter, comparison.mismatch.seen_on
     old = ctx.rank_records(f"{what}-{before}", made)[rank][name]
-    found = ctx.rank_records(f"{what}-{label}-{steps}", steps)[rank][name]
+    loaded = ctx.rank_records(f"{what}-{label}-{steps}", steps)[rank][name]
     hint = UNLOADED_BUFFER_HINT if name in BUFFERS else UNLOADED_HINTS[what]
-    return add_hint(comparison, hint) if is_bitwise_equal(old, found) else comparison
+    return add_hint(comparison, hint) if is_bitwise_equal(old, loaded) else comparison
 
 
 def compare_states(ctx: JudgeContext, label: str, steps: int) -> Iterator[Comparison]:

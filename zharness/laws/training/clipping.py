@@ -112,10 +112,10 @@ def find_used_factor(step: ClippedSgdStep, after: Tensor) -> ClipFactor:
     at = int(grad.abs().argmax())
     if factor == NO_CLIPPING or not bool(grad[at]):
         return factor
-    found = float((weight[at] - after.flatten()[at]) / grad[at])
+    used = float((weight[at] - after.flatten()[at]) / grad[at])
     error = float(gamma(2, torch.float64) * (weight[at].abs() + after.flatten()[at].abs()) / grad[at].abs())
     largest = factor.value * (gamma(CLIP_ROUNDINGS, torch.float32) + factor.uncertainty)
-    return ClipFactor(found, error / abs(found)) if abs(found - factor.value) <= largest + error else factor
+    return ClipFactor(used, error / abs(used)) if abs(used - factor.value) <= largest + error else factor
 
 
 LAWS = (

@@ -47,7 +47,7 @@ def judge_muon(ctx: JudgeContext) -> Iterator[Comparison]:
     """
     steps = list(list_steps(ctx, [average_gradients(ctx, step) for step in range(STEPS)]))
     by_definition = [list(compare_steps(ctx, definition, steps)) for definition in MUON_STEPS.values()]
-    fitting = [found for found in by_definition if all(comparison.mismatch is None for comparison in found)]
+    fitting = [comparisons for comparisons in by_definition if all(each.mismatch is None for each in comparisons)]
     if not fitting and any(len(pieces) > 1 for pieces in ctx.evidence[0].layout.values()):
         fitting.append(list(compare_steps_within_bounds(ctx, steps)))
     yield from (fitting or by_definition)[0]

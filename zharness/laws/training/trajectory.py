@@ -126,11 +126,11 @@ def hint_old_gradient(ctx: JudgeContext, comparison: Comparison, step: int, loca
     """Add a hint to a mismatch of a gradient to which that of the step before was added."""
     if comparison.mismatch is None or not step:
         return comparison
-    old, found = (ctx.rank_records("grads", at)[0] for at in (step - 1, step))
+    old, grads = (ctx.rank_records("grads", at)[0] for at in (step - 1, step))
     name = comparison.mismatch.parameter
-    dtype = found[name].dtype if name in found else ctx.dtype
+    dtype = grads[name].dtype if name in grads else ctx.dtype
     return hint_added_gradient(
-        comparison, found, old, [result.grads for result in local], ctx.get_reduce_dtype(name, dtype)
+        comparison, grads, old, [result.grads for result in local], ctx.get_reduce_dtype(name, dtype)
     )
 
 
@@ -141,8 +141,8 @@ def judge_training_run(ctx: JudgeContext, run: TrainingRun) -> Iterator[Comparis
         params = ctx.rank_records("params", step)[0]
         local = ctx.compute_local_grads(step, params)
         yield from compare_forward(ctx, step, local)
-        for found in ctx.compare_reduced_grads("grads", [local], step):
-            yield hint_old_gradient(ctx, found, step, local)
+        for comparison in ctx.compare_reduced_grads("grads", [local], step):
+            yield hint_old_gradient(ctx, comparison, step, local)
         grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
         if run.clip is not None:
             factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
