@@ -25,7 +25,15 @@ from zharness.run.changed_cells import (
     order_cells,
     select_changed_cells,
 )
-from zharness.run.changed_functions import find_merge_base, name_functions, name_known_functions, parse_diff
+from zharness.run.changed_functions import (
+    find_changed_functions,
+    find_merge_base,
+    find_unmeasured_files,
+    name_functions,
+    name_known_functions,
+    parse_diff,
+    parse_functions,
+)
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
@@ -102,9 +110,9 @@ def test_a_line_belongs_to_the_innermost_function() -> None:
     assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
     assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
     assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
-    assert name_functions(SOURCE, range(14, 16), "engine.py") == {"Engine.step"}
+    assert name_functions(functions, range(14, 16)) == {"Engine.step"}
     with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
-        name_functions("def", range(1, 2), "engine.py")
+        parse_functions("def", "engine.py")
 
 
 BRANCHES = """\
@@ -133,6 +141,16 @@ def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> No
         8: {"step"},
         10: {"step > except OSError"},
     }
+
+
+def test_a_changed_condition_changes_its_branches() -> None:
+    functions = list_functions(BRANCHES)
+    clip, log = "step > if self.clip", "step > else of if self.clip > if self.log"
+    loop = f"{clip} > for weight in self.weights"
+    assert name_functions(functions, range(2, 3)) == {"step", clip, "step > else of if self.clip"}
+    assert name_functions(functions, range(3, 4)) == {clip, loop}
+    assert name_functions(functions, range(5, 6)) == {"step > else of if self.clip", log}
+    assert name_functions(functions, range(9, 10)) == {"step", "step > except OSError"}
 
 
 def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
@@ -188,8 +206,8 @@ def test_a_diff_has_the_lines_of_both_sides() -> None:
     assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
 
 
-def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_round() -> None:
-    cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 1, "sgd")]
+def test_cells_that_reach_rare_functions_come_first() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 0, "sgd")]
     functions = [{"f:a"}, {"f:a", "f:rare"}, {"f:other"}, {"f:a"}]
     reach = {cell.cell.id: CellReach(frozenset(names), 1.0) for cell, names in zip(cells, functions, strict=True)}
     reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
@@ -197,6 +215,19 @@ def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_ro
     assert set(find_reaching_cells(cells, reach, {f"f:{MODULE_LEVEL}"})) == set(cells)
     assert set(find_reaching_cells(cells[:2], reach, {f"f:{MODULE_LEVEL}"})) == set(cells[:2])
     assert not find_reaching_cells(cells, reach, {"g:unreached"})
+
+
+def test_cells_with_pairs_of_values_that_no_earlier_cell_has_come_before_others() -> None:
+    settings = ["", "tiny_buckets", "tiny_buckets+2_by_caller", "overlap_comm"]
+    cells = [
+        *(PlannedCell(replace(make_cell("training.grads").cell, engine_variant=setting)) for setting in settings),
+        make_cell("state.resume", 2, "sgd"),
+    ]
+    reach = {cell.cell.id: CellReach(frozenset({"f:a"}), 1.0) for cell in cells}
+    ordered = list(order_cells(find_reaching_cells(cells, reach, {"f:a"}), reach))
+    assert [cells.index(cell) for cell in ordered] == [1, 4, 2, 3, 0]
+    slow = {**reach, cells[1].cell.id: CellReach(frozenset({"f:a"}), 9.0)}
+    assert next(order_cells(find_reaching_cells(cells, slow, {"f:a"}), slow)) == cells[2]
 
 
 def test_cells_that_reach_rare_functions_of_a_file_come_first_if_its_class_attributes_change() -> None:
@@ -214,7 +245,10 @@ def test_constants_of_a_file_whose_functions_no_cell_reaches_are_reached_by_all(
     reaching = find_reaching_cells(cells, reach, changed)
     assert reaching == {cells[0]: {f"g:{MODULE_LEVEL}"}}
     described = describe_selection("reference", "main", changed, cells, reaching, reach)
-    assert "in files of which no cell reaches a function, so that every cell runs: 1 (g:<module>)" in described
+    assert "which the record does not measure, so that every cell runs: 1 (g:<module>)" in described
+    assert "no source of the record" not in described
+    described = describe_selection("reference", "main", changed, cells, reaching, reach, {"csrc/adam.cpp"})
+    assert "so that nothing says which cells they affect: 1 (csrc/adam.cpp)" in described
 
 
 def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
@@ -255,6 +289,7 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
+    monkeypatch.setattr(changed_cells, "find_unmeasured_files", lambda *_: [])
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))
@@ -316,6 +351,23 @@ def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path)
     run_git(tmp_path, "mv", "toys/renamed.py", "toys/new.py")
     files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
     assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
+
+
+def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Path) -> None:
+    """The engine deepspeed measures some modules of its package; a package of that name has the files."""
+    files = ("deepspeed/__init__.py", "deepspeed/runtime/__init__.py", "deepspeed/runtime/engine.py")
+    for name in (*files, "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("def run():\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    for name in ("deepspeed/runtime/engine.py", "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
+        (tmp_path / name).write_text("def run():\n    return 2\n", encoding="utf-8")
+    engine = f"deepspeed@{tmp_path}"
+    assert find_unmeasured_files(engine, "HEAD") == ["csrc/adam.cpp", "deepspeed/ops.py", "tests/test_a.py"]
+    assert set(find_changed_functions(engine, "HEAD")) == {
+        "deepspeed/runtime/engine.py:run",
+        f"deepspeed/ops.py:{MODULE_LEVEL}",
+    }
 
 
 def test_the_source_of_an_engine_may_be_a_single_file(tmp_path: Path) -> None:

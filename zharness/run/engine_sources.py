@@ -23,14 +23,16 @@ MODULE_LEVEL = "<module>"  # the name of the lines of a file that are in no func
 class FunctionLines:
     """A function of a source file, or a branch inside it, with its name and its lines, of a function the signature too.
 
-    ``first_body_line`` is the first line that runs when the function is called. A nested function is not part of the
-    outer one, and a branch is not part of the function or branch around it.
+    ``first_body_line`` is the first line that runs when the function is called, and ``condition_lines`` are those that
+    say whether a branch runs. A nested function is not part of the outer one, and a branch is not part of the function
+    or branch around it.
     """
 
     name: str
     first_line: int
     first_body_line: int
     last_line: int
+    condition_lines: range = range(0)
 
 
 def require_coverage(option: str) -> None:
@@ -102,9 +104,9 @@ def list_functions(source: str) -> list[FunctionLines]:
                 found.append(FunctionLines(name[:-1], first, child.body[0].lineno, last))
             branches = dict(list_branches(child)) if inner else {}
             for label, body in branches.items():
-                branch = f"{inner}{BRANCH}{label}"
+                branch, first = f"{inner}{BRANCH}{label}", body[0].lineno
                 found.append(
-                    FunctionLines(branch, body[0].lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
+                    FunctionLines(branch, first, first, body[-1].end_lineno or first, list_condition_lines(child))
                 )
                 collect(ast.Module(body, []), name, branch)
             inside = {statement for body in branches.values() for statement in body}
@@ -134,6 +136,12 @@ def list_branches(node: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
         yield label, node.body
     if isinstance(node, (ast.If, ast.While, ast.For, ast.AsyncFor)) and node.orelse:
         yield f"else of {label}", node.orelse
+
+
+def list_condition_lines(node: Any) -> range:
+    """Return the lines of a statement that has branches which are before the first of them."""
+    first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+    return range(first, max(first + 1, node.body[0].lineno))
 
 
 def shorten(node: ast.AST) -> str:
