@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from suites.run.test_changed_functions import commit_all
 from suites.run.test_covering import claims_of_registry
 from suites.warm import programs
 from zharness.cell import Cell
@@ -16,7 +16,7 @@ from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
-from zharness.run.candidate_cells import find_mentioned_options, plan_option_cells
+from zharness.run.candidate_cells import find_mentioned_options, plan_further_cells
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import (
     ChangeSelection,
@@ -25,35 +25,9 @@ from zharness.run.changed_cells import (
     order_cells,
     select_changed_cells,
 )
-from zharness.run.changed_functions import (
-    find_changed_functions,
-    find_merge_base,
-    find_unmeasured_files,
-    name_functions,
-    name_known_functions,
-    parse_diff,
-    parse_functions,
-)
-from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
+from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
-SOURCE = """\
-LIMIT = 3
-
-
-class Engine:
-    @property
-    def norm(
-        self,
-    ):
-        def inner():
-            return 1
-
-        return inner()
-
-    def step(self):
-        return LIMIT
-"""
 ENGINE = """\
 from zharness.engines import get
 
@@ -76,102 +50,11 @@ class Engine:
 def correct(grads):
     return grads
 """
-DIFF = """\
---- a/p/a.py
-+++ b/p/a.py
-@@ -3 +3,2 @@ def f
--x
-+y
-+z
-@@ -9,2 +10,0 @@
--a
--b
---- a/p/b.py
-+++ /dev/null
-@@ -1 +0,0 @@
--c
---- /dev/null
-+++ b/p/c.py
-@@ -0,0 +1 @@
-+d
-"""
 LAWS = ("training.grads", "training.sgd_step")
-AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@b")
 
 
 def make_cell(law: str, stage: int = 0, variant: str = "") -> PlannedCell:
     return PlannedCell(Cell(law, "reference", stage, 2, "fp32", "mlp", variant))
-
-
-def test_a_line_belongs_to_the_innermost_function() -> None:
-    functions = list_functions(SOURCE)
-    assert [function.name for function in functions] == ["Engine.norm", "Engine.norm.inner", "Engine.step"]
-    assert find_functions_of_lines(functions, {1, 4}, with_signatures=True) == {MODULE_LEVEL}
-    assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
-    assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
-    assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
-    assert name_functions(functions, range(14, 16)) == {"Engine.step"}
-    with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
-        parse_functions("def", "engine.py")
-
-
-BRANCHES = """\
-def step(self):
-    if self.clip:
-        for weight in self.weights:
-            weight.clip()
-    elif self.log:
-        print()
-    try:
-        close()
-    except OSError:
-        pass
-"""
-
-
-def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> None:
-    found = {
-        line: find_functions_of_lines(list_functions(BRANCHES), {line}, with_signatures=True)
-        for line in (2, 4, 6, 8, 10)
-    }
-    assert found == {
-        2: {"step"},
-        4: {"step > if self.clip > for weight in self.weights"},
-        6: {"step > else of if self.clip > if self.log"},
-        8: {"step"},
-        10: {"step > except OSError"},
-    }
-
-
-def test_a_changed_condition_changes_its_branches() -> None:
-    functions = list_functions(BRANCHES)
-    clip, log = "step > if self.clip", "step > else of if self.clip > if self.log"
-    loop = f"{clip} > for weight in self.weights"
-    assert name_functions(functions, range(2, 3)) == {"step", clip, "step > else of if self.clip"}
-    assert name_functions(functions, range(3, 4)) == {clip, loop}
-    assert name_functions(functions, range(5, 6)) == {"step > else of if self.clip", log}
-    assert name_functions(functions, range(9, 10)) == {"step", "step > except OSError"}
-
-
-def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
-    functions = list_functions(BRANCHES)
-    clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
-    assert name_known_functions(functions, range(4, 5), {"step", clip}) == {loop: clip}
-    assert name_known_functions(functions, range(4, 5), {"step"}) == {loop: "step"}
-    assert name_known_functions(functions, range(4, 5), {"step", loop}) == {loop: loop}
-    assert name_known_functions(functions, range(4, 5), set()) == {loop: loop}
-
-
-def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    engine = tmp_path / "toys" / "engine.py"
-    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
-    engine.write_text("def step(extra):\n    return 1\n", encoding="utf-8")
-    commit_all(tmp_path)
-    engine.write_text("def step(extra):\n    if extra:\n        return 2\n    return 1\n", encoding="utf-8")
-    call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
-    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
-    assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
 
 
 def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
@@ -191,7 +74,7 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
 def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_first() -> None:
     cells = [PlannedCell(Cell("training.grads", "fsdp2", 3, 2, "fp32", model)) for model in ("mlp", "blocks")]
     options = list(claims_of_registry("fsdp2", 3).engine_options)
-    planned = [cell.cell for _, cell in plan_option_cells(cells, claims_of_registry, {options[-1]})]
+    planned = [cell.cell for _, cell in plan_further_cells(cells, claims_of_registry, {options[-1]})]
     assert [(cell.model, cell.engine_variant) for cell in planned[:2]] == [
         ("mlp", options[-1]),
         ("blocks", options[-1]),
@@ -201,9 +84,11 @@ def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_
     assert len({(cell.model, cell.engine_variant) for cell in planned}) == len(planned) > len(options)
 
 
-def test_a_diff_has_the_lines_of_both_sides() -> None:
-    hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
-    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
+def test_cells_with_options_get_the_windows_that_they_lack() -> None:
+    cell = Cell("training.grads", "reference", 2, 2, "fp32", "mlp", engine_variant="tiny_buckets")
+    bases = [PlannedCell(each) for each in (cell, replace(cell, engine_variant="tiny_buckets+4_by_caller"))]
+    planned = [planned.cell.engine_variant for _, planned in plan_further_cells(bases, claims_of_registry)]
+    assert planned == ["tiny_buckets+2_by_caller", "tiny_buckets+2_by_engine"]
 
 
 def test_cells_that_reach_rare_functions_come_first() -> None:
@@ -296,80 +181,6 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     assert set(names) <= {planned.cell.id for planned in selected.cells}
 
 
-def commit_all(folder: Path) -> None:
-    """Commit all files of ``folder``, which becomes a repository with the branch main if it is none."""
-    for command in (("init", "-q", "-b", "main"), ("add", "."), (*AUTHOR, "commit", "-qm", "a")):
-        run_git(folder, *command)
-
-
-def run_git(folder: Path, *arguments: str) -> None:
-    """Run git in ``folder``."""
-    subprocess.run(["git", *arguments], cwd=folder, check=True)  # noqa: S607
-
-
-def find_changes(folder: Path, base: str = "HEAD") -> set[str]:
-    """Return the functions of the package ``toys`` in ``folder`` that it changes since it left ``base``."""
-    call = f"find_changed_functions('toys.engine:make', '{base}')"
-    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=folder)
-    assert found.returncode == 0, found.stderr
-    return set(found.stdout.split())
-
-
-def test_what_others_have_changed_on_the_base_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    files = {name: tmp_path / "toys" / f"{name}.py" for name in ("__init__", "engine", "theirs")}
-    for name, path in files.items():
-        path.write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-qc", "mine")
-    files["engine"].write_text("def engine():\n    return 2\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-q", "main")
-    files["theirs"].write_text("def theirs():\n    return 2\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-q", "mine")
-    assert find_changes(tmp_path, "main") == {"toys/engine.py:engine"}
-    run_git(tmp_path, "switch", "-q", "--orphan", "alone")
-    files["engine"].parent.mkdir(exist_ok=True)
-    files["engine"].write_text("", encoding="utf-8")
-    commit_all(tmp_path)
-    with pytest.raises(UsageError, match=r"HEAD of .* and main have no common ancestor; fetch the history between"):
-        find_merge_base(tmp_path, "toys.engine:make", "main")
-
-
-def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    for name in ("__init__", "engine", "deleted", "renamed"):
-        (tmp_path / "toys" / f"{name}.py").write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
-    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"))
-    commit_all(tmp_path)
-    run_git(tmp_path, "config", "diff.mnemonicPrefix", "true")
-    assert find_changes(tmp_path) == set()
-    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER O WITH ACUTE}\n".encode("latin-1"))
-    (tmp_path / "toys" / "engine.py").write_text("def engine():\n    return 2\n", encoding="utf-8")
-    (tmp_path / "toys" / "deleted.py").unlink()
-    run_git(tmp_path, "mv", "toys/renamed.py", "toys/new.py")
-    files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
-    assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
-
-
-def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Path) -> None:
-    """The engine deepspeed measures some modules of its package; a package of that name has the files."""
-    files = ("deepspeed/__init__.py", "deepspeed/runtime/__init__.py", "deepspeed/runtime/engine.py")
-    for name in (*files, "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text("def run():\n    return 1\n", encoding="utf-8")
-    commit_all(tmp_path)
-    for name in ("deepspeed/runtime/engine.py", "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
-        (tmp_path / name).write_text("def run():\n    return 2\n", encoding="utf-8")
-    engine = f"deepspeed@{tmp_path}"
-    assert find_unmeasured_files(engine, "HEAD") == ["csrc/adam.cpp", "deepspeed/ops.py", "tests/test_a.py"]
-    assert set(find_changed_functions(engine, "HEAD")) == {
-        "deepspeed/runtime/engine.py:run",
-        f"deepspeed/ops.py:{MODULE_LEVEL}",
-    }
-
-
 def test_the_source_of_an_engine_may_be_a_single_file(tmp_path: Path) -> None:
     (tmp_path / "my_engine.py").write_text(ENGINE, encoding="utf-8")
     check = (
@@ -421,7 +232,7 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
         "functions and branches changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2"
         in found.stdout
     )
-    assert "; cells with one more option: " in found.stdout
+    assert "; cells with one more option or window: " in found.stdout
     assert "training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from zharness.cell import is_cell_id
 from zharness.errors import UsageError
 from zharness.law_set import name_law_variant
-from zharness.run.candidate_cells import add_option_cells, find_mentioned_options, plan_recorded_cells, sets_option
+from zharness.run.candidate_cells import add_further_cells, find_mentioned_options, plan_recorded_cells, sets_option
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files
 from zharness.run.covering import Pair, list_pairs
@@ -68,13 +68,13 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         }
         mentioned = find_mentioned_options(options, named.keys())
         candidates, measured = (
-            (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims, mentioned)
+            (chosen, reach) if is_of_single_cells else add_further_cells(chosen, reach, claims, mentioned)
         )
         cells += order_cells(candidates, measured, mentioned)
         unmeasured = frozenset(find_unmeasured_files(engine, selection.base))
         sentence = describe_selection(engine, selection.base, changed, own, chosen, reach, unmeasured)
         added = len(candidates) - len(chosen)
-        sentences.append(sentence + (f"; cells with one more option: {added}" if added else ""))
+        sentences.append(sentence + (f"; cells with one more option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
 
 
@@ -147,9 +147,12 @@ def find_unreached_modules(
     cells: Sequence[PlannedCell], reach: Mapping[str, CellReach], changed: Set[str]
 ) -> frozenset[str]:
     """Return the files of ``changed`` that differ outside of functions, and of which no cell reaches a function."""
-    recorded = [reach[name] for name in (name_in_record(cell.cell) for cell in cells) if name in reach]
-    reached = list_modules(frozenset().union(*(each.functions for each in recorded)))
-    return frozenset(name for name in changed if name.endswith(f":{MODULE_LEVEL}")) - reached
+    unreached = {name for name in changed if name.endswith(f":{MODULE_LEVEL}")}
+    for name in map(name_in_record, (cell.cell for cell in cells)):
+        if not unreached:
+            break
+        unreached -= list_modules(reach[name].functions) if name in reach else set()
+    return frozenset(unreached)
 
 
 def find_functions_of_modules(modules: Set[str], functions: Set[str]) -> frozenset[str]:

@@ -71,7 +71,7 @@ class EmptyLastModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.last(torch.relu(self.first(x)))
-        return output + self.empty[0].sum()
+        return output + cast(Tensor, self.empty[0]).sum()
 
 
 # The summary and the class of each model of this file, by name.
