@@ -70,7 +70,7 @@ def test_a_line_belongs_to_the_innermost_function() -> None:
     assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
     assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
     assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
-    assert name_functions(functions, range(14, 16)) == {"Engine.step"}
+    assert name_functions(functions, {14, 15}) == {"Engine.step"}
     with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
         parse_functions("def", "engine.py")
 
@@ -107,19 +107,19 @@ def test_a_changed_condition_changes_its_branches() -> None:
     functions = list_functions(BRANCHES)
     clip, log = "step > if self.clip", "step > else of if self.clip > if self.log"
     loop = f"{clip} > for weight in self.weights"
-    assert name_functions(functions, range(2, 3)) == {"step", clip, "step > else of if self.clip"}
-    assert name_functions(functions, range(3, 4)) == {clip, loop}
-    assert name_functions(functions, range(5, 6)) == {"step > else of if self.clip", log}
-    assert name_functions(functions, range(9, 10)) == {"step", "step > except OSError"}
+    assert name_functions(functions, {2}) == {"step", clip, "step > else of if self.clip"}
+    assert name_functions(functions, {3}) == {clip, loop}
+    assert name_functions(functions, {5}) == {"step > else of if self.clip", log}
+    assert name_functions(functions, {9}) == {"step", "step > except OSError"}
 
 
 def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
     functions = list_functions(BRANCHES)
     clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
-    assert name_known_functions(functions, range(4, 5), {"step", clip}) == {loop: clip}
-    assert name_known_functions(functions, range(4, 5), {"step"}) == {loop: "step"}
-    assert name_known_functions(functions, range(4, 5), {"step", loop}) == {loop: loop}
-    assert name_known_functions(functions, range(4, 5), set()) == {loop: loop}
+    assert name_known_functions(functions, {4}, {"step", clip}) == {loop: clip}
+    assert name_known_functions(functions, {4}, {"step"}) == {loop: "step"}
+    assert name_known_functions(functions, {4}, {"step", loop}) == {loop: loop}
+    assert name_known_functions(functions, {4}, set()) == {loop: loop}
 
 
 def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
@@ -178,6 +178,18 @@ def test_what_others_have_changed_on_the_base_does_not_count(tmp_path: Path) -> 
     commit_all(tmp_path)
     with pytest.raises(UsageError, match=r"HEAD of .* and main have no common ancestor; fetch the history between"):
         find_merge_base(tmp_path, "toys.engine:make", "main")
+
+
+def test_a_comment_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine = tmp_path / "toys" / "engine.py"
+    engine.write_text('def a():\n    # old\n\n    return 1\n\n\ndef b():\n    """x"""\n', encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text(
+        'def a():\n    # new\n    return 1\n\n\ndef b():\n    """\n    # text\n    """\n', encoding="utf-8"
+    )
+    assert find_changes(tmp_path) == {"toys/engine.py:b"}
 
 
 def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Find cells beyond the matrix that may reach a change: those of a record, and those with an option or window more."""
+"""Find cells beyond the matrix that may reach a change: those of a record, and with another option or window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.run.plan import ClaimsLookup, Request
 from zharness.run.reach import CellReach, name_in_record
 
 ENOUGH_CELLS = 500  # of a change; they take two minutes, so that there is no time for cells that the record lacks
-WINDOWS = ("2_by_caller", "2_by_engine")  # that are added to cells without a window
+WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
 MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
 COMMON_KEYS = frozenset({"zero_optimization"})
 
@@ -61,10 +61,10 @@ def plan_recorded_cells(
 def plan_further_cells(
     reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned_options: Set[str] = frozenset()
 ) -> Iterator[tuple[PlannedCell, PlannedCell]]:
-    """Yield runnable cells with an option or a window more, each behind the cell of ``reaching`` that it extends.
+    """Yield runnable cells with another window or one option more, each behind the cell of ``reaching`` it comes from.
 
     A record has each law under each option, but not each variant and model of the law, and not each option in each
-    window and stage. The cells come in rounds, each of which extends every cell of ``reaching`` that can be by one
+    window and stage. The cells come in rounds, each of which gives every cell of ``reaching`` that can have it one
     option or window: ``mentioned_options`` in the first rounds, then the windows. Only cells without options get one.
     """
     claimed = {
@@ -79,7 +79,7 @@ def plan_further_cells(
     for name in dict.fromkeys((*mentioned, *WINDOWS, *options)):
         for base in reaching:
             key = (base.cell.engine, base.cell.stage)
-            extended = add_window(base.cell, name) if name in WINDOWS else add_option(base.cell, name)
+            extended = set_window(base.cell, name) if name in WINDOWS else add_option(base.cell, name)
             if extended is None or key not in claimed or name not in (*WINDOWS, *claimed[key].engine_options):
                 continue
             planned = planners[key].plan_cell(laws[base.cell.law], extended)
@@ -92,13 +92,15 @@ def add_option(cell: Cell, name: str) -> Cell | None:
     return None if cell.engine_variant else replace(cell, engine_variant=name)
 
 
-def add_window(cell: Cell, window: str) -> Cell | None:
-    """Return ``cell`` with an accumulation window, such as ``2_by_caller``, or None if it has one already."""
-    setting, added = cell_setting(cell.engine_variant), Setting.parse(window)
-    if setting.accumulation_steps > 1:
+def set_window(cell: Cell, window: str) -> Cell | None:
+    """Return ``cell`` with an accumulation window, such as ``2_by_caller``, or None if it has that one already.
+
+    It calls the engine's backward, because not every window can have other calls.
+    """
+    setting = cell_setting(cell.engine_variant)
+    if setting.window == window:
         return None
-    longer = replace(setting, accumulation_steps=added.accumulation_steps, owner=added.owner)
-    return replace(cell, engine_variant=longer.label)
+    return replace(cell, engine_variant=replace(Setting.parse(window), options=setting.options).label)
 
 
 def find_mentioned_options(options: Mapping[str, EngineOption], changed: Set[str]) -> frozenset[str]:

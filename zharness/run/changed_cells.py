@@ -74,7 +74,7 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         unmeasured = frozenset(find_unmeasured_files(engine, selection.base))
         sentence = describe_selection(engine, selection.base, changed, own, chosen, reach, unmeasured)
         added = len(candidates) - len(chosen)
-        sentences.append(sentence + (f"; cells with one more option or window: {added}" if added else ""))
+        sentences.append(sentence + (f"; cells with another option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
 
 

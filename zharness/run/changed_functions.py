@@ -15,6 +15,7 @@ from zharness.run.engine_sources import (
     FunctionLines,
     find_functions_of_lines,
     find_source_files,
+    list_code_lines,
     list_functions,
     list_source_modules,
 )
@@ -106,10 +107,10 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
 
     They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
     that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
-    the condition of a branch changes, its branches count too. What ``base`` has changed since then does not count.
-    Lines outside of all functions count as a function ``<module>`` of their file, and so do all lines of a file that no
-    record measures. A file that was renamed counts as deleted under its old name and as new under the new one. Raises
-    UsageError as ``find_changed_source`` does.
+    the condition of a branch changes, its branches count too. Comments do not count, and neither does what ``base``
+    has changed since then. Lines outside of all functions count as a function ``<module>`` of their file, and so do all
+    lines of a file that no record measures. A file that was renamed counts as deleted under its old name and as new
+    under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
     changed = dict[str, str]()
@@ -121,12 +122,15 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
             changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
         shown = call_git(source.root, "show", f"{source.start}:{hunk.path}")
-        old = parse_functions("" if shown.returncode else shown.stdout, hunk.path)  # a new file has no old source
-        new = parse_functions(source.files[hunk.path].read_text("utf-8") if hunk.new_lines else "", hunk.path)
+        old_text = "" if shown.returncode else shown.stdout  # a new file has no old source
+        new_text = source.files[hunk.path].read_text("utf-8") if hunk.new_lines else ""
+        old, new = parse_functions(old_text, hunk.path), parse_functions(new_text, hunk.path)
+        old_lines = list_code_lines(old_text) & set(hunk.old_lines)
+        new_lines = list_code_lines(new_text) & set(hunk.new_lines)
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
         known |= {function.name for function in old}
-        names = {name: name for name in name_functions(old, hunk.old_lines)}
-        names |= name_known_functions(new, hunk.new_lines, known)
+        names = {name: name for name in name_functions(old, old_lines)}
+        names |= name_known_functions(new, new_lines, known)
         changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
 
@@ -165,13 +169,13 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
             yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
 
 
-def name_functions(functions: Sequence[FunctionLines], lines: range) -> set[str]:
+def name_functions(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
     """Return those of ``functions`` that have ``lines``, their signatures included, and whose conditions do."""
     within = find_functions_of_lines(list(functions), set(lines), with_signatures=True)
-    return within | {each.name for each in functions if not set(lines).isdisjoint(each.condition_lines)}
+    return within | {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
 
 
-def name_known_functions(functions: Sequence[FunctionLines], lines: range, known: Set[str]) -> dict[str, str]:
+def name_known_functions(functions: Sequence[FunctionLines], lines: Set[int], known: Set[str]) -> dict[str, str]:
     """Return the functions and branches that have ``lines``, each with the innermost one of ``known`` around it.
 
     One that none of ``known`` is around, such as a new function, has its own name.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -148,6 +150,15 @@ def shorten(node: ast.AST) -> str:
     """Return the source of an expression or pattern, cut off after MAX_CONDITION characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= MAX_CONDITION else f"{text[:MAX_CONDITION]}..."
+
+
+def list_code_lines(source: str) -> set[int]:
+    """Return the lines of a file's ``source`` that have more than a comment. Raises SyntaxError."""
+    found = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            found.update(range(token.start[0], token.end[0] + 1))
+    return found
 
 
 def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict[int, str]:
