@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from suites.run.test_changed_functions import commit_all
 from suites.run.test_covering import claims_of_registry
 from suites.warm import programs
 from zharness.cell import Cell
@@ -16,7 +16,7 @@ from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
-from zharness.run.candidate_cells import find_mentioned_options, plan_option_cells
+from zharness.run.candidate_cells import find_mentioned_options, plan_further_cells
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import (
     ChangeSelection,
@@ -25,27 +25,9 @@ from zharness.run.changed_cells import (
     order_cells,
     select_changed_cells,
 )
-from zharness.run.changed_functions import find_merge_base, name_functions, name_known_functions, parse_diff
-from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
+from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
 
-SOURCE = """\
-LIMIT = 3
-
-
-class Engine:
-    @property
-    def norm(
-        self,
-    ):
-        def inner():
-            return 1
-
-        return inner()
-
-    def step(self):
-        return LIMIT
-"""
 ENGINE = """\
 from zharness.engines import get
 
@@ -68,92 +50,11 @@ class Engine:
 def correct(grads):
     return grads
 """
-DIFF = """\
---- a/p/a.py
-+++ b/p/a.py
-@@ -3 +3,2 @@ def f
--x
-+y
-+z
-@@ -9,2 +10,0 @@
--a
--b
---- a/p/b.py
-+++ /dev/null
-@@ -1 +0,0 @@
--c
---- /dev/null
-+++ b/p/c.py
-@@ -0,0 +1 @@
-+d
-"""
 LAWS = ("training.grads", "training.sgd_step")
-AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@b")
 
 
 def make_cell(law: str, stage: int = 0, variant: str = "") -> PlannedCell:
     return PlannedCell(Cell(law, "reference", stage, 2, "fp32", "mlp", variant))
-
-
-def test_a_line_belongs_to_the_innermost_function() -> None:
-    functions = list_functions(SOURCE)
-    assert [function.name for function in functions] == ["Engine.norm", "Engine.norm.inner", "Engine.step"]
-    assert find_functions_of_lines(functions, {1, 4}, with_signatures=True) == {MODULE_LEVEL}
-    assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
-    assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
-    assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
-    assert name_functions(SOURCE, range(14, 16), "engine.py") == {"Engine.step"}
-    with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
-        name_functions("def", range(1, 2), "engine.py")
-
-
-BRANCHES = """\
-def step(self):
-    if self.clip:
-        for weight in self.weights:
-            weight.clip()
-    elif self.log:
-        print()
-    try:
-        close()
-    except OSError:
-        pass
-"""
-
-
-def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> None:
-    found = {
-        line: find_functions_of_lines(list_functions(BRANCHES), {line}, with_signatures=True)
-        for line in (2, 4, 6, 8, 10)
-    }
-    assert found == {
-        2: {"step"},
-        4: {"step > if self.clip > for weight in self.weights"},
-        6: {"step > else of if self.clip > if self.log"},
-        8: {"step"},
-        10: {"step > except OSError"},
-    }
-
-
-def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
-    functions = list_functions(BRANCHES)
-    clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
-    assert name_known_functions(functions, range(4, 5), {"step", clip}) == {loop: clip}
-    assert name_known_functions(functions, range(4, 5), {"step"}) == {loop: "step"}
-    assert name_known_functions(functions, range(4, 5), {"step", loop}) == {loop: loop}
-    assert name_known_functions(functions, range(4, 5), set()) == {loop: loop}
-
-
-def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    engine = tmp_path / "toys" / "engine.py"
-    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
-    engine.write_text("def step(extra):\n    return 1\n", encoding="utf-8")
-    commit_all(tmp_path)
-    engine.write_text("def step(extra):\n    if extra:\n        return 2\n    return 1\n", encoding="utf-8")
-    call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
-    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
-    assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
 
 
 def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
@@ -173,7 +74,7 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
 def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_first() -> None:
     cells = [PlannedCell(Cell("training.grads", "fsdp2", 3, 2, "fp32", model)) for model in ("mlp", "blocks")]
     options = list(claims_of_registry("fsdp2", 3).engine_options)
-    planned = [cell.cell for _, cell in plan_option_cells(cells, claims_of_registry, {options[-1]})]
+    planned = [cell.cell for _, cell in plan_further_cells(cells, claims_of_registry, {options[-1]})]
     assert [(cell.model, cell.engine_variant) for cell in planned[:2]] == [
         ("mlp", options[-1]),
         ("blocks", options[-1]),
@@ -183,13 +84,15 @@ def test_all_cells_get_an_option_before_the_next_option_and_mentioned_ones_come_
     assert len({(cell.model, cell.engine_variant) for cell in planned}) == len(planned) > len(options)
 
 
-def test_a_diff_has_the_lines_of_both_sides() -> None:
-    hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
-    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
+def test_cells_get_the_windows_that_they_do_not_have() -> None:
+    cell = Cell("training.grads", "reference", 2, 2, "fp32", "mlp", engine_variant="tiny_buckets")
+    bases = [PlannedCell(each) for each in (cell, replace(cell, engine_variant="2_by_caller"))]
+    planned = [planned.cell.engine_variant for _, planned in plan_further_cells(bases, claims_of_registry)]
+    assert planned == ["tiny_buckets+2_by_caller", "tiny_buckets+2_by_engine", "2_by_engine"]
 
 
-def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_round() -> None:
-    cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 1, "sgd")]
+def test_cells_that_reach_rare_functions_come_first() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 0, "sgd")]
     functions = [{"f:a"}, {"f:a", "f:rare"}, {"f:other"}, {"f:a"}]
     reach = {cell.cell.id: CellReach(frozenset(names), 1.0) for cell, names in zip(cells, functions, strict=True)}
     reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
@@ -197,6 +100,19 @@ def test_cells_that_reach_rare_functions_come_first_one_of_each_law_variant_a_ro
     assert set(find_reaching_cells(cells, reach, {f"f:{MODULE_LEVEL}"})) == set(cells)
     assert set(find_reaching_cells(cells[:2], reach, {f"f:{MODULE_LEVEL}"})) == set(cells[:2])
     assert not find_reaching_cells(cells, reach, {"g:unreached"})
+
+
+def test_cells_with_pairs_of_values_that_no_earlier_cell_has_come_before_others() -> None:
+    settings = ["", "tiny_buckets", "tiny_buckets+2_by_caller", "overlap_comm"]
+    cells = [
+        *(PlannedCell(replace(make_cell("training.grads").cell, engine_variant=setting)) for setting in settings),
+        make_cell("state.resume", 2, "sgd"),
+    ]
+    reach = {cell.cell.id: CellReach(frozenset({"f:a"}), 1.0) for cell in cells}
+    ordered = list(order_cells(find_reaching_cells(cells, reach, {"f:a"}), reach))
+    assert [cells.index(cell) for cell in ordered] == [1, 4, 2, 3, 0]
+    slow = {**reach, cells[1].cell.id: CellReach(frozenset({"f:a"}), 9.0)}
+    assert next(order_cells(find_reaching_cells(cells, slow, {"f:a"}), slow)) == cells[2]
 
 
 def test_cells_that_reach_rare_functions_of_a_file_come_first_if_its_class_attributes_change() -> None:
@@ -214,7 +130,10 @@ def test_constants_of_a_file_whose_functions_no_cell_reaches_are_reached_by_all(
     reaching = find_reaching_cells(cells, reach, changed)
     assert reaching == {cells[0]: {f"g:{MODULE_LEVEL}"}}
     described = describe_selection("reference", "main", changed, cells, reaching, reach)
-    assert "in files of which no cell reaches a function, so that every cell runs: 1 (g:<module>)" in described
+    assert "which the record does not measure, so that every cell runs: 1 (g:<module>)" in described
+    assert "no source of the record" not in described
+    described = describe_selection("reference", "main", changed, cells, reaching, reach, {"csrc/adam.cpp"})
+    assert "so that nothing says which cells they affect: 1 (csrc/adam.cpp)" in described
 
 
 def test_a_file_that_is_no_record_of_reach_is_refused(tmp_path: Path) -> None:
@@ -255,67 +174,11 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
+    monkeypatch.setattr(changed_cells, "find_unmeasured_files", lambda *_: [])
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))
     assert set(names) <= {planned.cell.id for planned in selected.cells}
-
-
-def commit_all(folder: Path) -> None:
-    """Commit all files of ``folder``, which becomes a repository with the branch main if it is none."""
-    for command in (("init", "-q", "-b", "main"), ("add", "."), (*AUTHOR, "commit", "-qm", "a")):
-        run_git(folder, *command)
-
-
-def run_git(folder: Path, *arguments: str) -> None:
-    """Run git in ``folder``."""
-    subprocess.run(["git", *arguments], cwd=folder, check=True)  # noqa: S607
-
-
-def find_changes(folder: Path, base: str = "HEAD") -> set[str]:
-    """Return the functions of the package ``toys`` in ``folder`` that it changes since it left ``base``."""
-    call = f"find_changed_functions('toys.engine:make', '{base}')"
-    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=folder)
-    assert found.returncode == 0, found.stderr
-    return set(found.stdout.split())
-
-
-def test_what_others_have_changed_on_the_base_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    files = {name: tmp_path / "toys" / f"{name}.py" for name in ("__init__", "engine", "theirs")}
-    for name, path in files.items():
-        path.write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-qc", "mine")
-    files["engine"].write_text("def engine():\n    return 2\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-q", "main")
-    files["theirs"].write_text("def theirs():\n    return 2\n", encoding="utf-8")
-    commit_all(tmp_path)
-    run_git(tmp_path, "switch", "-q", "mine")
-    assert find_changes(tmp_path, "main") == {"toys/engine.py:engine"}
-    run_git(tmp_path, "switch", "-q", "--orphan", "alone")
-    files["engine"].parent.mkdir(exist_ok=True)
-    files["engine"].write_text("", encoding="utf-8")
-    commit_all(tmp_path)
-    with pytest.raises(UsageError, match=r"HEAD of .* and main have no common ancestor; fetch the history between"):
-        find_merge_base(tmp_path, "toys.engine:make", "main")
-
-
-def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:
-    (tmp_path / "toys").mkdir()
-    for name in ("__init__", "engine", "deleted", "renamed"):
-        (tmp_path / "toys" / f"{name}.py").write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
-    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"))
-    commit_all(tmp_path)
-    run_git(tmp_path, "config", "diff.mnemonicPrefix", "true")
-    assert find_changes(tmp_path) == set()
-    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER O WITH ACUTE}\n".encode("latin-1"))
-    (tmp_path / "toys" / "engine.py").write_text("def engine():\n    return 2\n", encoding="utf-8")
-    (tmp_path / "toys" / "deleted.py").unlink()
-    run_git(tmp_path, "mv", "toys/renamed.py", "toys/new.py")
-    files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
-    assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
 
 
 def test_the_source_of_an_engine_may_be_a_single_file(tmp_path: Path) -> None:
@@ -369,7 +232,7 @@ def test_the_cells_that_reach_a_change_run_and_find_it(tmp_path: Path) -> None:
         "functions and branches changed since HEAD: 1 (shop/engine.py:correct); cells that reach them: 2 of 2"
         in found.stdout
     )
-    assert "; cells with one more option: " in found.stdout
+    assert "; cells with another option or window: " in found.stdout
     assert "training.grads[shop.engine:Engine-zero0-w2-fp32-mlp]" in found.stdout
     refused = programs.run(*check, "--changed", "nonsense", "--reach", "reach.jsonl", folder=tmp_path)
     assert refused.returncode == 2

@@ -90,6 +90,14 @@ def test_a_cell_that_fails_on_pooled_ranks_alone_fails_the_run() -> None:
     assert parse_record(json.dumps(record.as_json())).pool_difference == record.pool_difference
 
 
+def test_a_law_about_the_state_of_the_process_runs_on_fresh_ranks_alone() -> None:
+    """An engine that another cell has built in a pool has changed the process already."""
+    runner = PreparedRunner(ended(Verdict.PASS), ended(Verdict.FAIL, divergence=FIRST))
+    record = runner.run(PlannedCell(replace(CELL, law="training.caller_modes")))
+    assert (outcome_name(record), record.pool_difference) == ("fail", "")
+    assert runner.run(PlannedCell(CELL)).verdict is Verdict.PASS
+
+
 def test_an_expected_failure_on_pooled_ranks_explains_the_difference() -> None:
     record = run(ended(Verdict.CRASH, CRASHED), ended(Verdict.PASS), LEAK)
     assert (outcome_name(record), records_exit_code([record])) == ("pass", 0)

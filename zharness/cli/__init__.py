@@ -22,7 +22,15 @@ from zharness.cli.hunt import hunt
 from zharness.cli.init import init
 from zharness.cli.laws import laws
 from zharness.cli.model import model
-from zharness.cli.options import OUTPUT, SECONDS, NameChoice, NumberRange, parse_integer_option, parse_name_option
+from zharness.cli.options import (
+    OUTPUT,
+    SECONDS,
+    NameChoice,
+    NumberRange,
+    add_law_option,
+    parse_integer_option,
+    parse_name_option,
+)
 from zharness.cli.project_options import set_defaults
 from zharness.cli.site import site
 from zharness.cli.tour import tour
@@ -150,13 +158,7 @@ for command in (
 
 @cli.command()
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@click.option(
-    "--law",
-    "--check",
-    "checks",
-    multiple=True,
-    help="Laws to run: a law, a group or a glob; by default all laws. May be repeated.",
-)
+@add_law_option(cell_ids=False)
 @click.option(
     "--scope",
     type=NameChoice(["every", "targets"]),

@@ -10,7 +10,7 @@ import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, make_measure
 from zharness.cli.check import SECONDS_OF_A_CHANGE
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, require_commit_with_reach
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, add_law_option, require_commit_with_reach
 
 if TYPE_CHECKING:
     from zharness.run import Request
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("base")
 @click.argument("change")
-@click.option(
-    "--law",
-    "--check",
-    "checks",
-    multiple=True,
-    help="Law to run: a law, a group, a glob or a cell id; by default all laws. May be repeated.",
-)
+@add_law_option(cell_ids=True)
 @click.option(
     "--expected-failures",
     "--excuses",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from zharness.cell import parse_integers
 from zharness.environment import set_variables
 from zharness.errors import UsageError, find_close_names
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 LAW_SET_HELP = (
     "Version of the law set: leave out what later versions brought or made stricter (`zharness laws versions`)."
@@ -63,6 +66,13 @@ def parse_integer_option(_context: click.Context, _parameter: click.Parameter, v
 def parse_name_option(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     """Parse ``fp32,bf16`` as names, each once."""
     return () if value is None else tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+
+
+def add_law_option(*, cell_ids: bool) -> Callable[[Command], Command]:
+    """Return a decorator that adds the option --law, which may be the id of a cell too if ``cell_ids`` says so."""
+    kinds = "a law, a group, a glob or a cell id" if cell_ids else "a law, a group or a glob"
+    help_text = f"Law to run: {kinds}; by default all laws. May be repeated."
+    return click.option("--law", "--check", "checks", multiple=True, help=help_text)
 
 
 def require_commit_with_reach(commit: str | None, reach_file: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, reject_cell_options
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, add_law_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,13 +104,7 @@ def _open_record_file(path: Path) -> AbstractContextManager[RecordFile]:
 @click.command(name="releases")
 @click.argument("engine", required=False)
 @click.argument("versions", nargs=-1, metavar="[RELEASE|@CHECKOUT]...")
-@click.option(
-    "--law",
-    "--check",
-    "checks",
-    multiple=True,
-    help="Law to run: a law, a group, a glob or a cell id; may be repeated.",
-)
+@add_law_option(cell_ids=True)
 @click.option("--newest", is_flag=True, help="Also run the newest release on the package index.")
 @click.option(
     "--compare-to",

@@ -88,6 +88,8 @@ class Law:
     ``compares_later_forwards`` says that the law compares a forward that follows others of the same engine.
     ``is_long`` says that a cell of the law takes several times as long on a user's model as those of other laws.
     ``covers_triples`` says that a covering array runs the law with each option, world size and dtype together.
+    ``needs_fresh_ranks`` says that the law compares the state of the process before and after an engine was built, so
+    that an engine which an earlier cell has built in the same process would hide what a first one changes.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
     ``mesh_support`` on which meshes. ``form`` is the form in which the law calls an engine.
     """
@@ -112,6 +114,7 @@ class Law:
     is_long: bool = False
     applies_to_module: Callable[[nn.Module], bool] | None = None
     covers_triples: bool = False
+    needs_fresh_ranks: bool = False
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
     mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
     form: CallForm = CallForm.FORWARD_AND_BACKWARD

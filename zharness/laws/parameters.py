@@ -287,7 +287,7 @@ LAWS = (
     parameter_law(
         every_kind,
         "tied, frozen, empty, tiny, uneven, transposed, shared and mixed-dtype parameters train as in plain PyTorch",
-        models=("odd", *(f"odd_{kind}" for kind in ODD_PARAMETERS)),
+        models=("odd", *(f"odd_{kind}" for kind in ODD_PARAMETERS), "empty_last"),
         kept_because="all kinds of parameters in one model, as in real models, and each kind in a model of its own",
     ),
     parameter_law(

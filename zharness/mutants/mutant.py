@@ -213,7 +213,13 @@ def mutant(
 
 
 def mutant_factory(
-    kind: FaultKind, *targets: Target, over: str, stages: tuple[int, ...], origin: Origin, equivalent: str = ""
+    kind: FaultKind,
+    *targets: Target,
+    over: str,
+    stages: tuple[int, ...],
+    origin: Origin,
+    imitates: str = "",
+    equivalent: str = "",
 ) -> Callable[[Factory], Factory]:
     """Return a decorator that registers a function as the factory of a mutant.
 
@@ -225,7 +231,8 @@ def mutant_factory(
         """Register a class that calls ``factory``, and return ``factory`` unchanged."""
         name = "".join(word[0].upper() + word[1:] for word in factory.__name__.split("_"))
         body = {"factory": staticmethod(factory), "over": over, "stages": stages, "__doc__": factory.__doc__}
-        REGISTERED.append(Mutant(type(name, (BuiltByFactory,), body), kind, targets, origin, equivalent=equivalent))
+        build = type(name, (BuiltByFactory,), body)
+        REGISTERED.append(Mutant(build, kind, targets, origin, imitates, equivalent))
         return factory
 
     return register

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zharness.mutants.mutant import (
     FaultKind,
     Origin,
     Target,
+    deepspeed,
     mutant,
     mutant_factory,
     pytorch,
@@ -267,3 +269,36 @@ class ScalesByTheNumberOfModules(HookedParameters):
 
     def changed(self, grad: Tensor) -> Tensor:
         return grad if len(list(self.module.modules())) == self.module_count else 2 * grad
+
+
+@mutant_factory(
+    FaultKind.PARAMETERS,
+    Target("parameters.every_kind", None, model="empty_last", stage=2, cause="no rank owns ['empty.0']"),
+    over="reference",
+    stages=(1, 2),
+    origin=Origin.GRAPHS,
+    imitates=deepspeed(8279),
+)
+def owners_by_first_element(model: nn.Module, config: EngineConfig) -> ReferenceEngine:
+    """Gives each gradient to the rank whose part of all elements has its first one, of which an empty one has none.
+
+    A part that is padded at its end still has the place behind the last element.
+    """
+    engine = seams.build(model, config)
+    sizes = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ranks = seams.comm(engine).world_size
+    part = max(1, -(-sum(sizes) // ranks))
+    owners = {name: start // part for name, start in zip(names, accumulate(sizes, initial=0), strict=False)}
+
+    def wrap(reduce: seams.ReduceBucket) -> seams.ReduceBucket:
+        def reduce_owned(bucket: seams.Bucket) -> list[Tensor]:
+            lost = [param.name for param in bucket.members if owners.get(param.name, 0) >= ranks]
+            if lost:
+                raise KeyError(f"no rank owns {lost}")
+            return reduce(bucket)
+
+        return reduce_owned
+
+    seams.wrap_reduce_bucket(engine, wrap)
+    return engine

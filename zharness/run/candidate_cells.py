@@ -1,4 +1,4 @@
-"""Find cells beyond the matrix that may reach a change: those that a record names, and those of single options."""
+"""Find cells beyond the matrix that may reach a change: those of a record, and with another option or window."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from zharness.cell import Cell
 from zharness.engines import EngineOption
 from zharness.engines.registry import split_release
+from zharness.law_kit.setting import Setting
 from zharness.laws import find_laws
 from zharness.run.cell_planner import CellPlanner, PlannedCell
-from zharness.run.configuration import cell_setting
+from zharness.run.configuration import cell_setting, is_config_file
 from zharness.run.plan import ClaimsLookup, Request
 from zharness.run.reach import CellReach, name_in_record
 
-ENOUGH_CELLS = 300  # of a change; they take two minutes, so that there is no time for cells that the record lacks
+ENOUGH_CELLS = 500  # of a change; they take two minutes, so that there is no time for cells that the record lacks
+WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
 MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
 COMMON_KEYS = frozenset({"zero_optimization"})
 
@@ -56,27 +58,49 @@ def plan_recorded_cells(
                     yield planned
 
 
-def plan_option_cells(
+def plan_further_cells(
     reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned_options: Set[str] = frozenset()
 ) -> Iterator[tuple[PlannedCell, PlannedCell]]:
-    """Yield runnable cells with one option each, each behind the cell of ``reaching`` without options that it extends.
+    """Yield runnable cells with another window or one option more, each behind the cell of ``reaching`` it comes from.
 
-    A record has each law under each option, but not each variant and model of the law. The cells come in rounds, each
-    of which extends every cell of ``reaching`` by one option, and ``mentioned_options`` in the first rounds.
+    A record has each law under each option, but not each variant and model of the law, and not each option in each
+    window and stage. The cells come in rounds, each of which gives every cell of ``reaching`` that can have it one
+    option or window: ``mentioned_options`` in the first rounds, then the windows. Only cells without options get one.
     """
-    bases = [base for base in reaching if not base.cell.engine_variant]
-    claimed = {(base.cell.engine, base.cell.stage): claims(base.cell.engine, base.cell.stage) for base in bases}
+    claimed = {
+        (base.cell.engine, base.cell.stage): claims(base.cell.engine, base.cell.stage)
+        for base in reaching
+        if not is_config_file(base.cell.engine_variant)
+    }
     options = dict.fromkeys(option for capabilities in claimed.values() for option in capabilities.engine_options)
     planners = {key: CellPlanner(capabilities) for key, capabilities in claimed.items()}
-    laws = {name: find_laws((name,))[0] for name in {base.cell.law for base in bases}}
-    for option in sorted(options, key=lambda option: option not in mentioned_options):
-        for base in bases:
+    laws = {name: find_laws((name,))[0] for name in {base.cell.law for base in reaching}}
+    mentioned = [option for option in options if option in mentioned_options]
+    for name in dict.fromkeys((*mentioned, *WINDOWS, *options)):
+        for base in reaching:
             key = (base.cell.engine, base.cell.stage)
-            if option in claimed[key].engine_options:
-                cell = replace(base.cell, engine_variant=option)
-                planned = planners[key].plan_cell(laws[base.cell.law], cell)
-                if not planned.unsupported_reason:
-                    yield base, planned
+            extended = set_window(base.cell, name) if name in WINDOWS else add_option(base.cell, name)
+            if extended is None or key not in claimed or name not in (*WINDOWS, *claimed[key].engine_options):
+                continue
+            planned = planners[key].plan_cell(laws[base.cell.law], extended)
+            if not planned.unsupported_reason:
+                yield base, planned
+
+
+def add_option(cell: Cell, name: str) -> Cell | None:
+    """Return ``cell`` with the option ``name``, or None if it has a setting already."""
+    return None if cell.engine_variant else replace(cell, engine_variant=name)
+
+
+def set_window(cell: Cell, window: str) -> Cell | None:
+    """Return ``cell`` with an accumulation window, such as ``2_by_caller``, or None if it has that one already.
+
+    It calls the engine's backward, because not every window can have other calls.
+    """
+    setting = cell_setting(cell.engine_variant)
+    if setting.window == window:
+        return None
+    return replace(cell, engine_variant=replace(Setting.parse(window), options=setting.options).label)
 
 
 def find_mentioned_options(options: Mapping[str, EngineOption], changed: Set[str]) -> frozenset[str]:
@@ -103,17 +127,17 @@ def sets_option(cell: Cell, names: Set[str]) -> bool:
     return not names.isdisjoint(cell_setting(cell.engine_variant).options)
 
 
-def add_option_cells(
+def add_further_cells(
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
     claims: ClaimsLookup,
     mentioned_options: Set[str] = frozenset(),
 ) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
-    """Return ``reaching`` and ``reach`` with option cells, up to ENOUGH_CELLS; they may reach what their base does."""
+    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does."""
     cells, measured = dict(reaching), dict(reach)
     if len(cells) >= ENOUGH_CELLS:
         return cells, measured
-    for base, planned in plan_option_cells(list(reaching), claims, mentioned_options):
+    for base, planned in plan_further_cells(list(reaching), claims, mentioned_options):
         name = name_in_record(planned.cell)
         if name not in measured:
             cells[planned], measured[name] = reaching[base], reach[name_in_record(base.cell)]

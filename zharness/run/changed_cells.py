@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from zharness.cell import is_cell_id
 from zharness.errors import UsageError
-from zharness.run.candidate_cells import add_option_cells, find_mentioned_options, plan_recorded_cells, sets_option
+from zharness.law_set import name_law_variant
+from zharness.run.candidate_cells import add_further_cells, find_mentioned_options, plan_recorded_cells, sets_option
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_functions import find_changed_functions
+from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files
+from zharness.run.covering import Pair, list_pairs
 from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.plan import ClaimsLookup, Request, plan
 from zharness.run.reach import CellReach, name_in_record, read_reach
@@ -65,12 +68,13 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
         }
         mentioned = find_mentioned_options(options, named.keys())
         candidates, measured = (
-            (chosen, reach) if is_of_single_cells else add_option_cells(chosen, reach, claims, mentioned)
+            (chosen, reach) if is_of_single_cells else add_further_cells(chosen, reach, claims, mentioned)
         )
         cells += order_cells(candidates, measured, mentioned)
-        sentence = describe_selection(engine, selection.base, changed, own, chosen, reach)
+        unmeasured = frozenset(find_unmeasured_files(engine, selection.base))
+        sentence = describe_selection(engine, selection.base, changed, own, chosen, reach, unmeasured)
         added = len(candidates) - len(chosen)
-        sentences.append(sentence + (f"; cells with one more option: {added}" if added else ""))
+        sentences.append(sentence + (f"; cells with another option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
 
 
@@ -81,8 +85,12 @@ def describe_selection(
     cells: Sequence[PlannedCell],
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
+    unmeasured: Set[str] = frozenset(),
 ) -> str:
-    """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches."""
+    """Describe how many functions differ, how many of ``cells`` reach them, and which functions no cell reaches.
+
+    ``unmeasured`` are the files that the change touches and that are no source of the record.
+    """
     parts = [
         f"{engine}: functions and branches changed since {base}: {len(changed)}{name_some(changed)}",
         f"cells that reach them: {len(reaching)} of {len(cells)}",
@@ -90,8 +98,13 @@ def describe_selection(
     outside = find_unreached_modules(cells, reach, changed)
     if outside:
         parts.append(
-            "changed outside of functions, in files of which no cell reaches a function, so that every cell runs: "
-            f"{len(outside)}{name_some(outside)}"
+            "changed in files of which no cell reaches a function, or which the record does not measure, so that every "
+            f"cell runs: {len(outside)}{name_some(outside)}"
+        )
+    if unmeasured:
+        parts.append(
+            "changed files that are no source of the record, so that nothing says which cells they affect: "
+            f"{len(unmeasured)}{name_some(unmeasured)}"
         )
     missed = changed - frozenset().union(*reaching.values())
     if missed:
@@ -134,9 +147,12 @@ def find_unreached_modules(
     cells: Sequence[PlannedCell], reach: Mapping[str, CellReach], changed: Set[str]
 ) -> frozenset[str]:
     """Return the files of ``changed`` that differ outside of functions, and of which no cell reaches a function."""
-    recorded = [reach[name] for name in (name_in_record(cell.cell) for cell in cells) if name in reach]
-    reached = list_modules(frozenset().union(*(each.functions for each in recorded)))
-    return frozenset(name for name in changed if name.endswith(f":{MODULE_LEVEL}")) - reached
+    unreached = {name for name in changed if name.endswith(f":{MODULE_LEVEL}")}
+    for name in map(name_in_record, (cell.cell for cell in cells)):
+        if not unreached:
+            break
+        unreached -= list_modules(reach[name].functions) if name in reach else set()
+    return frozenset(unreached)
 
 
 def find_functions_of_modules(modules: Set[str], functions: Set[str]) -> frozenset[str]:
@@ -154,26 +170,38 @@ def order_cells(
     reach: Mapping[str, CellReach],
     mentioned_options: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
-    """Yield the cells in rounds: in each round one cell of each law variant, the most promising first.
+    """Yield the cells, at each point the most promising one.
 
     A cell promises more if it sets one of ``mentioned_options``, which the change names; then, the fewer cells reach
-    the changed functions and branches that it reaches; and the shorter it is. Every function of a file that differs
-    outside of functions counts as changed: otherwise the cells that reach any would all promise the same.
+    the changed functions and branches that it reaches, the more pairs of its law variant, options, model and other
+    values no earlier cell has, and the shorter it is. Every function of a file that differs outside of functions counts
+    as changed: otherwise the cells that reach any would all promise the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
         for cell, functions in reaching.items()
     }
     counts = Counter(name for functions in touched.values() for name in functions)
+    missing: dict[PlannedCell, Set[Pair]] = {
+        cell: list_pairs(cell.cell, name_law_variant(cell.cell.law, cell.cell.variant)) for cell in reaching
+    }
 
-    def rate(cell: PlannedCell) -> tuple[bool, float]:
-        """Return how promising a cell is."""
+    def rate(cell: PlannedCell) -> tuple[bool, float, float]:
+        """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
         rarity = sum(1 / counts[name] for name in touched[cell])
-        seconds = max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
-        return sets_option(cell.cell, mentioned_options), rarity / seconds
+        rate = rarity / max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
+        return not sets_option(cell.cell, mentioned_options), -rate * len(missing[cell]), -rate
 
-    queues: dict[tuple[str, str], list[PlannedCell]] = {}
-    for cell in sorted(reaching, key=rate, reverse=True):
-        queues.setdefault((cell.cell.law, cell.cell.variant), []).append(cell)
-    for position in range(max(map(len, queues.values()), default=0)):
-        yield from (queue[position] for queue in queues.values() if position < len(queue))
+    # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
+    # it still is when it is rated again.
+    heap = [(rate(cell), position, cell) for position, cell in enumerate(reaching)]
+    heapify(heap)
+    found = set[Pair]()
+    while heap:
+        rated, position, cell = heappop(heap)
+        missing[cell] = missing[cell] - found
+        if rate(cell) == rated:
+            yield cell
+            found |= missing[cell]
+        else:
+            heappush(heap, (rate(cell), position, cell))

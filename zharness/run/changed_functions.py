@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from zharness.run.engine_sources import (
     FunctionLines,
     find_functions_of_lines,
     find_source_files,
+    list_code_lines,
     list_functions,
     list_source_modules,
 )
@@ -40,15 +41,44 @@ class Hunk:
     new_lines: range
 
 
-def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozenset()) -> dict[str, str]:
-    """Return the functions that the working tree of an engine's source changes since it left ``base``.
+@dataclass(frozen=True)
+class ChangedSource:
+    """The repository of an engine's source, the commit from which a change starts, and the source files.
 
-    They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
-    that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has.
-    What ``base`` has changed since then does not count. Lines outside of all functions count as a function ``<module>``
-    of their file. A file that was renamed counts as deleted under its old name and as new under the new one. Raises
-    UsageError if the source is not in a git repository, or if ``base`` is no commit that has a common ancestor with
-    HEAD.
+    ``modules`` are those that a record of reach measures. ``files`` has the engine's source files, those that a record
+    does not measure too, by their path in the repository.
+    """
+
+    root: Path
+    start: str
+    modules: tuple[str, ...]
+    files: Mapping[str, Path]
+
+    def has(self, path: str) -> bool:
+        """Return whether the file ``path`` of the repository is the engine's source, or was until it was deleted."""
+        return path in self.files or (not (self.root / path).exists() and is_below(path, self.folders))
+
+    @property
+    def folders(self) -> frozenset[str]:
+        """The folders of the repository that have source files."""
+        return frozenset(str(Path(path).parent) for path in self.files)
+
+    def name_in_record(self, path: str) -> str:
+        """Return the name that the source file ``path`` of the repository has in a record."""
+        return shorten_path(self.files.get(path, self.root / path), self.modules)
+
+    def is_measured(self, path: str) -> bool:
+        """Return whether a record has the functions of the file ``path`` of the repository that a cell reaches."""
+        name = self.name_in_record(path)
+        modules = (module.replace(".", "/") for module in self.modules)
+        return self.has(path) and any(name == f"{each}.py" or name.startswith(f"{each}/") for each in modules)
+
+
+def find_changed_source(engine: str, base: str) -> ChangedSource:
+    """Find the source of ``engine`` and the commit at which it left ``base``.
+
+    Raises UsageError if the source is not in a git repository, or if ``base`` is no commit that has a common ancestor
+    with HEAD.
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
@@ -59,24 +89,49 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
     if not sources:
         raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
     root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
-    start = find_merge_base(root, engine, base)
-    diff = run_git(root, engine, *DIFF, start, "--", "*.py")
-    by_path = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
-    folders = {str(Path(path).parent) for path in by_path}
+    files = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
+    return ChangedSource(root, find_merge_base(root, engine, base), modules, files)
+
+
+def find_unmeasured_files(engine: str, base: str) -> list[str]:
+    """Return the files of the repository of an engine's source that it changes since it left ``base``, and that no
+    record of reach measures: nothing says which cells read them. Raises UsageError as ``find_changed_source`` does.
+    """
+    source = find_changed_source(engine, base)
+    changed = run_git(source.root, engine, *DIFF, "--name-only", "-z", source.start, "--")
+    return [path for path in changed.split("\0") if path and not source.is_measured(path)]
+
+
+def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozenset()) -> dict[str, str]:
+    """Return the functions that the working tree of an engine's source changes since it left ``base``.
+
+    They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
+    that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
+    the condition of a branch changes, its branches count too. Comments do not count, and neither does what ``base``
+    has changed since then. Lines outside of all functions count as a function ``<module>`` of their file, and so do all
+    lines of a file that no record measures. A file that was renamed counts as deleted under its old name and as new
+    under the new one. Raises UsageError as ``find_changed_source`` does.
+    """
+    source = find_changed_source(engine, base)
     changed = dict[str, str]()
-    for hunk in parse_diff(diff):
-        was_deleted = not (root / hunk.path).exists() and is_below(hunk.path, folders)
-        if hunk.path in by_path or was_deleted:
-            path = by_path.get(hunk.path, root / hunk.path)
-            shown = call_git(root, "show", f"{start}:{hunk.path}")
-            old = "" if shown.returncode else shown.stdout  # a new file has no old source
-            new = path.read_text("utf-8") if hunk.new_lines else ""
-            prefix = f"{shorten_path(path, modules)}:"
-            known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
-            known |= {function.name for function in parse_functions(old, hunk.path)}
-            names = {name: name for name in name_functions(old, hunk.old_lines, hunk.path)}
-            names |= name_known_functions(parse_functions(new, hunk.path), hunk.new_lines, known)
-            changed |= {prefix + name: prefix + counted for name, counted in names.items()}
+    for hunk in parse_diff(run_git(source.root, engine, *DIFF, source.start, "--", "*.py")):
+        if not source.has(hunk.path):
+            continue
+        prefix = f"{source.name_in_record(hunk.path)}:"
+        if not source.is_measured(hunk.path):
+            changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
+            continue
+        shown = call_git(source.root, "show", f"{source.start}:{hunk.path}")
+        old_text = "" if shown.returncode else shown.stdout  # a new file has no old source
+        new_text = source.files[hunk.path].read_text("utf-8") if hunk.new_lines else ""
+        old, new = parse_functions(old_text, hunk.path), parse_functions(new_text, hunk.path)
+        old_lines = list_code_lines(old_text) & set(hunk.old_lines)
+        new_lines = list_code_lines(new_text) & set(hunk.new_lines)
+        known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
+        known |= {function.name for function in old}
+        names = {name: name for name in name_functions(old, old_lines)}
+        names |= name_known_functions(new, new_lines, known)
+        changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
 
 
@@ -114,12 +169,13 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
             yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
 
 
-def name_functions(source: str, lines: range, path: str) -> set[str]:
-    """Return the functions of the ``source`` of the file ``path`` that have ``lines``, their signatures included."""
-    return find_functions_of_lines(parse_functions(source, path), set(lines), with_signatures=True)
+def name_functions(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
+    """Return those of ``functions`` that have ``lines``, their signatures included, and whose conditions do."""
+    within = find_functions_of_lines(list(functions), set(lines), with_signatures=True)
+    return within | {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
 
 
-def name_known_functions(functions: Sequence[FunctionLines], lines: range, known: Set[str]) -> dict[str, str]:
+def name_known_functions(functions: Sequence[FunctionLines], lines: Set[int], known: Set[str]) -> dict[str, str]:
     """Return the functions and branches that have ``lines``, each with the innermost one of ``known`` around it.
 
     One that none of ``known`` is around, such as a new function, has its own name.

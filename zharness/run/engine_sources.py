@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,14 +25,16 @@ MODULE_LEVEL = "<module>"  # the name of the lines of a file that are in no func
 class FunctionLines:
     """A function of a source file, or a branch inside it, with its name and its lines, of a function the signature too.
 
-    ``first_body_line`` is the first line that runs when the function is called. A nested function is not part of the
-    outer one, and a branch is not part of the function or branch around it.
+    ``first_body_line`` is the first line that runs when the function is called, and ``condition_lines`` are those that
+    say whether a branch runs. A nested function is not part of the outer one, and a branch is not part of the function
+    or branch around it.
     """
 
     name: str
     first_line: int
     first_body_line: int
     last_line: int
+    condition_lines: range = range(0)
 
 
 def require_coverage(option: str) -> None:
@@ -102,9 +106,9 @@ def list_functions(source: str) -> list[FunctionLines]:
                 found.append(FunctionLines(name[:-1], first, child.body[0].lineno, last))
             branches = dict(list_branches(child)) if inner else {}
             for label, body in branches.items():
-                branch = f"{inner}{BRANCH}{label}"
+                branch, first = f"{inner}{BRANCH}{label}", body[0].lineno
                 found.append(
-                    FunctionLines(branch, body[0].lineno, body[0].lineno, body[-1].end_lineno or body[-1].lineno)
+                    FunctionLines(branch, first, first, body[-1].end_lineno or first, list_condition_lines(child))
                 )
                 collect(ast.Module(body, []), name, branch)
             inside = {statement for body in branches.values() for statement in body}
@@ -136,10 +140,25 @@ def list_branches(node: ast.AST) -> Iterator[tuple[str, list[ast.stmt]]]:
         yield f"else of {label}", node.orelse
 
 
+def list_condition_lines(node: Any) -> range:
+    """Return the lines of a statement that has branches which are before the first of them."""
+    first = node.pattern.lineno if isinstance(node, ast.match_case) else node.lineno
+    return range(first, max(first + 1, node.body[0].lineno))
+
+
 def shorten(node: ast.AST) -> str:
     """Return the source of an expression or pattern, cut off after MAX_CONDITION characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= MAX_CONDITION else f"{text[:MAX_CONDITION]}..."
+
+
+def list_code_lines(source: str) -> set[int]:
+    """Return the lines of a file's ``source`` that have more than a comment. Raises SyntaxError."""
+    found = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            found.update(range(token.start[0], token.end[0] + 1))
+    return found
 
 
 def name_lines(functions: list[FunctionLines], *, with_signatures: bool) -> dict[int, str]:

@@ -19,6 +19,7 @@ from zharness.cell import Cell
 from zharness.device import is_gpu_requested
 from zharness.engines import Capabilities
 from zharness.errors import UsageError, WorldError
+from zharness.laws import get_law
 from zharness.run import observe_and_judge
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims, get_engine_version, make_usage_error
@@ -152,8 +153,9 @@ class Runner:
         blank = self._blank_record(planned.cell)
         if planned.unsupported_reason:
             return replace(self._record_refused(planned, blank), seconds=time.monotonic() - began)
-        record = self._run_expecting_failure(planned.cell, blank, self.isolation)
-        if self.isolation is Isolation.POOLED and not record.is_expected:
+        isolation = Isolation.FRESH if get_law(planned.cell.law).needs_fresh_ranks else self.isolation
+        record = self._run_expecting_failure(planned.cell, blank, isolation)
+        if isolation is Isolation.POOLED and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
             fresh = self._run_expecting_failure(planned.cell, blank, Isolation.FRESH)
             explanation = find_pool_failure(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zharness.run.changes import strip_release
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import group_records
 from zharness.run.record import Record, Verdict
+from zharness.site.entries import find_entry
 from zharness.site.slugs import make_slug
 
 
@@ -76,9 +77,6 @@ def find_remedy(record: Record, user_failures: Sequence[ExpectedFailure]) -> Map
 
     Entries with the same reason and address have different remedies for different models, options and laws.
     """
-    for entry in (*user_failures, *expected_failures_for(record.cell.engine)):
-        if (entry.reason, entry.documented) == (record.cause, record.documentation_url) and entry.covers_cell(
-            record.cell, record.engine_version
-        ):
-            return entry.remedy
-    return {}
+    contract = (record.cause, record.documentation_url)
+    found = find_entry(record, user_failures, lambda entry: (entry.reason, entry.documented) == contract)
+    return found.remedy if found is not None else {}

@@ -10,10 +10,11 @@ from zharness.engines.registry import is_checkout
 from zharness.errors import UsageError
 from zharness.releases.repros import Repro, load_catalogue
 from zharness.run.changes import strip_release
-from zharness.run.expected_failures import ExpectedFailure, expected_failures_for
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.outcomes import group_records
 from zharness.run.record import Record
 from zharness.site.columns import find_column, sort_columns
+from zharness.site.entries import find_entry
 from zharness.site.slugs import make_slug
 
 _ISSUE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
@@ -80,15 +81,17 @@ def find_address(upstream: str) -> str:
 
 def find_reason(record: Record, user_failures: Sequence[ExpectedFailure] = ()) -> str:
     """Return the reason that the user's files or this zharness give for an expected failure, or an empty string."""
-    for entry in (*user_failures, *expected_failures_for(record.cell.engine)):
-        if (
+
+    def explains(entry: ExpectedFailure) -> bool:
+        """Return whether ``entry`` expects the issue, the verdict and the error of the record."""
+        return (
             entry.upstream == record.expected_failure
             and entry.verdict == record.verdict.value
             and any(signature in record.cause for signature in entry.signatures)
-            and entry.covers_cell(record.cell, record.engine_version)
-        ):
-            return entry.reason
-    return ""
+        )
+
+    found = find_entry(record, user_failures, explains)
+    return found.reason if found is not None else ""
 
 
 def find_key(record: Record, reason: str) -> FindingKey:

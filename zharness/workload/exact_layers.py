@@ -1,4 +1,4 @@
-"""Define exact models with a layer under vmap, and with weights of two dtypes."""
+"""Define exact models with a layer under vmap, with weights of two dtypes, and with an empty parameter at the end."""
 
 from __future__ import annotations
 
@@ -53,6 +53,27 @@ class AdaptedModel(nn.Module):
         return output
 
 
+class EmptyLastModel(nn.Module):
+    """A model of two linear layers and, behind their parameters, one without elements.
+
+    The layers have 384 elements, which 1 to 4 ranks divide also where an engine aligns shards to a few elements. So the
+    last parameter begins where the last shard ends. The model maps (batch, 16) to (batch, 16).
+    """
+
+    HIDDEN = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, self.HIDDEN, bias=False), nn.Linear(self.HIDDEN, WIDTH, bias=False)
+        # A module's own parameters come before those of its modules, so the last parameter is in a module too.
+        self.empty = nn.ParameterList([torch.ones(0, 3)])
+        make_ternary(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.relu(self.first(x)))
+        return output + cast(Tensor, self.empty[0]).sum()
+
+
 # The summary and the class of each model of this file, by name.
 LAYERS_MODELS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "mapped": (
@@ -62,5 +83,9 @@ LAYERS_MODELS: Mapping[str, tuple[str, Callable[[], nn.Module]]] = {
     "adapted": (
         "an exact model of frozen weights in bf16 with trained biases and low-rank adapters in fp32",
         AdaptedModel,
+    ),
+    "empty_last": (
+        "an exact model whose last parameter has no elements, behind elements that 1 to 4 ranks divide",
+        EmptyLastModel,
     ),
 }

@@ -239,5 +239,6 @@ LAWS = (
         ),
         kept_because="the only law that sets modes away from their defaults, and that looks at them after a load",
         mesh_support=MeshSupport.ANY,
+        needs_fresh_ranks=True,
     ),
 )

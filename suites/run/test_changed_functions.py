@@ -1,0 +1,225 @@
+"""The functions and branches of an engine's source that a change touches."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from suites.warm import programs
+from zharness.errors import UsageError
+from zharness.run.changed_functions import (
+    find_changed_functions,
+    find_merge_base,
+    find_unmeasured_files,
+    name_functions,
+    name_known_functions,
+    parse_diff,
+    parse_functions,
+)
+from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
+
+SOURCE = """\
+LIMIT = 3
+
+
+class Engine:
+    @property
+    def norm(
+        self,
+    ):
+        def inner():
+            return 1
+
+        return inner()
+
+    def step(self):
+        return LIMIT
+"""
+
+
+DIFF = """\
+--- a/p/a.py
++++ b/p/a.py
+@@ -3 +3,2 @@ def f
+-x
++y
++z
+@@ -9,2 +10,0 @@
+-a
+-b
+--- a/p/b.py
++++ /dev/null
+@@ -1 +0,0 @@
+-c
+--- /dev/null
++++ b/p/c.py
+@@ -0,0 +1 @@
++d
+"""
+
+
+AUTHOR = ("-c", "user.name=a", "-c", "user.email=a@b")
+
+
+def test_a_line_belongs_to_the_innermost_function() -> None:
+    functions = list_functions(SOURCE)
+    assert [function.name for function in functions] == ["Engine.norm", "Engine.norm.inner", "Engine.step"]
+    assert find_functions_of_lines(functions, {1, 4}, with_signatures=True) == {MODULE_LEVEL}
+    assert find_functions_of_lines(functions, {5, 7}, with_signatures=True) == {"Engine.norm"}
+    assert find_functions_of_lines(functions, {7}, with_signatures=False) == {MODULE_LEVEL}  # runs while it is imported
+    assert find_functions_of_lines(functions, {10, 15}, with_signatures=False) == {"Engine.norm.inner", "Engine.step"}
+    assert name_functions(functions, {14, 15}) == {"Engine.step"}
+    with pytest.raises(UsageError, match=r"engine\.py, which the change touches, is not valid Python"):
+        parse_functions("def", "engine.py")
+
+
+BRANCHES = """\
+def step(self):
+    if self.clip:
+        for weight in self.weights:
+            weight.clip()
+    elif self.log:
+        print()
+    try:
+        close()
+    except OSError:
+        pass
+"""
+
+
+def test_a_line_of_a_branch_belongs_to_the_condition_under_which_it_runs() -> None:
+    found = {
+        line: find_functions_of_lines(list_functions(BRANCHES), {line}, with_signatures=True)
+        for line in (2, 4, 6, 8, 10)
+    }
+    assert found == {
+        2: {"step"},
+        4: {"step > if self.clip > for weight in self.weights"},
+        6: {"step > else of if self.clip > if self.log"},
+        8: {"step"},
+        10: {"step > except OSError"},
+    }
+
+
+def test_a_changed_condition_changes_its_branches() -> None:
+    functions = list_functions(BRANCHES)
+    clip, log = "step > if self.clip", "step > else of if self.clip > if self.log"
+    loop = f"{clip} > for weight in self.weights"
+    assert name_functions(functions, {2}) == {"step", clip, "step > else of if self.clip"}
+    assert name_functions(functions, {3}) == {clip, loop}
+    assert name_functions(functions, {5}) == {"step > else of if self.clip", log}
+    assert name_functions(functions, {9}) == {"step", "step > except OSError"}
+
+
+def test_a_branch_that_a_change_adds_counts_as_what_is_around_it() -> None:
+    functions = list_functions(BRANCHES)
+    clip, loop = "step > if self.clip", "step > if self.clip > for weight in self.weights"
+    assert name_known_functions(functions, {4}, {"step", clip}) == {loop: clip}
+    assert name_known_functions(functions, {4}, {"step"}) == {loop: "step"}
+    assert name_known_functions(functions, {4}, {"step", loop}) == {loop: loop}
+    assert name_known_functions(functions, {4}, set()) == {loop: loop}
+
+
+def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    engine = tmp_path / "toys" / "engine.py"
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine.write_text("def step(extra):\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text("def step(extra):\n    if extra:\n        return 2\n    return 1\n", encoding="utf-8")
+    call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
+    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
+    assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
+
+
+def test_a_diff_has_the_lines_of_both_sides() -> None:
+    hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
+    assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
+
+
+def commit_all(folder: Path) -> None:
+    """Commit all files of ``folder``, which becomes a repository with the branch main if it is none."""
+    for command in (("init", "-q", "-b", "main"), ("add", "."), (*AUTHOR, "commit", "-qm", "a")):
+        run_git(folder, *command)
+
+
+def run_git(folder: Path, *arguments: str) -> None:
+    """Run git in ``folder``."""
+    subprocess.run(["git", *arguments], cwd=folder, check=True)  # noqa: S607
+
+
+def find_changes(folder: Path, base: str = "HEAD") -> set[str]:
+    """Return the functions of the package ``toys`` in ``folder`` that it changes since it left ``base``."""
+    call = f"find_changed_functions('toys.engine:make', '{base}')"
+    found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=folder)
+    assert found.returncode == 0, found.stderr
+    return set(found.stdout.split())
+
+
+def test_what_others_have_changed_on_the_base_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    files = {name: tmp_path / "toys" / f"{name}.py" for name in ("__init__", "engine", "theirs")}
+    for name, path in files.items():
+        path.write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-qc", "mine")
+    files["engine"].write_text("def engine():\n    return 2\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-q", "main")
+    files["theirs"].write_text("def theirs():\n    return 2\n", encoding="utf-8")
+    commit_all(tmp_path)
+    run_git(tmp_path, "switch", "-q", "mine")
+    assert find_changes(tmp_path, "main") == {"toys/engine.py:engine"}
+    run_git(tmp_path, "switch", "-q", "--orphan", "alone")
+    files["engine"].parent.mkdir(exist_ok=True)
+    files["engine"].write_text("", encoding="utf-8")
+    commit_all(tmp_path)
+    with pytest.raises(UsageError, match=r"HEAD of .* and main have no common ancestor; fetch the history between"):
+        find_merge_base(tmp_path, "toys.engine:make", "main")
+
+
+def test_a_comment_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine = tmp_path / "toys" / "engine.py"
+    engine.write_text('def a():\n    # old\n\n    return 1\n\n\ndef b():\n    """x"""\n', encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text(
+        'def a():\n    # new\n    return 1\n\n\ndef b():\n    """\n    # text\n    """\n', encoding="utf-8"
+    )
+    assert find_changes(tmp_path) == {"toys/engine.py:b"}
+
+
+def test_deleted_and_renamed_files_and_the_users_settings_of_git(tmp_path: Path) -> None:
+    (tmp_path / "toys").mkdir()
+    for name in ("__init__", "engine", "deleted", "renamed"):
+        (tmp_path / "toys" / f"{name}.py").write_text(f"def {name}():\n    return 1\n", encoding="utf-8")
+    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER E WITH ACUTE}\n".encode("latin-1"))
+    commit_all(tmp_path)
+    run_git(tmp_path, "config", "diff.mnemonicPrefix", "true")
+    assert find_changes(tmp_path) == set()
+    (tmp_path / "notes.py").write_bytes("# \N{LATIN SMALL LETTER O WITH ACUTE}\n".encode("latin-1"))
+    (tmp_path / "toys" / "engine.py").write_text("def engine():\n    return 2\n", encoding="utf-8")
+    (tmp_path / "toys" / "deleted.py").unlink()
+    run_git(tmp_path, "mv", "toys/renamed.py", "toys/new.py")
+    files = ("engine.py:engine", "deleted.py:deleted", "renamed.py:renamed", "new.py:renamed")
+    assert find_changes(tmp_path) == {f"toys/{name}" for name in files}
+
+
+def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Path) -> None:
+    """The engine deepspeed measures some modules of its package; a package of that name has the files."""
+    files = ("deepspeed/__init__.py", "deepspeed/runtime/__init__.py", "deepspeed/runtime/engine.py")
+    for name in (*files, "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("def run():\n    return 1\n", encoding="utf-8")
+    commit_all(tmp_path)
+    for name in ("deepspeed/runtime/engine.py", "deepspeed/ops.py", "csrc/adam.cpp", "tests/test_a.py"):
+        (tmp_path / name).write_text("def run():\n    return 2\n", encoding="utf-8")
+    engine = f"deepspeed@{tmp_path}"
+    assert find_unmeasured_files(engine, "HEAD") == ["csrc/adam.cpp", "deepspeed/ops.py", "tests/test_a.py"]
+    assert set(find_changed_functions(engine, "HEAD")) == {
+        "deepspeed/runtime/engine.py:run",
+        f"deepspeed/ops.py:{MODULE_LEVEL}",
+    }
