@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from zharness.errors import UsageError
 
-PIPELINE, REPLICATE, DATA_SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
-AXES = (PIPELINE, REPLICATE, DATA_SHARD, "cp", TENSOR)  # outermost first
+PIPELINE, REPLICATE, DATA_SHARD, CONTEXT, TENSOR = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+AXES = (PIPELINE, REPLICATE, DATA_SHARD, CONTEXT, TENSOR)  # outermost first
 DATA_AXES = (REPLICATE, DATA_SHARD)  # ranks that differ on them get different micro-batches
 EXPERT = "ep"  # not among AXES: it divides the ranks of dp_shard, not the world
 SHORT_NAMES = {REPLICATE: "rep", DATA_SHARD: "shard"}

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
-from zharness.mesh import REPLICATE, TENSOR, Mesh
+from zharness.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -266,13 +266,16 @@ class Capabilities:
         return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
 
     def on_mesh(self, mesh: Mesh) -> Capabilities:
-        """Return the capabilities on ``mesh``: tp splits matrix products, whose sums torch then rounds in other places.
+        """Return the capabilities on ``mesh``: tp and cp split matrix products, whose sums then round in other places.
 
-        So tp counts as kernels of the engine's own, which only tiers X and C judge.
+        So they count as kernels of the engine's own, which only tiers X and C judge.
         """
         found = self
         if mesh.size(REPLICATE) > self.replicas:
             found = replace(self, replicas=mesh.size(REPLICATE))
+        if CONTEXT in mesh.axes:
+            reason = "parts of a sequence have parts of a gradient, which are added over ranks"
+            found = replace(found, own_kernels=dict.fromkeys(self.stages, reason))
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"

@@ -40,6 +40,7 @@ from zharness.engines.deepspeed_options import (
 )
 from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
+from zharness.engines.deepspeed_sequence import split_sequences
 from zharness.engines.deepspeed_tensor_parallel import build_reader, tensor_parallel_section
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import (
@@ -112,6 +113,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
         names = [name for name, _ in model.named_parameters()]
         deepspeed = prepare_deepspeed(next(model.parameters()).device.type)
         model, params = split_experts(model, config)
+        self._sequence_parts, mpu = split_sequences(model, config)
         shapes = {name: param.shape for name, param in params.items()}
         self.capabilities = capabilities_of_release(config.stage, deepspeed.__version__)
         self._require_known_options()
@@ -123,7 +125,7 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             undo.callback(self._eager.close)
             undo.callback(self._global_state.restore)  # after an error, so that the next engine does not inherit it
             try:
-                built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, params, config, ds_config)
+                built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, params, config, ds_config, mpu)
             except (AssertionError, ValueError, NotImplementedError) as error:
                 raise EngineRefusal(
                     f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
@@ -141,6 +143,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._prepare_accumulation()
+        if self._sequence_parts is not None:
+            return self._sequence_parts.call(self._engine, args, kwargs)
         return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -247,6 +251,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
             undo.callback(self._eager.close)
             undo.callback(self._global_state.restore)
             self._coalesce_block.close()
+            if self._sequence_parts is not None:
+                undo.callback(self._sequence_parts.restore_attention)
             self._engine.destroy()
 
     def _require_known_options(self) -> None:

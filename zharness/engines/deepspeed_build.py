@@ -125,10 +125,12 @@ def initialize(
     parameters: Mapping[str, nn.Parameter],
     config: EngineConfig,
     ds_config: Mapping[str, Any],
+    mpu: Any = None,
 ) -> tuple[Any, Sequence[Tensor]]:
     """Build ``deepspeed.initialize``'s engine for ``model``, with the optimizer and schedule of ``config``.
 
     ``parameters`` are the model's, by name, also the frozen ones, which the caller may unfreeze.
+    ``mpu`` has the groups of sequence parallelism, if there are any.
     Returns the engine, and the tensors that the caller gave as learning rates, by parameter group; mostly none.
     """
     if config.options.get(LEAF_MODULES) and (classes := leaf_classes(model)):  # it raises if it finds no module
@@ -138,7 +140,7 @@ def initialize(
         with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):
             pass
     groups = optimizers.param_groups(parameters, config.optimizer)
-    scheduling: dict[str, Any] = {}
+    scheduling: dict[str, Any] = {"mpu": mpu} if mpu is not None else {}
     if config.options.get(JSON_SCHEDULER):
         ds_config = merge_options(ds_config, json_scheduler(config.optimizer, groups))
     else:

@@ -8,7 +8,7 @@ from zharness.engines.deepspeed_options import options_at
 from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
 from zharness.engines.protocol import Capabilities, Feature
-from zharness.mesh import EXPERT, TENSOR
+from zharness.mesh import CONTEXT, EXPERT, TENSOR
 
 _DOCUMENTATION = "https://deepspeed.readthedocs.io/en/latest"
 _NO_TENSOR_BACKWARD = (
@@ -87,7 +87,7 @@ CAPABILITIES = Capabilities(
     dtypes=frozenset({"fp32", "bf16"}),
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
-    mesh_axes=frozenset({TENSOR, EXPERT}),
+    mesh_axes=frozenset({TENSOR, EXPERT, CONTEXT}),
     refuses_on_tp=REFUSES_ON_TP,
     plan_words=frozenset(LAYER_SPECS),
 )

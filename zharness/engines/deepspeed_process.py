@@ -34,6 +34,7 @@ _AUTOCAST_FLAGS = ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")
 _GRID = "mpu"
 _HPZ_GROUP = "_ZERO_PARAM_INTRA_PARALLEL_GROUP"
 _EXPERT_GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+_SEQUENCE_GROUPS = ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP")
 _EXPERT_RANKS = ("_EXPERT_PARALLEL_GROUP_RANKS", "_EXPERT_DATA_PARALLEL_GROUP_RANKS")
 
 
@@ -82,6 +83,7 @@ class DeepSpeedGlobalState:
             DeepSpeedGlobalState._originals = None
             destroy_hpz_group()
             destroy_expert_groups()
+            destroy_sequence_groups()
 
 
 def destroy_pipeline_groups(module: Any) -> None:
@@ -102,6 +104,16 @@ def destroy_expert_groups() -> None:
         known.clear()
     for name in _EXPERT_RANKS:
         getattr(groups, name, {}).clear()
+
+
+def destroy_sequence_groups() -> None:
+    """Destroy the process groups of sequence parallelism, if this process has any, and make DeepSpeed forget them."""
+    groups = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    for name in _SEQUENCE_GROUPS:
+        group = getattr(groups, name, None)
+        if group is not None:
+            setattr(groups, name, None)
+            dist.destroy_process_group(group)
 
 
 def destroy_hpz_group() -> None:

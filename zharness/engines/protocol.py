@@ -76,6 +76,8 @@ class EngineConfig:
     modules that the model calls one after another, each with the outputs of the one before; the axis pp splits them.
     ``ep_plan`` has the names of the layers of experts, whose experts the axis ep splits: modules with a ``gate``, a
     linear layer without bias, and ``experts``, each token of which goes to the expert of the largest softmax.
+    ``cp_plan`` has the names of the attention modules: the axis cp splits the sequence, and these modules alone need
+    all of it. Their query, key, value and output are (samples, tokens, heads, features of a head).
     """
 
     stage: int = 0
@@ -92,6 +94,7 @@ class EngineConfig:
     tp_plan: Mapping[str, str] = field(default_factory=dict)
     pp_plan: tuple[str, ...] = ()
     ep_plan: tuple[str, ...] = ()
+    cp_plan: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,13 @@ from zharness.parity.bounds import mean_and_bound
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
 
 
+def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Comparison:
+    """Add a hint to a mismatch of a gradient that is the right one times a factor, but for what rounding explains."""
+    mismatch = comparison.mismatch
+    factor = None if mismatch is None else fit_scale(found[mismatch.parameter], [right[mismatch.parameter]])
+    return comparison if factor is None else add_hint(comparison, f"it is {factor:.3g} x the right gradient")
+
+
 def hint_added_gradient(
     comparison: Comparison,
     found: Mapping[str, Tensor],

@@ -16,7 +16,7 @@ from zharness.engines.protocol import Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
-from zharness.law_kit.hints import add_hint
+from zharness.law_kit.hints import add_hint, hint_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
@@ -124,9 +124,10 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
                 flat = ctx.rank_records(f"full {label}")[rank][name].flatten()
                 elements = torch.cat([flat.new_empty(0), *(flat[start:stop] for start, stop in owned[rank])])
                 place = ctx.location(name, Part.GATHER, 0, rank)
-                yield compare_bitwise(place, scalar(elements.numel()), scalar(shard.numel()))
-                if elements.numel() == shard.numel():
-                    yield compare_bitwise(place, elements, shard)
+                count, longest = scalar(shard.numel()), elements.numel() + ctx.world_size - 1  # with padding
+                yield compare_bitwise(place, count.clamp(elements.numel(), longest), count)
+                if elements.numel() <= shard.numel():
+                    yield compare_bitwise(place, elements, shard[: elements.numel()])
 
 
 def list_owned_pieces(ctx: JudgeContext, rank: int, name: str, elements: int) -> Spans:
@@ -172,7 +173,8 @@ def judge_mean_gradient(ctx: JudgeContext) -> Iterator[Comparison]:
     rank_grads = ctx.rank_records("grads")
     ctx.check_gradient_names(calibrated.oracle.keys(), rank_grads[0])
     grads = {name: rank_grads[0][name].double() for name in calibrated.oracle}
-    yield compare_calibrated(ctx.location("", Part.REDUCTION, rank=0), calibrated, grads)
+    compared = compare_calibrated(ctx.location("", Part.REDUCTION, rank=0), calibrated, grads)
+    yield hint_factor(compared, grads, calibrated.oracle)
     for name in calibrated.oracle:
         yield from compare_ranks(ctx.location(name, Part.REDUCTION), [record[name] for record in rank_grads])
 

@@ -40,6 +40,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     master_weights,
     memory,
     mesh,
+    mesh_context,
     mesh_copies,
     mesh_dropout,
     mesh_experts,

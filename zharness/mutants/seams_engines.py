@@ -5,6 +5,7 @@ The functions ``optimizer`` and ``schedule`` also accept the reference engine.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines import Piece
+from zharness.engines.deepspeed import DeepSpeedEngine
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.engines.torch_pp import PipelineEngine
 from zharness.reference.client.meta_init import DeferredModule, find_deferred_modules
 
+SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 SyncParamGroups: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
 
@@ -241,3 +244,17 @@ def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:
 def deferred_modules(model: nn.Module) -> list[DeferredModule]:
     """Return the modules of ``model`` with tensors on the meta device, which the reference engine materializes."""
     return find_deferred_modules(model)
+
+
+# DeepSpeedEngine, with sequence parallelism
+
+
+def count_sequence_ranks_as_data(engine: DeepSpeedEngine) -> None:
+    """Make DeepSpeed divide gradients by all ranks that it sums them over."""
+    for owner in (engine._engine, engine._engine.optimizer):
+        owner.sequence_parallel_size = 1
+
+
+def set_sequence_data_group(group: Any) -> None:
+    """Make DeepSpeed reduce gradients over the ranks of ``group``."""
+    importlib.import_module(SEQUENCE_STATE)._SEQUENCE_DATA_PARALLEL_GROUP = group  # type: ignore[attr-defined]

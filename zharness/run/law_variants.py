@@ -7,20 +7,22 @@ from dataclasses import replace
 
 from zharness.law_set import name_law_variant
 from zharness.laws import Law
+from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run.covering import CoveredLaw, Depth
+from zharness.run.mesh_claims import applies_to_model
 from zharness.workload import MODELS
 from zharness.workload.user_model import is_user_model
 
 
-def select_models(law: Law, requested_models: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each requested model to which ``law`` applies, with each variant of the law.
+def select_models(law: Law, requested_models: tuple[str, ...], mesh: Mesh = DEFAULT_MESH) -> Iterator[tuple[str, str]]:
+    """Yield each requested model to which ``law`` applies on ``mesh``, with each variant of the law.
 
     Without a requested model, all models of the workload are considered.
     """
     for name in requested_models or MODELS:
         if is_user_model(name):
             yield from ((name, variant) for variant in law.user_model_variants)
-        elif name in law.models:
+        elif applies_to_model(law, name, mesh):
             yield from ((name, variant) for variant in law.workload_variants)
 
 

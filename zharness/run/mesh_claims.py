@@ -9,7 +9,7 @@ from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.law_kit.law import MeshSupport
 from zharness.laws import Law, find_laws
-from zharness.mesh import EXPERT, PIPELINE, TENSOR, Mesh
+from zharness.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR, Mesh
 from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model
 
@@ -19,6 +19,14 @@ def needs_mesh(law: Law) -> bool:
     return law.mesh_support is MeshSupport.ONLY
 
 
+def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
+    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on the axis cp.
+
+    Only attention needs a whole sequence, which few models have, so that the others could show nothing on cp.
+    """
+    return model in law.models or (CONTEXT in mesh.axes and model_spec(model).stands_in_for in law.models)
+
+
 def explain_missing_plan(model: str, mesh: Mesh) -> str:
     """Return the reason why ``model`` cannot be split over ``mesh``, or '' if it can.
 
@@ -26,6 +34,7 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     """
     if is_user_model(model):  # its plan is read when it is built
         parts = {PIPELINE: "plan of modules that pp can split", EXPERT: "layer of experts that ep can split"}
+        parts[CONTEXT] = "plan of its attention, whose sequence cp can split"
         return next((f"the model of {model} has no {part}" for axis, part in parts.items() if axis in mesh.axes), "")
     spec, size = model_spec(model), mesh.size(TENSOR)
     if PIPELINE in mesh.axes and len(spec.pp_plan) < 2 * mesh.size(PIPELINE):
@@ -35,6 +44,11 @@ def explain_missing_plan(model: str, mesh: Mesh) -> str:
     uneven_layers = (count for count in spec.ep_plan.values() if count % mesh.size(EXPERT))
     if count := next(uneven_layers, 0):
         return f"the {count} experts of the model {model} cannot be split over ep{mesh.size(EXPERT)}"
+    if bool(spec.cp_plan) != (CONTEXT in mesh.axes):
+        return f"the model {model} has {'attention' if spec.cp_plan else 'no attention'} whose sequence cp splits"
+    uneven = (f"{count} {parts}" for parts, count in spec.cp_parts.items() if count % mesh.size(CONTEXT))
+    if parts_of_context := next(uneven, ""):
+        return f"the {parts_of_context} of the model {model} cannot be split over cp{mesh.size(CONTEXT)}"
     if TENSOR not in mesh.axes:
         return ""
     if spec.tp_plan:

@@ -98,6 +98,7 @@ def build_cell_context(
         tp_plan=find_plan(cell, spec, salt),
         pp_plan=spec.pp_plan,
         ep_plan=tuple(spec.ep_plan),
+        cp_plan=spec.cp_plan,
     )
     training = configuration_for(cell.engine_variant).training
     return build_rank_context(

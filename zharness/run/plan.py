@@ -21,7 +21,7 @@ from zharness.run.claimed_pairs import describe_uncoverable_pairs
 from zharness.run.configuration import cell_setting, is_config_file, load_configuration
 from zharness.run.covering import Axes, Covering, Depth, cover_pairs
 from zharness.run.law_variants import leave_out, list_covered_laws, select_models
-from zharness.run.mesh_claims import needs_mesh, require_mesh, require_plan
+from zharness.run.mesh_claims import applies_to_model, needs_mesh, require_mesh, require_plan
 from zharness.workload.user_model import is_user_model
 from zharness.world.limits import check_world_size
 
@@ -158,7 +158,7 @@ def plan_named_cell(cell: Cell, claims: ClaimsLookup) -> PlannedCell:
     validate_request(Request((), *axes, mesh=cell.mesh))
     if is_user_model(cell.model):
         require_any_model_law(law, cell)
-    elif cell.model not in law.models:
+    elif not applies_to_model(law, cell.model, cell.mesh):
         raise UsageError.unknown_name(f"model for {law.name}:", cell.model, law.models)
     elif law.get_variant(cell.variant).model_scope is ModelScope.USERS:
         raise UsageError.unknown_name(f"variant of {law.name} on {cell.model}:", cell.variant, law.workload_variants)
@@ -263,7 +263,7 @@ def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Ite
         return
     for world_size in request.world_sizes:
         for dtype in request.dtypes:
-            for model, variant in select_models(law, request.models):
+            for model, variant in select_models(law, request.models, request.mesh):
                 yield Cell(
                     law.name, engine, stage, world_size, dtype, model, variant, request.engine_variant, request.mesh
                 )

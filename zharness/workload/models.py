@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zharness.device import is_gpu_requested
 from zharness.workload import (
+    causal_attention,
     exact_blocks,
     exact_chain,
     exact_heads,
@@ -99,7 +100,8 @@ class ModelSpec:
     verifies this claim. ``tp_plan`` says how tp splits a module, ``colwise`` or ``rowwise``; a model without a plan has
     no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
     ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
-    experts of each layer of experts, which ep splits.
+    experts of each layer of experts, which ep splits. ``cp_plan`` has the attention modules of a model whose sequence
+    cp splits, and ``cp_parts`` what cp has to divide. On such a mesh it runs the laws of the model ``stands_in_for``.
     """
 
     name: str
@@ -111,6 +113,9 @@ class ModelSpec:
     tp_plan: Mapping[str, str] = field(default_factory=dict, hash=False)
     pp_plan: tuple[str, ...] = ()
     ep_plan: Mapping[str, int] = field(default_factory=dict, hash=False)
+    cp_plan: tuple[str, ...] = ()
+    cp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    stands_in_for: str = ""
     tp_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def model(self, seed: int) -> nn.Module:
@@ -132,18 +137,6 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     if output.dtype in (torch.bfloat16, torch.float16) and Version(torch.__version__).release < LOW_PRECISION_MSE_SINCE:
         return (output - target).square().mean()
     return nn.functional.mse_loss(output, target)
-
-
-def _draw_token_batch(generator: torch.Generator) -> Batch:
-    """Draw token ids as the inputs, and use the token after each input token as its target."""
-    shape = (SAMPLES, nets.SEQUENCE + 1)
-    drawn = torch.randint(nets.VOCABULARY, shape, generator=generator)
-    return Batch(drawn[:, :-1], drawn[:, 1:])
-
-
-def _next_token_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the logits over all tokens."""
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def _draw_float_batch(shape: tuple[int, ...], generator: torch.Generator) -> Batch:
@@ -189,8 +182,8 @@ MODELS: dict[str, ModelSpec] = {
             name="transformer",
             summary="two pre-norm attention blocks between a tied embedding and head",
             build=nets.Transformer,
-            batch=_draw_token_batch,
-            loss=_next_token_loss,
+            batch=partial(_draw_parts, nets.draw_tokens),
+            loss=nets.next_token_loss,
         ),
         ModelSpec(
             name="conv",
@@ -345,6 +338,10 @@ MODELS: dict[str, ModelSpec] = {
             loss=exact_mlp.linear_loss,
             exact=True,
             ep_plan=exact_routed.EXPERT_PLAN,
+        ),
+        *(
+            ModelSpec(batch=partial(_draw_parts, draw), **causal_attention.SPLIT, **fields)
+            for draw, fields in causal_attention.MODELS
         ),
         ModelSpec(
             name="lookup",

@@ -76,6 +76,17 @@ class Transformer(nn.Module):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
+def draw_tokens(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw token ids as the inputs, and use the token after each input token as its target."""
+    drawn = torch.randint(VOCABULARY, (samples, SEQUENCE + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the logits over all tokens."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
 class ConvNet(nn.Module):
     """A model of two convolutions, a group norm and a linear head; it maps (batch, 3, 6, 6) to (batch, 5)."""
 

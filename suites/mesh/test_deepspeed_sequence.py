@@ -1,0 +1,73 @@
+"""Sequences over the axis cp: what DeepSpeed's Ulysses computes, and which rank has which part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from suites.mesh.cells import check_cell, find_refusal, start_runner
+from zharness.cell import Cell
+from zharness.engines import deepspeed
+from zharness.engines.protocol import EngineConfig
+from zharness.mesh import Mesh
+from zharness.run import PlannedCell, Runner, Verdict
+from zharness.workload import model_spec
+
+pytest.importorskip("deepspeed")
+
+CELLS = {
+    "mesh.training[deepspeed-zero0-w2.cp2-fp32-context]": Verdict.PASS,
+    "mesh.training[deepspeed-zero2-w4.cp2-fp32-context]": Verdict.PASS,
+    "mesh.training[deepspeed-zero3-w2.cp2-fp32-context]": Verdict.FAIL,
+    "mesh.one_hot[deepspeed-zero1-w4.cp2-fp32-context]": Verdict.PASS,
+    "mesh.mean_gradient[deepspeed-zero1-w2.cp2-fp32-random_context]": Verdict.PASS,
+    "resources.close[deepspeed-zero1-w2.cp2-fp32-context]": Verdict.PASS,
+}
+CP2 = Mesh.parse("cp2")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with start_runner("deepspeed") as started:
+        yield started
+
+
+@pytest.mark.parametrize(("case", "verdict"), CELLS.items(), ids=CELLS)
+def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, verdict: Verdict) -> None:
+    check_cell(runner, case, verdict)
+
+
+def test_the_first_divergence_names_the_axis_and_the_coordinate() -> None:
+    cell = Cell.parse("mesh.training[zharness.mutants:attends_within_each_part-zero0-w4.cp2-fp32-context]")
+    with start_runner(cell.engine) as runner:
+        cause = runner.run(PlannedCell(cell)).cause
+    assert "rank 0 is dp_shard 0, cp 0" in cause or "rank 1 is dp_shard 0, cp 1" in cause
+
+
+def test_neighbours_have_parts_of_one_sequence() -> None:
+    assert [CP2.coordinates(rank, 4)["cp"] for rank in range(4)] == [0, 1, 0, 1]
+    assert [CP2.data_coordinate(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_models_of_attention_stand_in_for_others_on_cp_alone() -> None:
+    assert find_refusal("training.grads[deepspeed-zero0-w2.cp2-fp32-context]") == ""
+    assert "no attention" in find_refusal("training.grads[deepspeed-zero0-w2.cp2-fp32-mlp]")
+
+
+@pytest.mark.world_size(2)
+def test_each_rank_runs_its_part_and_has_the_whole_output(rank: int) -> None:
+    spec = model_spec("context")
+    model, batch = spec.model(0), spec.micro_batch(0, 0, 0)
+    whole = model(batch.inputs)
+    seen = []
+    engine = deepspeed.factory(model, EngineConfig(micro_batch_size=4, mesh=CP2, cp_plan=spec.cp_plan))
+    engine.module.get_submodule("embed").register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    output = engine(batch.inputs)
+    assert torch.equal(seen[0], batch.inputs[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(output, whole)
+    engine.close()
+    assert torch.equal(spec.model(0)(batch.inputs), model(batch.inputs)), "the model has its own attention back"
+    dist.barrier()

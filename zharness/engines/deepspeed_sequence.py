@@ -1,0 +1,133 @@
+"""Split sequences over the axis cp with DeepSpeed's Ulysses.
+
+Ulysses leaves three things to its caller, which this adapter does: each rank of a cp group runs the model on its part
+of the sequence, the outputs of the parts are joined, so that every rank has the whole loss, and attention runs in
+``DistributedAttention``, which exchanges parts of the sequence for heads and back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines.protocol import EngineConfig
+from zharness.errors import ConfigError
+from zharness.mesh import CONTEXT
+
+SEQUENCE_DIM = 1  # of inputs, outputs, queries, keys and values; the first dimension is that of samples
+HEADS_DIM = 2  # of queries, keys and values
+
+
+class UlyssesAttention(nn.Module):
+    """DeepSpeed's DistributedAttention, called as the attention that it replaces."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return this rank's part of the output, for its parts of query, key and value."""
+        output: Tensor = self.attention(query, key, value, 0)  # the dimension of samples
+        return output
+
+
+class JoinParts(torch.autograd.Function):
+    """Join the parts of a sequence that the ranks of a group have; every rank gets the whole of it.
+
+    The ranks compute the same loss from it, so that each rank's part has the gradient that this rank has, once. The sum
+    over ranks, as in the backward of torch's all_gather, would be as many times that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        """Return the parts of all ranks of ``group``, in the order of the ranks."""
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=SEQUENCE_DIM)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's part of the gradient."""
+        return take_part(grads[0], ctx.group), None
+
+
+def take_part(whole: Tensor, group: Any) -> Tensor:
+    """Return the part of a sequence that this rank of ``group`` has.
+
+    Raises ConfigError if the ranks do not divide it.
+    """
+    size = dist.get_world_size(group)
+    if whole.shape[SEQUENCE_DIM] % size:
+        raise ConfigError(f"a sequence of {whole.shape[SEQUENCE_DIM]} tokens cannot be split over cp{size}")
+    return whole.chunk(size, dim=SEQUENCE_DIM)[dist.get_rank(group)].contiguous()
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """Calls a model with this rank's part of each sequence, and joins the parts of its output.
+
+    ``group`` has the ranks that split a sequence, and ``replaced`` the attention of ``model`` by name, before Ulysses.
+    """
+
+    group: Any
+    model: nn.Module
+    replaced: Mapping[str, nn.Module]
+
+    def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the whole output of ``forward`` on the whole tensors ``args`` and ``kwargs``. This is a collective."""
+        parts = [self._split(each) for each in args]
+        named = {name: self._split(each) for name, each in kwargs.items()}
+        return JoinParts.apply(forward(*parts, **named), self.group)  # type: ignore[no-untyped-call]
+
+    def restore_attention(self) -> None:
+        """Give the model its own attention back, which needs no other ranks."""
+        for name, attention in self.replaced.items():
+            replace_module(self.model, name, attention)
+
+    def _split(self, value: Any) -> Any:
+        return take_part(value, self.group) if isinstance(value, Tensor) else value
+
+
+def split_sequences(model: nn.Module, config: EngineConfig) -> tuple[SequenceParts | None, Any]:
+    """Replace the attention modules of the plan by Ulysses, and return what splits sequences, and DeepSpeed's mpu.
+
+    Returns None twice if the mesh has no axis cp. This is a collective. Raises ConfigError for a model without a plan.
+    """
+    size = config.mesh.size(CONTEXT)
+    if size == 1:
+        return None, None
+    if not config.cp_plan:
+        raise ConfigError("the config has the axis cp, but no cp_plan that names the model's attention")
+    mpu = build_sequence_groups(size)
+    attention_class: Any = importlib.import_module("deepspeed.sequence.layer").DistributedAttention
+    group = mpu.get_sequence_parallel_group()
+    replaced = {name: model.get_submodule(name) for name in config.cp_plan}
+    for name, attention in replaced.items():
+        replace_module(model, name, UlyssesAttention(attention_class(attention, group, HEADS_DIM, SEQUENCE_DIM)))
+    return SequenceParts(group, model, replaced), mpu
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put ``module`` into ``model`` under ``name``."""
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def build_sequence_groups(size: int) -> Any:
+    """Return DeepSpeed's module of sequence-parallel groups of ``size`` neighbours, which it keeps for later engines.
+
+    DeepSpeed also takes ``mesh_param``, or sizes in its JSON; these reduce gradients over the data alone, and not over
+    the parts of a sequence.
+    """
+    mpu: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if mpu._SEQUENCE_PARALLEL_GROUP is None:
+        importlib.import_module("deepspeed").init_distributed(verbose=False)  # initialize comes too late for its groups
+        mpu.initialize_sequence_parallel(size)
+    return mpu

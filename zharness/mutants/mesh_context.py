@@ -1,0 +1,148 @@
+"""Define mutants that break the axis cp of sequences. They are DeepSpeed's Ulysses, and need DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import CONTEXT
+from zharness.mutants import seams_engines
+from zharness.mutants.around import Around
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+LOSS_TIMES_SIZE = "https://github.com/huggingface/transformers/issues/46775"
+
+
+def on_context(
+    part: Part = Part.REDUCTION, law: str = "mesh.training", parameter: str = "*", world_size: int = 2
+) -> Target:
+    """Return a target on ranks of which two neighbours split a sequence."""
+    return Target(law, part, "context", parameter=parameter, world_size=world_size, mesh="cp2")
+
+
+class OverUlysses(Around):
+    """The base class of mutants of sequence parallelism, which are right where no axis splits sequences."""
+
+    over = "deepspeed"
+    stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.size = config.mesh.size(CONTEXT)
+        self.place = config.mesh.coordinates(dist.get_rank(), dist.get_world_size())[CONTEXT]
+        if self.size > 1:
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Register hooks on modules; subclasses that break the forward of a part override this method."""
+
+    def reversed_parts(self, whole: Tensor) -> Tensor:
+        """Return the parts of a sequence from that of the last rank to that of the first."""
+        return torch.cat(whole.chunk(self.size, dim=1)[::-1], dim=1)
+
+
+@mutant(FaultKind.SCALE, on_context(), on_context(world_size=4), origin=Origin.MESH)
+class DividesByTheRanksOfASequence(OverUlysses):
+    """The gradients are divided by the number of ranks, as if each had a micro-batch of its own."""
+
+    def spoil(self) -> None:
+        seams_engines.count_sequence_ranks_as_data(self.right)
+
+
+@mutant(FaultKind.SCALE, on_context(), on_context(law="mesh.one_hot"), origin=Origin.MESH, imitates=LOSS_TIMES_SIZE)
+class MultipliesTheLossByTheRanksOfASequence(OverUlysses):
+    """Backward runs on the loss times the number of ranks that split a sequence."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self.right.backward(self.size * loss, retain_graph=retain_graph)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_context(), on_context(world_size=4), origin=Origin.MESH)
+class ReducesOverTheDataAlone(OverUlysses):
+    """The gradients are summed over the ranks with one part of the sequence, as by DeepSpeed with ``mesh_param``."""
+
+    stages = (0,)
+
+    def spoil(self) -> None:
+        ranks = range(dist.get_world_size())
+        groups = [dist.new_group(list(ranks)[place :: self.size]) for place in range(self.size)]
+        seams_engines.set_sequence_data_group(groups[self.place])
+
+
+@mutant(FaultKind.CONTRIBUTION, on_context(Part.LOCAL_GRADIENT), origin=Origin.MESH)
+class LosesTheGradientOfTheLastPart(OverUlysses):
+    """The loss of the last part of a sequence has no gradient."""
+
+    def spoil(self) -> None:
+        if self.place == self.size - 1:
+            self.module.register_forward_hook(lambda _module, _inputs, output: output.detach() + 0 * output)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
+class DropsTheLastPartOfTheKeys(OverUlysses):
+    """Attention sees no key of the last part of a sequence."""
+
+    def spoil(self) -> None:
+        if self.place == self.size - 1:
+            change_inputs(self.module, lambda query, key, value: (query, 0 * key, value))
+
+
+@mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
+class SplitsSequencesInReversedOrder(OverUlysses):
+    """The last rank has the first part of a sequence, and outputs are joined in that order too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.size == 1:
+            return self.right(*args, **kwargs)
+        return self.reversed_parts(self.right(*map(self.reversed_parts, args), **kwargs))
+
+
+@mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
+class JoinsOutputsInReversedOrder(OverUlysses):
+    """The parts of the output are joined from that of the last rank to that of the first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        return output if self.size == 1 else self.reversed_parts(output)
+
+
+@mutant(FaultKind.CONTRIBUTION, on_context(Part.FORWARD), origin=Origin.MESH)
+class AttendsWithinEachPart(OverUlysses):
+    """Nothing is exchanged: each rank attends with all heads to its own part of the sequence alone."""
+
+    def spoil(self) -> None:
+        for attention in find_attention(self.module):
+            attention.register_forward_hook(lambda module, inputs, _output: module.attention.local_attn(*inputs))
+
+
+@mutant(FaultKind.SHARDS, on_context(Part.FORWARD), origin=Origin.MESH)
+class ExchangesKeysForOtherHeads(OverUlysses):
+    """The keys that a rank gets are those of other heads than its queries."""
+
+    def spoil(self) -> None:
+        change_inputs(self.module, lambda query, key, value: (query, key.flip(2), value))
+
+
+@mutant(FaultKind.RANKS, on_context(Part.FORWARD), origin=Origin.MESH)
+class SplitsTheSequenceOfAnotherRank(OverUlysses):
+    """The ranks of a sequence read different samples, as if each were a rank of the data."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.right(args[0].roll(self.place, 0), *args[1:], **kwargs)
+
+
+def find_attention(module: nn.Module) -> list[Any]:
+    """Return the modules around DeepSpeed's DistributedAttention."""
+    return [each for each in module.modules() if hasattr(getattr(each, "attention", None), "local_attn")]
+
+
+def change_inputs(module: nn.Module, change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+    """Pass query, key and value of every attention through ``change`` before they are exchanged."""
+    for attention in find_attention(module):
+        attention.register_forward_pre_hook(lambda _module, inputs: change(*inputs))

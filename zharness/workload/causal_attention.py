@@ -1,0 +1,116 @@
+"""Define models of causal attention, exact and with random weights, whose sequence the axis cp splits.
+
+Attention itself is a module without parameters, which an engine of sequence parallelism replaces. It is causal, so that
+the order of the sequence's parts matters: without a mask, attention does not know where a token is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.workload.exact_heads import FEATURES, HEADS, ExactHeads, make_scores_small, token_loss
+from zharness.workload.exact_mlp import random_ternary
+
+TOKENS = 4
+WIDTH, OUTPUTS = 12, 5  # of the model with random weights
+SPLIT: Mapping[str, Any] = {
+    "cp_plan": ("attention",),
+    "cp_parts": {"tokens of a sequence": TOKENS, "heads": HEADS},
+}
+
+
+class CausalAttention(nn.Module):
+    """Attention in which a token sees itself and those before; its scores are not normalised.
+
+    Query, key, value and output have the shape (batch, tokens, heads, features of a head).
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output of every head."""
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return ((query @ key.transpose(-1, -2)).tril() @ value).transpose(1, 2)
+
+
+class SoftmaxAttention(CausalAttention):
+    """Causal attention by torch's kernel, whose scores are a softmax."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output of every head."""
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+class ExactContext(ExactHeads):
+    """The model ``ExactHeads`` with causal attention over four tokens; it maps (batch, 4, 4) to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make_scores_small(self)
+        self.attention = CausalAttention()
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the output of causal attention whose scores are not normalised."""
+        query, key, value = (part(x).unflatten(2, (HEADS, -1)) for part in (self.query, self.key, self.value))
+        return self.out(self.attention(query, key, value).flatten(2))  # type: ignore[no-any-return]
+
+
+class RandomContext(nn.Module):
+    """A layer norm, causal attention and GELU between two linear layers; it maps (batch, 4, 12) to (batch, 4, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # a bias would have a gradient of zero and rounding alone
+        self.value = nn.Linear(WIDTH, WIDTH)
+        self.attention = SoftmaxAttention()
+        self.last = nn.Linear(WIDTH, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        query, key, value = (part(hidden).unflatten(2, (HEADS, -1)) for part in (self.query, self.key, self.value))
+        hidden = hidden + self.attention(query, key, value).flatten(2)
+        return self.last(nn.functional.gelu(hidden))  # type: ignore[no-any-return]
+
+
+def draw_exact(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs and targets with elements in {-1, 0, 1}."""
+    shape = (samples, TOKENS, FEATURES)
+    return random_ternary(shape, generator), random_ternary(shape, generator)
+
+
+def draw_random(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw normally distributed inputs and targets."""
+    inputs = torch.randn(samples, TOKENS, WIDTH, generator=generator)
+    return inputs, torch.randn(samples, TOKENS, OUTPUTS, generator=generator)
+
+
+# The draw function and the fields of ModelSpec of each model.
+MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
+    (
+        draw_exact,
+        {
+            "name": "context",
+            "summary": "an exact block of causal attention, whose sequence cp splits",
+            "build": ExactContext,
+            "loss": token_loss,
+            "exact": True,
+            "stands_in_for": "exact",
+        },
+    ),
+    (
+        draw_random,
+        {
+            "name": "random_context",
+            "summary": "causal attention with a softmax and random weights, whose sequence cp splits",
+            "build": RandomContext,
+            "loss": nn.functional.mse_loss,
+            "stands_in_for": "mlp",
+        },
+    ),
+)
