@@ -12,6 +12,7 @@ from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.cell import Cell
 from zharness.engines import deepspeed
 from zharness.engines.protocol import EngineConfig
+from zharness.errors import ConfigError
 from zharness.mesh import Mesh
 from zharness.run import PlannedCell, Runner, Verdict
 from zharness.workload import model_spec
@@ -70,4 +71,15 @@ def test_each_rank_runs_its_part_and_has_the_whole_output(rank: int) -> None:
     assert torch.equal(output, whole)
     engine.close()
     assert torch.equal(spec.model(0)(batch.inputs), model(batch.inputs)), "the model has its own attention back"
+    dist.barrier()
+
+
+@pytest.mark.world_size(4)
+def test_a_second_size_beside_an_open_engine_is_refused() -> None:
+    spec = model_spec("context")
+    engine = deepspeed.factory(spec.model(0), EngineConfig(micro_batch_size=4, mesh=CP2, cp_plan=spec.cp_plan))
+    config = EngineConfig(micro_batch_size=4, mesh=Mesh.parse("cp4"), cp_plan=spec.cp_plan)
+    with pytest.raises(ConfigError, match=r"got cp4 beside an open engine with cp2; .* close that engine first"):
+        deepspeed.factory(spec.model(0), config)
+    engine.close()
     dist.barrier()

@@ -124,10 +124,15 @@ def build_sequence_groups(size: int) -> Any:
     """Return DeepSpeed's module of sequence-parallel groups of ``size`` neighbours, which it keeps for later engines.
 
     DeepSpeed also takes ``mesh_param``, or sizes in its JSON; these reduce gradients over the data alone, and not over
-    the parts of a sequence.
+    the parts of a sequence. Raises ConfigError if an open engine has groups of another size.
     """
     mpu: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if mpu._SEQUENCE_PARALLEL_GROUP is None:
         importlib.import_module("deepspeed").init_distributed(verbose=False)  # initialize comes too late for its groups
         mpu.initialize_sequence_parallel(size)
+    elif mpu.get_sequence_parallel_world_size() != size:
+        raise ConfigError(
+            f"got cp{size} beside an open engine with cp{mpu.get_sequence_parallel_world_size()}; DeepSpeed has one "
+            "size in a process, so close that engine first"
+        )
     return mpu
