@@ -80,6 +80,54 @@ class TestOtherClass(DistributedTest):
         assert files_in(class_tmpdir) == []
 """
 
+NEEDED = """
+class first(DistributedFixture):
+    world_size = 2
+
+    def run(self, tmpdir):
+        Path(tmpdir, f"first{dist.get_rank()}").touch()
+
+
+class second(DistributedFixture):
+    world_size = 1
+
+    def run(self, first, tmpdir):
+        Path(tmpdir, "found").write_text(" ".join(files_in(tmpdir)))
+
+
+@pytest.fixture
+def calls_first(request):
+    first()(request)
+
+
+class third(DistributedFixture):
+    world_size = 1
+
+    def run(self, calls_first, tmpdir):
+        Path(tmpdir, "found").write_text(" ".join(files_in(tmpdir)))
+
+
+@pytest.fixture
+def calls_second(request):
+    second()(request)
+
+
+@pytest.fixture
+def calls_third(request):
+    third()(request)
+
+
+class TestNeeded(DistributedTest):
+    def test_by_a_named_one(self, second, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+
+    def test_by_a_called_one(self, calls_second, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+
+    def test_by_a_fixture_of_a_called_one(self, calls_third, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+"""
+
 FIXTURES = """
 class broken(DistributedFixture):
     world_size = 3
@@ -162,13 +210,19 @@ class TestUngroupedFixture(DistributedTest):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
-    """One session with the tests of DIRECTORIES and FIXTURES, without DeepSpeed."""
-    return run(tmp_path_factory.mktemp("session"), DIRECTORIES + FIXTURES)
+    """One session with the tests of DIRECTORIES, NEEDED and FIXTURES, without DeepSpeed."""
+    return run(tmp_path_factory.mktemp("session"), DIRECTORIES + NEEDED + FIXTURES)
 
 
 def test_directories_are_shared_by_ranks_tests_and_fixtures(session: SessionRun) -> None:
     found = session.verdicts("TestDirectories") | session.verdicts("TestOtherClass")
     assert len(found) == 13
+    assert set(found.values()) == {"passed"}
+
+
+def test_a_called_fixture_runs_after_the_fixtures_that_it_needs(session: SessionRun) -> None:
+    found = session.verdicts("TestNeeded")
+    assert len(found) == 3
     assert set(found.values()) == {"passed"}
 
 

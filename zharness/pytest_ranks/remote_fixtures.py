@@ -107,24 +107,37 @@ def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
     if not _remote_fixtures:
         return []
     remotes: dict[str, RemoteFixture | None] = {}
+    visited: set[str] = set()
     for name in getattr(item, "fixturenames", ()):
-        _collect_remote_fixtures(item, name, remotes)
+        _collect_remote_fixtures(item, name, remotes, visited)
     return list(dict.fromkeys(remote for remote in remotes.values() if remote is not None))
 
 
-def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None]) -> None:
-    """Add the fixture ``name`` and all fixtures that it needs to ``remotes``; a fixture that is not remote has None."""
-    # There is no public way from a test to the definitions of its fixtures.
-    info = getattr(item, "_fixtureinfo", None)
-    definitions = info.name2fixturedefs.get(name, ()) if info is not None else ()
-    if name in remotes or not definitions:
+def _collect_remote_fixtures(
+    item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None], visited: set[str]
+) -> None:
+    """Add the fixtures that ``name`` needs or calls to ``remotes``, then ``name``; one that is not remote has None."""
+    definition = None if name in visited else _find_definition(item, name)
+    visited.add(name)
+    if definition is None:
         return
-    for needed in definitions[-1].argnames:
-        if needed != name:
-            _collect_remote_fixtures(item, needed, remotes)
-    for called in _find_called_fixtures(definitions[-1].func):
+    for needed in definition.argnames:
+        _collect_remote_fixtures(item, needed, remotes, visited)
+    for called in _find_called_fixtures(definition.func):
+        _collect_remote_fixtures(item, called.name, remotes, visited)
         remotes.setdefault(called.name, called)
-    remotes[name] = _remote_fixtures.get(definitions[-1].func)
+    remotes[name] = _remote_fixtures.get(definition.func)
+
+
+def _find_definition(item: pytest.Item, name: str) -> pytest.FixtureDef[Any] | None:
+    """Return the definition of the fixture ``name`` for the test, or None if there is none."""
+    # There is no public way from a test to the definitions of its fixtures. Its own list lacks what is only called.
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return None
+    manager = item.session._fixturemanager
+    definitions = info.name2fixturedefs.get(name) or manager.getfixturedefs(name, item)
+    return definitions[-1] if definitions else None
 
 
 def _find_called_fixtures(function: Callable[..., Any]) -> Iterator[RemoteFixture]:
