@@ -148,6 +148,19 @@ class TestWideScopes(DistributedTest):
     def test_of_the_session(self, of_session_calls_first, tmpdir):
         assert files_in(tmpdir) == ["first0", "first1"]
 
+
+class TestAutomatic(DistributedTest):
+    @pytest.fixture(autouse=True)
+    def automatic(self, calls_first):
+        pass
+
+    @pytest.fixture(autouse=True)
+    def calls_automatically(self, request):
+        second()(request)
+
+    def test_of_automatic_calls(self, tmpdir):
+        assert files_in(tmpdir) == ["first0", "first1", "found"]
+
 class circular(DistributedFixture):
     world_size = 1
 
@@ -296,8 +309,8 @@ def test_a_called_fixture_runs_after_the_fixtures_that_it_needs(session: Session
 
 
 def test_a_fixture_of_any_scope_calls_the_class_for_each_test(session: SessionRun) -> None:
-    found = session.verdicts("TestWideScopes")
-    assert len(found) == 3
+    found = session.verdicts("TestWideScopes") | session.verdicts("TestAutomatic")
+    assert len(found) == 4
     assert set(found.values()) == {"passed"}
 
 
