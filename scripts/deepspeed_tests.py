@@ -18,15 +18,17 @@ from deepspeed_files.whole import choose_rechecks, find_unsorted, render_whole
 EPILOG = """
 own: DeepSpeed with its own fixtures. drop-in: DeepSpeed with zharness.compat.deepspeed. stand-in: the reference engine
 in the place of DeepSpeed, with the drop-in. recheck: DeepSpeed with its own fixtures, for one test of each message with
-which tests of a file fail with the drop-in. The file of --jsonl keeps the runs, and what it has is not run again,
-unless --sample or --seed differs or --limit is above the one at which a run was killed. own and drop-in run the same
---sample tests of each file, spread over those that run on ranks or drawn by --seed, and leave out files without
-DistributedTest; stand-in runs all. Of files that drop-in ran alone, outcomes and the reasons of failures are printed.
-Seconds are medians over --repeats runs. The ratio is that of the CPU seconds of all processes, which other work changes
-less. With --ways '' nothing runs, and the tables are printed. With --page the ways own and drop-in leave out the files
-that the tables of the page have, and the tables are written there: rows of --jsonl, and of other files the rows of the
-page. deepspeed_tests.toml lists the exceptions. The exit status is 1 if another test fails on the reference engine or
-ends differently with the drop-in, if another file gains less than 2 x, or if a run was killed or has no test.
+which tests of a file fail with the drop-in, and for --passes tests that pass with it, drawn by --seed or else 0. The
+file of --jsonl keeps the runs, and what it has is not run again, unless --sample or --seed differs, --passes is larger,
+or --limit is above the one at which a run was killed. own and drop-in run the same --sample tests of each file, spread
+over those that run on ranks or drawn by --seed, and leave out files without DistributedTest; stand-in runs all. Of
+files that drop-in ran alone, outcomes and the reasons of failures are printed, and how many of the passes that were
+compared pass with recheck too. Seconds are medians over --repeats runs. The ratio is that of the CPU seconds of all
+processes, which other work changes less. With --ways '' nothing runs, and the tables are printed. With --page the ways
+own and drop-in leave out the files that the tables of the page have, and the tables are written there: rows of --jsonl,
+and of other files the rows of the page. deepspeed_tests.toml lists the exceptions. The exit status is 1 if another test
+fails on the reference engine or ends differently with the drop-in, if another file gains less than 2 x, or if a run was
+killed or has no test.
 
   git clone https://github.com/deepspeedai/DeepSpeed
   python scripts/deepspeed_tests.py DeepSpeed/tests --jsonl runs.jsonl
@@ -62,7 +64,7 @@ def main() -> int:
     if options.page:
         write_tables(options.page, tables)
     unexpected = [*find_unexpected(runs, listed, read_differences(), read_slower())]
-    unexpected += find_unsorted(alone, read_entries("failing"))
+    unexpected += find_unsorted(alone, read_entries("failing"), read_differences())
     print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
     return int(bool(unexpected))
 
@@ -84,6 +86,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sample", type=int, default=3, help="tests of a file; 0 means all (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="draw the tests by this number instead of spreading them evenly")
+    parser.add_argument(
+        "--passes", type=int, default=3, help="passed tests of a file for recheck (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=1, help="runs of a file in each way, alternated (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
     return parser.parse_args()
@@ -141,11 +146,11 @@ def has_tests_on_ranks(file: Path) -> bool:
 
 
 def select_tests(options: argparse.Namespace, way: Way, swapped: list[FileRun]) -> Selection | None:
-    """Return which tests of a file run in this way, or None if no test of the drop-in's runs ``swapped`` failed."""
+    """Return which tests of a file run in this way, or None if recheck has none from the drop-in's runs ``swapped``."""
     if way is Way.STAND_IN:
         return Selection()
     if way is Way.RECHECK:
-        only = choose_rechecks(swapped[-1]) if swapped else ()
+        only = choose_rechecks(swapped[-1], options.passes, options.seed or 0) if swapped else ()
         return Selection(only=only) if only and only != (COLLECTION,) else None
     return Selection(options.sample, options.seed)
 

@@ -1,4 +1,4 @@
-"""Sort the tests that fail with the drop-in, where it ran alone, and render the runs as tables.
+"""Sort the tests that fail with the drop-in, where it ran alone, choose which tests to compare, and render tables.
 
 A reason has ``message``, a regular expression, a ``reason``, and a ``kind``: ``machine`` for what this machine lacks,
 ``deepspeed`` for a fault of DeepSpeed or of its test, ``drop-in`` for a fault of the drop-in.
@@ -13,6 +13,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from deepspeed_files.recording import draw_names
 from deepspeed_files.runs import COLLECTION, FileRun, Way
 from deepspeed_files.tables import Runs, format_path
 
@@ -22,16 +23,16 @@ _NUMBERS = re.compile(r"\d+")
 Reasons = Sequence[Mapping[str, str]]
 
 
-def choose_rechecks(run: FileRun) -> tuple[str, ...]:
-    """Return the first failed test of each message, numbers in it apart."""
+def choose_rechecks(run: FileRun, passes: int, seed: int) -> tuple[str, ...]:
+    """Return the first failed test of each message, numbers in it apart, and ``passes`` passed ones by ``seed``."""
     first: dict[str, str] = {}
     for name in sorted(run.named("failed")):
         first.setdefault(_NUMBERS.sub("", run.outcomes[name][1]), name)
-    return tuple(first.values())
+    return (*first.values(), *draw_names(sorted(run.named("passed")), passes, seed))
 
 
 def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
-    """Return the table of the files with what the drop-in did, and that of the reasons if tests failed."""
+    """Return the table of the files with what the drop-in did, that of the reasons if tests failed, and the passes."""
     rows = [run for (_, way), run in sorted(runs.items()) if way is Way.DROP_IN]
     counts = [[len({*run.named(verdict)} - {COLLECTION}) for verdict in VERDICTS] for run in rows]
     cells: list[list[Any]] = [
@@ -43,7 +44,13 @@ def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
     cells.append(["all", total, passed + skipped + failed, *(sum(round(row[at]) for row in cells) for at in (3, 4))])
     headers = ["file", "drop-in", "tests", "s", "CPU s"]
     files = tabulate(cells, headers, tablefmt="github", floatfmt=".0f")
-    return [files, render_reasons(runs, reasons)] if failed else [files]
+    compared = [verdict for *_, verdict in iter_compared_passes(runs)]
+    line = f"{compared.count('passed')} of {len(compared)} tests that pass with the drop-in, drawn by a seed, pass with"
+    return [
+        files,
+        *([render_reasons(runs, reasons)] if failed else []),
+        *([f"{line} DeepSpeed's own fixtures too."] if compared else []),
+    ]
 
 
 def render_reasons(runs: Runs, reasons: Reasons) -> str:
@@ -61,14 +68,30 @@ def render_reasons(runs: Runs, reasons: Reasons) -> str:
     return tabulate(cells, ["kind", "reason", "files", "tests", "own fixtures"], tablefmt="github")
 
 
-def find_unsorted(runs: Runs, reasons: Reasons) -> Iterator[str]:
-    """Describe the tests that fail with the drop-in for no listed reason, or that end otherwise without it."""
+def iter_compared_passes(runs: Runs) -> Iterator[tuple[FileRun, str, str]]:
+    """Yield the run with own fixtures, name and verdict of each test that passes with the drop-in and ran so too."""
     for (path, way), run in sorted(runs.items()):
+        for name in sorted(run.named("passed")) if way is Way.DROP_IN else ():
+            if verdict := get_recheck(runs, path, name):
+                yield runs[path, Way.RECHECK], name, verdict
+
+
+def find_unsorted(runs: Runs, reasons: Reasons, differences: Sequence[str]) -> Iterator[str]:
+    """Describe the tests that fail with the drop-in for no listed reason, or that end otherwise without it.
+
+    A test may pass with the drop-in alone if its message without it matches one of ``differences``.
+    """
+    for (path, way), run in sorted(runs.items()):
+        if way is Way.RECHECK and COLLECTION in run.outcomes:
+            yield f"{path}: {run.describe()} with its own fixtures: {run.outcomes[COLLECTION][1]}"
         for name in run.named("failed") if way is Way.DROP_IN else ():
             if find_entry(run, name, reasons) is NOT_SORTED:
                 yield f"{path}::{name} fails with the drop-in: {run.outcomes[name][1]}"
             elif (own := get_recheck(runs, path, name)) not in {"failed", None}:
                 yield f"{path}::{name}: {own} with its own fixtures, failed with the drop-in"
+    for run, name, verdict in iter_compared_passes(runs):
+        if verdict != "passed" and not any(re.search(pattern, run.outcomes[name][1]) for pattern in differences):
+            yield f"{run.path}::{name}: {verdict} with its own fixtures, passed with the drop-in"
 
 
 def find_entry(run: FileRun, name: str, reasons: Reasons) -> Mapping[str, str]:

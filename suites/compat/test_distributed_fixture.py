@@ -80,6 +80,104 @@ class TestOtherClass(DistributedTest):
         assert files_in(class_tmpdir) == []
 """
 
+NEEDED = """
+class first(DistributedFixture):
+    world_size = 2
+
+    def run(self, tmpdir):
+        Path(tmpdir, f"first{dist.get_rank()}").touch()
+
+
+class second(DistributedFixture):
+    world_size = 1
+
+    def run(self, first, tmpdir):
+        Path(tmpdir, "found").write_text(" ".join(files_in(tmpdir)))
+
+
+@pytest.fixture
+def calls_first(request):
+    first()(request)
+
+
+class third(DistributedFixture):
+    world_size = 1
+
+    def run(self, calls_first, tmpdir):
+        Path(tmpdir, "found").write_text(" ".join(files_in(tmpdir)))
+
+
+@pytest.fixture
+def calls_second(request):
+    second()(request)
+
+
+@pytest.fixture
+def calls_third(request):
+    third()(request)
+
+
+class TestNeeded(DistributedTest):
+    def test_by_a_named_one(self, second, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+
+    def test_by_a_called_one(self, calls_second, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+
+    def test_by_a_fixture_of_a_called_one(self, calls_third, tmpdir):
+        assert Path(tmpdir, "found").read_text() == "first0 first1"
+
+
+@pytest.fixture(scope="class")
+def of_class_calls_first(request):
+    first()(request)
+
+
+@pytest.fixture(scope="session")
+def of_session_calls_first(request):
+    first()(request)
+
+
+class TestWideScopes(DistributedTest):
+    def test_of_the_class(self, of_class_calls_first, tmpdir):
+        assert files_in(tmpdir) == ["first0", "first1"]
+
+    def test_of_the_class_again(self, of_class_calls_first, tmpdir):
+        assert files_in(tmpdir) == ["first0", "first1"]
+
+    def test_of_the_session(self, of_session_calls_first, tmpdir):
+        assert files_in(tmpdir) == ["first0", "first1"]
+
+
+class TestAutomatic(DistributedTest):
+    @pytest.fixture(autouse=True)
+    def automatic(self, calls_first):
+        pass
+
+    @pytest.fixture(autouse=True)
+    def calls_automatically(self, request):
+        second()(request)
+
+    def test_of_automatic_calls(self, tmpdir):
+        assert files_in(tmpdir) == ["first0", "first1", "found"]
+
+class circular(DistributedFixture):
+    world_size = 1
+
+    def run(self, calls_circular):
+        pass
+
+
+@pytest.fixture
+def calls_circular(request):
+    circular()(request)
+
+
+class TestCircular(DistributedTest):
+    def test_of_a_cycle(self, calls_circular):
+        pass
+"""
+
 FIXTURES = """
 class broken(DistributedFixture):
     world_size = 3
@@ -107,6 +205,17 @@ class fine(DistributedFixture):
 
 @pytest.fixture
 def calls_fine(request):
+    fine()(request)
+
+
+@pytest.fixture
+def calls_fine_afterwards(request):
+    yield
+    fine()(request)
+
+
+@pytest.fixture(scope="class")
+def of_class_calls_fine(request):
     fine()(request)
 
 
@@ -138,11 +247,32 @@ class TestFixtures(DistributedTest):
     def test_that_asks_too_late_for_a_call(self, request):
         request.getfixturevalue("calls_fine")
 
+    def test_that_asks_too_late_for_a_call_of_its_class(self, request):
+        request.getfixturevalue("of_class_calls_fine")
+
     def test_that_calls_the_class(self, request):
         fine()(request)
 
+    def test_that_calls_what_its_fixture_calls(self, calls_fine, request):
+        fine()(request)
+
+    def test_that_is_followed_by_a_call(self, calls_fine_afterwards):
+        pass
+
+    def test_that_has_a_fixture_that_asks_too_late(self, asks_too_late):
+        pass
+
+
+@pytest.fixture
+def asks_too_late(request):
+    request.getfixturevalue("calls_fine")
+
 
 def test_outside_of_ranks(fine):
+    pass
+
+
+def test_outside_of_ranks_by_a_call(calls_fine):
     pass
 
 
@@ -162,13 +292,25 @@ class TestUngroupedFixture(DistributedTest):
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> SessionRun:
-    """One session with the tests of DIRECTORIES and FIXTURES, without DeepSpeed."""
-    return run(tmp_path_factory.mktemp("session"), DIRECTORIES + FIXTURES)
+    """One session with the tests of DIRECTORIES, NEEDED and FIXTURES, without DeepSpeed."""
+    return run(tmp_path_factory.mktemp("session"), DIRECTORIES + NEEDED + FIXTURES)
 
 
 def test_directories_are_shared_by_ranks_tests_and_fixtures(session: SessionRun) -> None:
     found = session.verdicts("TestDirectories") | session.verdicts("TestOtherClass")
     assert len(found) == 13
+    assert set(found.values()) == {"passed"}
+
+
+def test_a_called_fixture_runs_after_the_fixtures_that_it_needs(session: SessionRun) -> None:
+    found = session.verdicts("TestNeeded")
+    assert len(found) == 3
+    assert set(found.values()) == {"passed"}
+
+
+def test_a_fixture_of_any_scope_calls_the_class_for_each_test(session: SessionRun) -> None:
+    found = session.verdicts("TestWideScopes") | session.verdicts("TestAutomatic")
+    assert len(found) == 4
     assert set(found.values()) == {"passed"}
 
 
@@ -197,19 +339,39 @@ def test_output_of_a_fixture_is_shown_with_the_failing_test(session: SessionRun)
     ("name", "message"),
     [
         ("TestFixtures::test_that_asks_too_late", "must request it as a parameter; got request.getfixturevalue"),
-        (
-            "TestFixtures::test_that_asks_too_late_for_a_call",
-            "takes a parameter named fine, or that of a fixture which",
-        ),
-        (
-            "TestFixtures::test_that_calls_the_class",
-            "takes a parameter named fine, or that of a fixture which calls fine",
-        ),
-        ("test_outside_of_ranks", "this test runs in pytest's own process"),
+        ("test_outside_of_ranks", "the fixture fine runs on 3 ranks of its own before a test on ranks, but this test"),
+        ("test_outside_of_ranks_by_a_call", "this test runs in pytest's own process; mark the test with"),
     ],
 )
 def test_wrong_uses_of_a_fixture_are_refused_with_the_remedy(session: SessionRun, name: str, message: str) -> None:
     assert message in session.text(name)
+
+
+@pytest.mark.parametrize(
+    ("test", "place"),
+    [
+        ("asks_too_late_for_a_call", "in {nodeid} (call)"),
+        ("asks_too_late_for_a_call_of_its_class", "in {nodeid} (call)"),
+        ("calls_the_class", "in {nodeid} (call)"),
+        ("calls_what_its_fixture_calls", "in {nodeid} (call)"),
+        ("is_followed_by_a_call", "in {nodeid} (teardown)"),
+        ("has_a_fixture_that_asks_too_late", "in the fixture calls_fine, which was not found in advance"),
+    ],
+)
+def test_a_call_outside_of_the_setup_of_a_fixture_is_refused(session: SessionRun, test: str, place: str) -> None:
+    name = f"TestFixtures::test_that_{test}"
+    got, allowed, remedy = (
+        f"got a call of the DistributedFixture fine {place.format(nodeid=f'test_session.py::{name}')}",
+        "fine runs before the ranks of a test start, so only the setup of a fixture that the test requests as a "
+        "parameter may call it, by its global name",
+        "give the test a parameter named fine, or that of such a fixture",
+    )
+    assert f"{got}; {allowed}; {remedy}" in session.text(name)
+
+
+def test_a_fixture_that_needs_its_own_call_is_refused(session: SessionRun) -> None:
+    text = session.text("TestCircular::test_of_a_cycle")
+    assert "got a call of the DistributedFixture circular in the fixture calls_circular, which circular needs" in text
 
 
 def test_a_fixture_may_have_no_group(session: SessionRun) -> None:

@@ -91,7 +91,7 @@ def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixture
         "test_c": ("passed", ""),
     }
     swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
-    assert whole.choose_rechecks(swapped) == ("test_a[1]", "test_b")
+    assert whole.choose_rechecks(swapped, passes=0, seed=0) == ("test_a[1]", "test_b")
     own = {"test_a[1]": ("failed", "no device"), "test_b": ("passed", "")}
     recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, own)
     both = {(run.path, run.way): run for run in (swapped, recheck)}
@@ -99,8 +99,27 @@ def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixture
     files, failures = whole.render_whole(both, reasons)
     assert "1 passed, 0 skipped, 3 failed" in files
     assert "asks for a device |       1 |       2 | 1 of 1 fail" in failures
-    assert list(whole.find_unsorted(both, reasons)) == ["unit/a.py::test_b fails with the drop-in: rank 0: planted"]
+    assert list(whole.find_unsorted(both, reasons, [])) == ["unit/a.py::test_b fails with the drop-in: rank 0: planted"]
     reasons.append({"message": "planted", "kind": "deepspeed", "reason": "planted"})
-    assert list(whole.find_unsorted(both, reasons)) == [
+    assert list(whole.find_unsorted(both, reasons, [])) == [
         "unit/a.py::test_b: passed with its own fixtures, failed with the drop-in"
+    ]
+
+
+def test_drawn_passes_of_the_drop_in_are_compared_with_own_fixtures(modules: Any) -> None:
+    runs, whole, draw_names = modules("runs"), modules("whole"), modules("recording").draw_names
+    names = [f"test_it[{number}]" for number in range(9)]
+    outcomes = {"test_b": ("failed", "no device")} | dict.fromkeys(names, ("passed", ""))
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
+    chosen = whole.choose_rechecks(swapped, passes=3, seed=25)
+    assert chosen == ("test_b", *draw_names(names, 3, 25))
+    assert set(whole.choose_rechecks(swapped, passes=20, seed=25)) == {"test_b", *names}
+    own = {"test_b": ("failed", "no device"), chosen[1]: ("passed", "")}
+    own |= {chosen[2]: ("failed", "planted"), chosen[3]: ("skipped", "known")}
+    recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, own)
+    both = {(run.path, run.way): run for run in (swapped, recheck)}
+    reasons = [{"message": "no device", "kind": "machine", "reason": "asks for a device"}]
+    assert "1 of 3 tests that pass with the drop-in" in whole.render_whole(both, reasons)[-1]
+    assert list(whole.find_unsorted(both, reasons, ["^known$"])) == [
+        f"unit/a.py::{chosen[2]}: failed with its own fixtures, passed with the drop-in"
     ]

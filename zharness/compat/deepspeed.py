@@ -10,7 +10,7 @@ The classes differ from DeepSpeed's in six ways. Fixtures are set up in every ra
 test for each world size, whose ids name it; a single world size leaves the ids as they are. A test whose world size
 exceeds the CPU accelerator's device count runs instead of being skipped. A hang ends the test, not the session.
 ``non_daemonic_procs`` has no effect, because ranks may always start processes. A DistributedFixture is requested by
-name, or called in the function of a fixture; any other call raises UsageError.
+name, or called in the function of a fixture, during its setup; any other call raises UsageError.
 
 Collectives are not compared across the ranks, unless a test has the marker ``collectives("checked")``.
 
@@ -234,13 +234,8 @@ class DistributedFixture(DistributedExec):
         )
 
     def __call__(self, request: pytest.FixtureRequest) -> None:
-        """Do nothing in a fixture of a test, before which ``run`` was called; raise UsageError anywhere else.
+        """Do nothing in the setup of a fixture of a test, before which ``run`` was called; else raise UsageError.
 
         A rank cannot start ranks, so ``run`` is called in advance for a call that can be found in advance.
         """
-        name = type(self).__name__
-        if not remote_fixtures.is_set_up(type(self), request):
-            raise UsageError(
-                f"got a call of the DistributedFixture {name}, which runs before the test's own ranks start; a test "
-                f"that needs the fixture takes a parameter named {name}, or that of a fixture which calls {name}"
-            )
+        remote_fixtures.check_call(type(self), request)

@@ -8,14 +8,16 @@ that it needs and autouse fixtures are set up, and the test's body is not run. O
 fixture does nothing. To pass data to the test, the remote fixture writes files into a directory that both groups of
 ranks share.
 
-A fixture of a test may also call the class of a remote fixture. The controller cannot see a call before it happens, so
-the remote fixture is set up if the function of that fixture uses the class by its global name.
+A fixture of a test, of any scope, may also call the class of a remote fixture. The controller cannot see a call before
+it happens, so the remote fixture is set up if the function of that fixture uses the class by its global name. A call
+that comes after the setup of a test's fixtures would find that the remote fixture ran before the test, not at the call.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,11 +69,7 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
 
     def fixture_function(request: pytest.FixtureRequest, **fixture_values: Any) -> None:
         # It gets the docstring of ``function`` below. On the ranks of the test itself it only checks the request.
-        if not is_rank():
-            raise UsageError(
-                f"the fixture {remote.name} runs on {remote.world_size} ranks of its own before a test on ranks, but "
-                "this test runs in pytest's own process; mark the test with @pytest.mark.world_size(N)"
-            )
+        _require_rank(remote)
         running = request.node.stash.get(RUNNING_FIXTURE, "")
         if running == remote.name:
             function(**fixture_values)
@@ -97,9 +95,37 @@ def define_remote_fixture(function: Callable[..., object], remote: RemoteFixture
     return pytest.fixture(name=remote.name)(fixture_function)
 
 
-def is_set_up(owner: type, request: pytest.FixtureRequest) -> bool:
-    """Return whether the remote fixture of the class ``owner`` has run before the test of ``request``."""
-    return _remote_classes.get(owner) in find_remote_fixtures(request.node)
+def _require_rank(remote: RemoteFixture) -> None:
+    """Raise UsageError unless this process is a rank."""
+    if not is_rank():
+        raise UsageError(
+            f"the fixture {remote.name} runs on {remote.world_size} ranks of its own before a test on ranks, but "
+            "this test runs in pytest's own process; mark the test with @pytest.mark.world_size(N)"
+        )
+
+
+def check_call(owner: type, request: pytest.FixtureRequest) -> None:
+    """Raise UsageError unless a fixture calls the class ``owner`` in its setup, after its remote fixture has run."""
+    item = request._pyfuncitem  # request.node is the class of the test, or wider, if the scope of the fixture is
+    remote, name = _remote_classes.get(owner), owner.__name__
+    if remote is not None:
+        _require_rank(remote)
+    place, visited = os.environ.get("PYTEST_CURRENT_TEST", "no test"), set[str]()
+    if place.endswith("(setup)"):
+        place = f"the fixture {request.fixturename}"
+        if item.stash.get(RUNNING_FIXTURE, "") == name:
+            _collect_remote_fixtures(item, name, {}, visited)
+        if request.fixturename in visited:
+            place += f", which {name} needs"
+        elif remote in find_remote_fixtures(item):
+            return
+        else:
+            place += ", which was not found in advance"
+    raise UsageError(
+        f"got a call of the DistributedFixture {name} in {place}; {name} runs before the ranks of a test start, so "
+        "only the setup of a fixture that the test requests as a parameter may call it, by its global name; give the "
+        f"test a parameter named {name}, or that of such a fixture"
+    )
 
 
 def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
@@ -107,24 +133,37 @@ def find_remote_fixtures(item: pytest.Item) -> list[RemoteFixture]:
     if not _remote_fixtures:
         return []
     remotes: dict[str, RemoteFixture | None] = {}
+    visited: set[str] = set()
     for name in getattr(item, "fixturenames", ()):
-        _collect_remote_fixtures(item, name, remotes)
+        _collect_remote_fixtures(item, name, remotes, visited)
     return list(dict.fromkeys(remote for remote in remotes.values() if remote is not None))
 
 
-def _collect_remote_fixtures(item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None]) -> None:
-    """Add the fixture ``name`` and all fixtures that it needs to ``remotes``; a fixture that is not remote has None."""
-    # There is no public way from a test to the definitions of its fixtures.
-    info = getattr(item, "_fixtureinfo", None)
-    definitions = info.name2fixturedefs.get(name, ()) if info is not None else ()
-    if name in remotes or not definitions:
+def _collect_remote_fixtures(
+    item: pytest.Item, name: str, remotes: dict[str, RemoteFixture | None], visited: set[str]
+) -> None:
+    """Add the fixtures that ``name`` needs or calls to ``remotes``, then ``name``; one that is not remote has None."""
+    definition = None if name in visited else _find_definition(item, name)
+    visited.add(name)
+    if definition is None:
         return
-    for needed in definitions[-1].argnames:
-        if needed != name:
-            _collect_remote_fixtures(item, needed, remotes)
-    for called in _find_called_fixtures(definitions[-1].func):
+    for needed in definition.argnames:
+        _collect_remote_fixtures(item, needed, remotes, visited)
+    for called in _find_called_fixtures(definition.func):
+        _collect_remote_fixtures(item, called.name, remotes, visited)
         remotes.setdefault(called.name, called)
-    remotes[name] = _remote_fixtures.get(definitions[-1].func)
+    remotes[name] = _remote_fixtures.get(definition.func)
+
+
+def _find_definition(item: pytest.Item, name: str) -> pytest.FixtureDef[Any] | None:
+    """Return the definition of the fixture ``name`` for the test, or None if there is none."""
+    # There is no public way from a test to the definitions of its fixtures. Its own list lacks what is only called.
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return None
+    manager = item.session._fixturemanager
+    definitions = info.name2fixturedefs.get(name) or manager.getfixturedefs(name, item)
+    return definitions[-1] if definitions else None
 
 
 def _find_called_fixtures(function: Callable[..., Any]) -> Iterator[RemoteFixture]:
