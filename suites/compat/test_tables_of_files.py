@@ -108,8 +108,8 @@ def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixture
 
 def test_drawn_passes_of_the_drop_in_are_compared_with_own_fixtures(modules: Any) -> None:
     runs, whole, draw_names = modules("runs"), modules("whole"), modules("recording").draw_names
-    names = [f"test_it[{number}]" for number in range(9)]
-    outcomes = {"test_b": ("failed", "no device")} | dict.fromkeys(names, ("passed", ""))
+    names = [f"TestIt::test_it[{number}]" for number in range(9)]
+    outcomes = {"test_b": ("failed", "no device")} | dict.fromkeys(["test_without_ranks", *names], ("passed", ""))
     swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
     chosen = whole.choose_rechecks(swapped, passes=3, seed=25)
     assert chosen == ("test_b", *draw_names(names, 3, 25))
