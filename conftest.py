@@ -15,7 +15,7 @@ os.environ.pop("GITHUB_STEP_SUMMARY", None)
 torch.set_num_threads(1)
 
 
-EXHAUSTIVE = "exhaustive: a test of 20 seconds or more, beside a shorter one of the same code; runs with --exhaustive"
+EXHAUSTIVE = "exhaustive: a test of 20 seconds or more; runs with --exhaustive"
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,7 @@
 """Run the steps of the action check as GitHub's runner does: conditions, inputs, variables, and each `run:` in bash.
 
-Actions that a step uses are replaced: the cache and the artifacts are folders, and the Python is the one that is there.
+Actions that a step uses are replaced: the cache is a dictionary, the artifacts are a folder, and the Python is the one
+that is there.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,13 @@ from typing import Any
 
 import yaml
 
+from suites.attached.launches import run_commands
+
 ACTION = Path(__file__).parents[2] / ".github" / "actions" / "check"
 _NAME = re.compile(r"'[^']*'|\b[a-z][\w.-]*\b(?!\()")
 _EXPRESSION = re.compile(r"\$\{\{ (.*?) \}\}")
 _STATUS = re.compile(r"\b(always|success|failure|cancelled)\(\)")
+STEP_LIMIT = 300.0  # seconds for one `run:`, on a machine that other tests share
 
 
 def evaluate(expression: str, names: Mapping[str, object]) -> object:
@@ -28,6 +31,11 @@ def evaluate(expression: str, names: Mapping[str, object]) -> object:
     found = _NAME.sub(lambda match: match[0] if match[0][0] == "'" else f"names[{match[0]!r}]", python)
     found = re.sub(r"names\['(and|or)'\]", r"\1", found)
     return eval(found, {"__builtins__": {}, "names": _Names(names)})  # noqa: S307 - an expression of this repository
+
+
+def fill(text: str, names: Mapping[str, object]) -> str:
+    """Replace each ``${{ expression }}`` of ``text`` by its value."""
+    return _EXPRESSION.sub(lambda found: str(evaluate(found[1], names)), text)
 
 
 class _Names(dict[str, object]):
@@ -46,11 +54,13 @@ class Runner:
     folder: Path
     programs: Path
     ran: list[str] = field(default_factory=list)
+    # What actions/cache saved, the oldest first. GitHub finds a file only under the path from which it was saved.
+    cache: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
     @property
-    def cache(self) -> Path:
-        """The folder with the files that actions/cache saved, by key."""
-        return self.folder / "cache"
+    def temporary(self) -> Path:
+        """The folder ``runner.temp``, the same for each job, which a job finds empty."""
+        return self.folder / "temp"
 
     @property
     def summary(self) -> Path:
@@ -69,17 +79,12 @@ class Runner:
         """
         action = yaml.safe_load((ACTION / "action.yml").read_text(encoding="utf-8"))
         assert set(inputs) <= set(action["inputs"])
-        temporary = self.folder / f"temp{run_id}"
-        shutil.rmtree(self.artifacts, ignore_errors=True)
-        for folder in (self.cache, temporary, self.artifacts):
-            folder.mkdir(exist_ok=True)
+        for folder in (self.temporary, self.artifacts):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
         self.summary.write_text("", encoding="utf-8")
-        names: dict[str, object] = {
-            "github.event_name": event,
-            "github.run_id": str(run_id),
-            "github.action_path": str(ACTION),
-            "runner.os": "Linux",
-            "runner.temp": str(temporary),
+        names = {
+            **self.name_values(event, run_id),
             **{f"inputs.{name}": inputs.get(name, given["default"]) for name, given in action["inputs"].items()},
         }
         status = 0
@@ -95,14 +100,20 @@ class Runner:
             status = status or code
         return status
 
+    def name_values(self, event: str, run_id: int) -> dict[str, object]:
+        """Return the values of the names that a job of ``event`` has beside its inputs."""
+        return {
+            "github.event_name": event,
+            "github.run_id": str(run_id),
+            "github.action_path": str(ACTION),
+            "runner.os": "Linux",
+            "runner.temp": str(self.temporary),
+        }
+
     def run_step(self, step: Mapping[str, Any], names: dict[str, object]) -> int:
         """Run one step, and return its exit code."""
-
-        def fill(text: str) -> str:
-            return _EXPRESSION.sub(lambda found: str(evaluate(found[1], names)), text)
-
         if "uses" in step:
-            given = {key: fill(str(value)) for key, value in step.get("with", {}).items()}
+            given = {key: fill(str(value), names) for key, value in step.get("with", {}).items()}
             names.update(self.replace_action(step["uses"].partition("@")[0], step.get("id", ""), given))
             return 0
         environment = {
@@ -113,26 +124,29 @@ class Runner:
             "RUNNER_TEMP": str(names["runner.temp"]),
             "CI": "true",
             "GITHUB_ACTIONS": "true",
-            **{key: fill(str(value)) for key, value in step.get("env", {}).items()},
+            **{key: fill(str(value), names) for key, value in step.get("env", {}).items()},
         }
-        done = subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],  # noqa: S607
-            cwd=self.workspace / fill(step.get("working-directory", ".")), env=environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        )  # fmt: skip
-        self.ran.append(f"$ {step['run']}\n{done.stdout}{done.stderr}")
-        return done.returncode
+        command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+        folder = self.workspace / fill(step.get("working-directory", "."), names)
+        done = run_commands([(command, environment)], folder, STEP_LIMIT)
+        self.ran.append(f"$ {step['run']}\n{done.output}")
+        return done.statuses[0]
 
     def replace_action(self, action: str, identifier: str, given: Mapping[str, str]) -> dict[str, object]:
         """Do what an action does to files, and return its outputs."""
         if action == "actions/cache/save":
-            shutil.copy(given["path"], self.cache / given["key"])
+            entry = (given["path"], given["key"])
+            # GitHub only warns of a file that is not there or of a key that is taken; the step succeeds.
+            if not Path(given["path"]).is_file() or entry in self.cache:
+                self.ran.append(f"warning: {action} saved nothing as {given['key']}")
+            else:
+                self.cache[entry] = Path(given["path"]).read_bytes()
         elif action == "actions/cache/restore":
-            keys = [path for path in self.cache.iterdir() if path.name.startswith(given["restore-keys"])]
-            if keys:
-                newest = max(keys, key=lambda path: path.stat().st_mtime_ns)
-                shutil.copy(newest, given["path"])
-                return {f"steps.{identifier}.outputs.cache-matched-key": newest.name}
+            for wanted in (given["key"], *given["restore-keys"].splitlines()):
+                for path, key in reversed(self.cache):
+                    if path == given["path"] and key.startswith(wanted):
+                        Path(path).write_bytes(self.cache[path, key])
+                        return {f"steps.{identifier}.outputs.cache-matched-key": key}
         elif action == "actions/upload-artifact":
             for pattern in given["path"].split():
                 for path in Path(pattern).parent.glob(Path(pattern).name):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from suites.meta.action_runner import ACTION, Runner
+from suites.meta.action_runner import ACTION, Runner, fill
 from suites.meta.documents import ROOT
-from suites.meta.test_workflows import load_workflow
+from suites.meta.test_workflows import load_workflow, workflow_steps
 from suites.run.test_changed import ENGINE, commit_all
 from zharness.run.reach import REACH_VERSION
 from zharness.toml_text import parse_toml
@@ -20,6 +22,19 @@ from zharness.toml_text import parse_toml
 INPUTS = {"engine": "toys.engine:Engine", "check": "training.grads", "depth": "1", "python-version": ""}
 PIP = '#!/bin/bash\nprintf "%s\\n" "$@" >"$PIP_CALL"\n'  # what is installed here is what is tested
 DOUBLED = ENGINE.replace("    return grads\n", "    return {name: 2 * grad for name, grad in grads.items()}\n")
+
+EXCUSE = """\
+engine = "toys.engine:Engine"
+
+[[expected_failure]]
+law = "training.grads"
+upstream = "toys#1"
+reason = "gradients are a multiple of the right ones"
+verdict = "fail"
+signatures = ["step 0"]
+"""
+# Inputs of the action that decide which cells a run of everything records.
+RECORDED_BY = {"engine": "ddp", "check": "training.grads", "depth": "1", "python-version": "3.12", "laws": "1.0"}
 
 
 @pytest.fixture
@@ -58,8 +73,8 @@ def test_a_nightly_run_records_what_a_pull_request_reads(runner: Runner, tmp_pat
 
     assert "| training.grads" in run_job("schedule", 2, 0)
     assert {path.name for path in runner.artifacts.iterdir()} == {"whole.jsonl", "whole.html"}
-    assert [path.name for path in runner.cache.iterdir()] == [
-        f"zharness-reach-{REACH_VERSION}-{INPUTS['engine']}-Linux-2"
+    assert [key for _, key in runner.cache] == [
+        f"zharness-reach-{REACH_VERSION}-{INPUTS['engine']}-Linux--1-training.grads--2"
     ]
 
     write_engine(runner.workspace, DOUBLED)
@@ -71,6 +86,93 @@ def test_a_nightly_run_records_what_a_pull_request_reads(runner: Runner, tmp_pat
     records = map(json.loads, (runner.artifacts / "changed.jsonl").read_text(encoding="utf-8").splitlines())
     # The model is that of the engine's zharness.toml.
     assert {(record["verdict"], record["model"]) for record in records} == {("fail", "mlp")}
+
+
+def test_a_broken_law_keeps_the_record_that_a_job_with_every_input_reads(runner: Runner, tmp_path: Path) -> None:
+    checkout = runner.workspace
+    runner.workspace = tmp_path  # a checkout below the workspace, as actions/checkout with a path has it
+    inputs = {**INPUTS, "path": checkout.name, "laws": "1.0", "excuses": "ci/excuses.toml"}
+    (checkout / "ci").mkdir()
+    (checkout / "ci" / "excuses.toml").touch()
+    write_engine(checkout, DOUBLED)
+    assert runner.run_job("schedule", 1, inputs) == 1, "\n".join(runner.ran)
+    assert "again: zharness check 'training.grads[" in runner.summary.read_text(encoding="utf-8")
+    assert {path.name for path in runner.artifacts.iterdir()} >= {"whole.jsonl", "whole.html"}
+    (record,) = runner.cache.values()
+
+    (checkout / "ci" / "reach.jsonl").write_bytes(record)
+    write_engine(checkout, DOUBLED.replace("2 * grad", "3 * grad"))
+    (checkout / "ci" / "excuses.toml").write_text(EXCUSE, encoding="utf-8")
+    commit_all(checkout)  # since HEAD^1 no function has changed
+    runner.cache.clear()
+    code = runner.run_job("pull_request", 2, {**inputs, "base": "HEAD~2", "reach": "ci/reach.jsonl"})
+    assert code == 0, "\n".join(runner.ran)
+    assert "functions and branches changed since HEAD~2: 1 (toys/engine.py:correct)" in runner.summary.read_text(
+        "utf-8"
+    )
+    records = map(json.loads, (runner.artifacts / "changed.jsonl").read_text(encoding="utf-8").splitlines())
+    assert {(record["verdict"], record["excuse"]) for record in records} == {("fail", "toys#1")}
+
+
+def test_a_run_that_records_nothing_fails_by_its_own_exit_code(runner: Runner) -> None:
+    assert runner.run_job("schedule", 1, {**INPUTS, "check": "no.such_law"}) == 2, "\n".join(runner.ran)
+    assert runner.ran[-1].startswith("warning: actions/cache/save saved nothing")
+    assert not runner.cache
+
+
+def find_cache_steps() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the steps of the action that save and restore the record."""
+    steps = [step for step in workflow_steps("check") if "actions/cache" in step.get("uses", "")]
+    saving, restoring = sorted(steps, key=lambda step: "cache/restore" in step["uses"])
+    return saving, restoring
+
+
+def save_record(runner: Runner, **inputs: str) -> None:
+    """Save a record as a scheduled job with ``inputs`` does, and remove the file."""
+    saving, _ = find_cache_steps()
+    names = {**runner.name_values("schedule", 1), **name_inputs(inputs)}
+    runner.temporary.mkdir(exist_ok=True)
+    record = Path(fill(saving["with"]["path"], names))
+    record.write_text("recorded", encoding="utf-8")
+    runner.run_step(saving, names)
+    record.unlink()
+
+
+def name_inputs(inputs: Mapping[str, str]) -> dict[str, object]:
+    """Return the values of the action's inputs by the names that they have in expressions."""
+    return {
+        f"inputs.{name}": inputs.get(name, given["default"]) for name, given in load_workflow("check")["inputs"].items()
+    }
+
+
+def restore_record(runner: Runner, step: dict[str, Any]) -> bool:
+    """Return whether ``step`` finds a record in a later job, a pull request's, with the default inputs."""
+    names = {**runner.name_values("pull_request", 2), **name_inputs({})}
+    runner.run_step(step, names)
+    return bool(names.get("steps.recorded.outputs.cache-matched-key"))
+
+
+@pytest.mark.parametrize("name", RECORDED_BY)
+def test_a_job_does_not_read_the_record_of_one_with_other_cells(runner: Runner, name: str) -> None:
+    _, restoring = find_cache_steps()
+    save_record(runner, **{name: RECORDED_BY[name]})
+    assert not restore_record(runner, restoring)
+    save_record(runner)
+    assert restore_record(runner, restoring)
+
+
+def test_compare_restores_the_record_that_changed_has_saved(runner: Runner) -> None:
+    saving, _ = find_cache_steps()
+    (restoring,) = (step for step in workflow_steps("compare.yml") if step.get("id") == "recorded")
+    assert restoring["with"]["path"] == saving["with"]["path"]
+    save_record(runner, check="training.grads")
+    assert not restore_record(runner, restoring), "the record of some laws alone"
+    for laws in ("", "1.0"):
+        runner.cache.clear()
+        save_record(runner, laws=laws)
+        assert restore_record(runner, restoring), laws
+    (comparing,) = (step["run"] for step in workflow_steps("compare.yml") if "--reach" in step.get("run", ""))
+    assert '--reach "$RUNNER_TEMP/reach.jsonl"' in comparing
 
 
 def test_the_steps_of_a_job_that_cannot_install_are_skipped_but_the_upload(runner: Runner) -> None:

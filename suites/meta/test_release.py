@@ -108,6 +108,10 @@ def test_the_table_of_compatibility_has_what_the_workflows_test() -> None:
     (environment,) = (name for name in tox.sections() if name.startswith("testenv:torch{"))
     torch = re.findall(r"torch==(\d+\.\d+)", tox[environment]["deps"])
     assert [release.rpartition(".")[0] for release in rows["torch"]][: len(torch)] == torch
+    (cell,) = re.findall(r"^\| torch \| ([^|]+) \|", page, re.MULTILINE)
+    runs = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8").partition("### Releases of torch")[2]
+    measured = re.findall(r"^\| (\d+\.\d+\.\d+)", runs.partition("\n### ")[0], re.MULTILINE)
+    assert re.findall(r"(\d[\d.]*)(?=,|$)", cell.strip()) == measured, "a release without a row there is `(not run)`"
     assert rows["DeepSpeed"] == load_workflow("site.yml")["jobs"]["deepspeed"]["strategy"]["matrix"]["release"]
     assert rows["pytest"] == ["8.2", "8.4", "9.0", "9.1", "9.2"]
     for name in ("accelerate", "transformers"):

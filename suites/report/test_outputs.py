@@ -69,9 +69,11 @@ def test_a_step_summary_is_appended_if_the_variable_is_set(tmp_path: Path, monke
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     monkeypatch.setenv(step_summary.SUMMARY_VARIABLE, str(path))
-    Outputs().report_run([PASSED, FAILED], 2.5, coverage=["STOPPED after 2 of 9 cells"])
+    notes = ["STOPPED after 2 of 9 cells", "functions changed: 1 (engine/__init__.py:<module>)"]
+    Outputs().report_run([PASSED, FAILED], 2.5, coverage=notes)
     text = path.read_text()
-    summary = "2 cells in 2.5 s: 1 fail, 1 pass\n\nSTOPPED after 2 of 9 cells\n"
+    # In a code block, since Markdown would take `__init__` for bold text and drop `<module>`.
+    summary = "2 cells in 2.5 s: 1 fail, 1 pass\n\n```\n{}\n{}\n```\n".format(*notes)
     assert text.startswith(f"before\n## zharness\n\n{summary}")
     assert "reference 1.0\n\n| law" in text
     assert "| training.grads | fail 1, pass 1" in text

@@ -91,7 +91,7 @@ class Outputs:
         step_summary.append_section(
             "zharness",
             render_summary(records, seconds),
-            *notes,
+            step_summary.render_code_block("\n".join(notes)),
             f"{len(skipped)} lines skipped: they are not records" if skipped else "",
             "" if comparison is None else step_summary.render_code_block(render_comparison(comparison)),
             self.render_table(records, "github"),
