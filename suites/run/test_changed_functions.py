@@ -11,6 +11,7 @@ from suites.warm import programs
 from zharness.errors import UsageError
 from zharness.run.changed_functions import (
     find_changed_functions,
+    find_kept_condition_lines,
     find_merge_base,
     find_unmeasured_files,
     name_functions,
@@ -132,6 +133,52 @@ def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp
     call = "find_changed_functions('toys.engine:make', 'HEAD').values()"
     found = programs.run("-c", f"from zharness.run.changed_functions import *; print(*{call})", folder=tmp_path)
     assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
+
+
+CONDITION = """\
+def run(a, offload_optimizer):
+    if (
+        a
+        # why
+    ):
+        return 1
+    else:
+        return 2
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "replacement"),
+    [("        a\n", "        a\n        and offload_optimizer\n"), ("# why", "and offload_optimizer")],
+    ids=["inserted", "in place of a comment"],
+)
+def test_a_line_that_is_new_in_a_condition_changes_its_branches(tmp_path: Path, found: str, replacement: str) -> None:
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine = tmp_path / "toys" / "engine.py"
+    engine.write_text(CONDITION, encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text(f"import os\n\n{CONDITION.replace(found, replacement)}", encoding="utf-8")
+    call = "find_changed_functions('toys.engine:make', 'HEAD').items()"
+    shown = programs.run("-c", f"from zharness.run.changed_functions import *; print(sorted({call}))", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    run = "toys/engine.py:run"
+    old, new = "if a", "if a and offload_optimizer"
+    own = ("toys/engine.py:<module>", run, f"{run} > {old}", f"{run} > else of {old}")
+    added = {f"{run} > {new}": run, f"{run} > else of {new}": run}
+    assert shown.stdout.strip() == repr(sorted(({name: name for name in own} | added).items()))
+
+
+def test_a_condition_that_is_new_changes_no_other_branch() -> None:
+    new = BRANCHES.replace("    try:", "    if self.sync:\n        sync()\n    try:")
+    (hunk,) = parse_diff("--- a/e.py\n+++ b/e.py\n@@ -6,0 +7,2 @@\n")
+    lines = find_kept_condition_lines(list_functions(new), {7, 8}, [hunk])
+    assert lines == set()
+    assert name_known_functions(list_functions(new), {7, 8}, {"step"}) == {
+        "step": "step",
+        "step > if self.sync": "step",
+    }
 
 
 def test_a_diff_has_the_lines_of_both_sides() -> None:

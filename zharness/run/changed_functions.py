@@ -33,12 +33,26 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 class Hunk:
     """The lines of one change in a file: those that the commit has, and those that the working tree has.
 
-    ``path`` is that of the working tree, or that of the commit for a file that was deleted.
+    ``path`` is that of the working tree, or that of the commit for a file that was deleted. The range of a side that has
+    no lines of the change starts at the line which follows it there.
     """
 
     path: str
     old_lines: range
     new_lines: range
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A source file on both sides of a change, and the hunks between them, in the order of their lines.
+
+    The text of a side that lacks the file is empty.
+    """
+
+    path: str
+    old_text: str
+    new_text: str
+    hunks: tuple[Hunk, ...]
 
 
 @dataclass(frozen=True)
@@ -107,32 +121,45 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
 
     They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
     that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
-    the condition of a branch changes, its branches count too. Comments do not count, and neither does what ``base``
+    the condition of a branch changes, the branches that it had count too, and those that it has now are among the
+    names. Comments do not count, and neither does what ``base``
     has changed since then. Lines outside of all functions count as a function ``<module>`` of their file, and so do all
     lines of a file that no record measures. A file that was renamed counts as deleted under its old name and as new
     under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
-    changed = dict[str, str]()
+    hunks_by_path = dict[str, list[Hunk]]()
     for hunk in parse_diff(run_git(source.root, engine, *DIFF, source.start, "--", "*.py")):
-        if not source.has(hunk.path):
+        hunks_by_path.setdefault(hunk.path, []).append(hunk)
+    changed = dict[str, str]()
+    for path, hunks in hunks_by_path.items():
+        if not source.has(path):
             continue
-        prefix = f"{source.name_in_record(hunk.path)}:"
-        if not source.is_measured(hunk.path):
+        prefix = f"{source.name_in_record(path)}:"
+        if not source.is_measured(path):
             changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
-        shown = call_git(source.root, "show", f"{source.start}:{hunk.path}")
+        shown = call_git(source.root, "show", f"{source.start}:{path}")
         old_text = "" if shown.returncode else shown.stdout  # a new file has no old source
-        new_text = source.files[hunk.path].read_text("utf-8") if hunk.new_lines else ""
-        old, new = parse_functions(old_text, hunk.path), parse_functions(new_text, hunk.path)
-        old_lines = list_code_lines(old_text) & set(hunk.old_lines)
-        new_lines = list_code_lines(new_text) & set(hunk.new_lines)
+        new_text = source.files[path].read_text("utf-8") if path in source.files else ""
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
-        known |= {function.name for function in old}
-        names = {name: name for name in name_functions(old, old_lines)}
-        names |= name_known_functions(new, new_lines, known)
+        names = name_changes(FileChange(path, old_text, new_text, tuple(hunks)), known)
         changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
+
+
+def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:
+    """Return the functions and branches of one file that ``change`` touches, each with the name that counts.
+
+    ``recorded`` are the names that a record has of the file. Raises UsageError if a side is not valid Python.
+    """
+    old, new = parse_functions(change.old_text, change.path), parse_functions(change.new_text, change.path)
+    old_lines = list_code_lines(change.old_text) & {line for hunk in change.hunks for line in hunk.old_lines}
+    new_lines = list_code_lines(change.new_text) & {line for hunk in change.hunks for line in hunk.new_lines}
+    kept_lines = find_kept_condition_lines(new, new_lines, change.hunks)
+    old_names = name_functions(old, old_lines) | name_branches(old, kept_lines)
+    known = recorded | {function.name for function in old}
+    return {name: name for name in old_names} | name_known_functions(new, new_lines, known)
 
 
 def find_merge_base(root: Path, engine: str, base: str) -> str:
@@ -166,25 +193,51 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
             path = line.removeprefix("+++ b/")
         elif path and (match := _HUNK.match(line)):
             old, old_count, new, new_count = (int(text) if text is not None else 1 for text in match.groups())
+            old, new = old + (not old_count), new + (not new_count)  # git names the line before an empty range
             yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
+
+
+def find_old_line(line: int, hunks: Sequence[Hunk]) -> int | None:
+    """Return where the commit has the ``line`` of the working tree, or None if it is new."""
+    moved = 0
+    for hunk in hunks:
+        if line in hunk.new_lines:
+            return None
+        if line >= hunk.new_lines.stop:
+            moved += len(hunk.new_lines) - len(hunk.old_lines)
+    return line - moved
+
+
+def find_kept_condition_lines(functions: Sequence[FunctionLines], lines: Set[int], hunks: Sequence[Hunk]) -> set[int]:
+    """Return where the commit has the other lines of those conditions of ``functions`` that have new ``lines``."""
+    changed = [each.condition_lines for each in functions if not lines.isdisjoint(each.condition_lines)]
+    old_lines = (find_old_line(line, hunks) for condition in changed for line in condition)
+    return {line for line in old_lines if line is not None}
 
 
 def name_functions(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
     """Return those of ``functions`` that have ``lines``, their signatures included, and whose conditions do."""
     within = find_functions_of_lines(list(functions), set(lines), with_signatures=True)
-    return within | {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
+    return within | name_branches(functions, lines)
+
+
+def name_branches(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
+    """Return the branches whose conditions have ``lines``."""
+    return {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
 
 
 def name_known_functions(functions: Sequence[FunctionLines], lines: Set[int], known: Set[str]) -> dict[str, str]:
-    """Return the functions and branches that have ``lines``, each with the innermost one of ``known`` around it.
+    """Return the functions and branches that have ``lines``, and the branches whose conditions do.
 
-    One that none of ``known`` is around, such as a new function, has its own name.
+    Each has the innermost one of ``known`` that it is or that is around it. One that none of ``known`` is around, such
+    as a new function, has its own name.
     """
     names = dict[str, str]()
     for line in lines:
         around = [each.name for each in functions if each.first_line <= line <= each.last_line]
-        innermost = around[-1] if around else MODULE_LEVEL
-        names[innermost] = next((name for name in reversed(around) if name in known), innermost)
+        touched = {around[-1] if around else MODULE_LEVEL} | name_branches(functions, {line})
+        for name in touched:
+            names[name] = next((each for each in (name, *reversed(around)) if each in known), name)
     return names
 
 
