@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -270,3 +271,51 @@ def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Pa
         "deepspeed/runtime/engine.py:run",
         f"deepspeed/ops.py:{MODULE_LEVEL}",
     }
+
+
+def find_changed(folder: Path, engine: str) -> dict[str, str]:
+    """Return what ``find_changed_functions`` returns for ``engine`` since HEAD in a process of ``folder``."""
+    code = f"import json; print(json.dumps(find_changed_functions({engine!r}, 'HEAD')))"
+    shown = programs.run("-c", f"from zharness.run.changed_functions import *; {code}", folder=folder)
+    assert shown.returncode == 0, shown.stderr
+    found: dict[str, str] = json.loads(shown.stdout)
+    return found
+
+
+def write_files(folder: Path, names: tuple[str, ...]) -> None:
+    """Write files with one function each, and commit them."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text("# c\ndef run():\n    return 1\n", encoding="utf-8")
+    commit_all(folder)
+
+
+def test_a_deleted_file_beside_the_only_module_of_an_engine_is_none_of_its_source(tmp_path: Path) -> None:
+    repository = tmp_path / "my_engine"  # its folder may have the name of the module
+    deleted = ("setup.py", "tests/test_a.py", "notes/my_engine.py")
+    write_files(repository, ("my_engine.py", *deleted))
+    for name in deleted:
+        (repository / name).unlink()
+    assert find_changed(repository, "my_engine:Engine") == {}
+
+
+def test_a_deleted_folder_of_the_engines_package_counts(tmp_path: Path) -> None:
+    deleted = ("toys/old/a.py", "other/toys/b.py")
+    write_files(tmp_path, ("toys/__init__.py", "toys/engine.py", *deleted))
+    for name in deleted:
+        (tmp_path / name).unlink()
+        (tmp_path / name).parent.rmdir()
+    assert find_changed(tmp_path, "toys.engine:make") == {"toys/old/a.py:run": "toys/old/a.py:run"}
+
+
+@pytest.mark.parametrize("is_checkout", [False, True])
+def test_code_that_no_record_measures_runs_every_cell_and_a_comment_does_not(tmp_path: Path, is_checkout: bool) -> None:
+    package = tmp_path / "deepspeed"
+    names = ("__init__.py", "runtime/__init__.py", "runtime/engine.py", "ops.py", "noted.py", "template.py", "gone.py")
+    write_files(package, names)
+    (package / "noted.py").write_text("# d\ndef run():\n    return 1\n", encoding="utf-8")
+    (package / "ops.py").write_text("# d\ndef run():\n    return 2\n", encoding="utf-8")
+    (package / "template.py").write_text("def <name>(): '''\n", encoding="utf-8")
+    (package / "gone.py").unlink()
+    found = find_changed(tmp_path, f"deepspeed@{tmp_path}" if is_checkout else "deepspeed")
+    assert set(found) == {f"deepspeed/{name}.py:{MODULE_LEVEL}" for name in ("ops", "template", "gone")}

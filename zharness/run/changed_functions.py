@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 from zharness.engines.registry import find_checkout, info
 from zharness.errors import UsageError
@@ -14,7 +15,7 @@ from zharness.run.engine_sources import (
     MODULE_LEVEL,
     FunctionLines,
     find_functions_of_lines,
-    find_source_files,
+    find_source_roots,
     list_code_lines,
     list_functions,
     list_source_modules,
@@ -33,8 +34,8 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 class Hunk:
     """The lines of one change in a file: those that the commit has, and those that the working tree has.
 
-    ``path`` is that of the working tree, or that of the commit for a file that was deleted. The range of a side that has
-    no lines of the change starts at the line which follows it there.
+    ``path`` is that of the working tree, or that of the commit for a file that was deleted. The range of a side that
+    has no lines of the change starts at the line which follows it there.
     """
 
     path: str
@@ -59,23 +60,28 @@ class FileChange:
 class ChangedSource:
     """The repository of an engine's source, the commit from which a change starts, and the source files.
 
-    ``modules`` are those that a record of reach measures. ``files`` has the engine's source files, those that a record
-    does not measure too, by their path in the repository.
+    ``modules`` are those that a record of reach measures. ``packages`` are the folders of their top-level packages, and
+    the files of modules that are in none. ``files`` has the files of all these, those that a record does not measure
+    too, by their path in the repository.
     """
 
     root: Path
     start: str
     modules: tuple[str, ...]
+    packages: tuple[Path, ...]
     files: Mapping[str, Path]
 
     def has(self, path: str) -> bool:
         """Return whether the file ``path`` of the repository is the engine's source, or was until it was deleted."""
-        return path in self.files or (not (self.root / path).exists() and is_below(path, self.folders))
+        return path in self.files or (not (self.root / path).exists() and self.had(path))
 
-    @property
-    def folders(self) -> frozenset[str]:
-        """The folders of the repository that have source files."""
-        return frozenset(str(Path(path).parent) for path in self.files)
+    def had(self, path: str) -> bool:
+        """Return whether the deleted file ``path`` was in one of the packages, or a module of the engine beside one."""
+        deleted, names = self.root / path, {f"{name}.py" for name in list_top_level(self.modules)}
+        return any(
+            deleted.is_relative_to(package) or (deleted.parent == package.parent and deleted.name in names)
+            for package in self.packages
+        )
 
     def name_in_record(self, path: str) -> str:
         """Return the name that the source file ``path`` of the repository has in a record."""
@@ -87,6 +93,17 @@ class ChangedSource:
         modules = (module.replace(".", "/") for module in self.modules)
         return self.has(path) and any(name == f"{each}.py" or name.startswith(f"{each}/") for each in modules)
 
+    def read_both_sides(self, path: str) -> tuple[str, str]:
+        """Return the text of the file ``path`` in the commit and in the working tree; '' where there is none."""
+        shown = call_git(self.root, "show", f"{self.start}:{path}")
+        new_text = self.files[path].read_text("utf-8", errors="replace") if path in self.files else ""
+        return "" if shown.returncode else shown.stdout, new_text
+
+
+def list_top_level(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the top-level packages and modules that ``modules`` are or belong to."""
+    return tuple(dict.fromkeys(module.partition(".")[0] for module in modules))
+
 
 def find_changed_source(engine: str, base: str) -> ChangedSource:
     """Find the source of ``engine`` and the commit at which it left ``base``.
@@ -96,15 +113,15 @@ def find_changed_source(engine: str, base: str) -> ChangedSource:
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
-    if checkout is not None:
-        sources = list(checkout.package.rglob("*.py"))
-    else:
-        sources = [Path(path) for path in find_source_files(modules)]
+    packages = (checkout.package,) if checkout is not None else find_source_roots(list_top_level(modules))
+    found = (each.rglob("*.py") if each.is_dir() else (each,) for each in packages)
+    sources = [path for paths in found for path in paths if path.is_file()]
     if not sources:
         raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
     root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
     files = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
-    return ChangedSource(root, find_merge_base(root, engine, base), modules, files)
+    resolved = tuple(package.resolve() for package in packages)
+    return ChangedSource(root, find_merge_base(root, engine, base), modules, resolved, files)
 
 
 def find_unmeasured_files(engine: str, base: str) -> list[str]:
@@ -122,9 +139,9 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
     They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
     that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
     the condition of a branch changes, the branches that it had count too, and those that it has now are among the
-    names. Comments do not count, and neither does what ``base``
-    has changed since then. Lines outside of all functions count as a function ``<module>`` of their file, and so do all
-    lines of a file that no record measures. A file that was renamed counts as deleted under its old name and as new
+    names. Comments do not count, and neither does what ``base`` has changed since then. Lines outside of all functions
+    count as a function ``<module>`` of their file, and so do all lines of a file of the engine's packages that no
+    record measures. A file that was renamed counts as deleted under its old name and as new
     under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
@@ -136,14 +153,13 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
         if not source.has(path):
             continue
         prefix = f"{source.name_in_record(path)}:"
+        change = FileChange(path, *source.read_both_sides(path), tuple(hunks))
         if not source.is_measured(path):
-            changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
+            if has_changed_code(change):
+                changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
-        shown = call_git(source.root, "show", f"{source.start}:{path}")
-        old_text = "" if shown.returncode else shown.stdout  # a new file has no old source
-        new_text = source.files[path].read_text("utf-8") if path in source.files else ""
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
-        names = name_changes(FileChange(path, old_text, new_text, tuple(hunks)), known)
+        names = name_changes(change, known)
         changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
 
@@ -154,12 +170,29 @@ def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:
     ``recorded`` are the names that a record has of the file. Raises UsageError if a side is not valid Python.
     """
     old, new = parse_functions(change.old_text, change.path), parse_functions(change.new_text, change.path)
-    old_lines = list_code_lines(change.old_text) & {line for hunk in change.hunks for line in hunk.old_lines}
-    new_lines = list_code_lines(change.new_text) & {line for hunk in change.hunks for line in hunk.new_lines}
+    old_lines, new_lines = list_changed_lines(change)
     kept_lines = find_kept_condition_lines(new, new_lines, change.hunks)
     old_names = name_functions(old, old_lines) | name_branches(old, kept_lines)
     known = recorded | {function.name for function in old}
     return {name: name for name in old_names} | name_known_functions(new, new_lines, known)
+
+
+def list_changed_lines(change: FileChange) -> tuple[set[int], set[int]]:
+    """Return the lines of ``change`` on the side of the commit, and on that of the working tree, without comments.
+
+    Raises SyntaxError or TokenError if a side is not valid Python.
+    """
+    old_lines = list_code_lines(change.old_text) & {line for hunk in change.hunks for line in hunk.old_lines}
+    new_lines = list_code_lines(change.new_text) & {line for hunk in change.hunks for line in hunk.new_lines}
+    return old_lines, new_lines
+
+
+def has_changed_code(change: FileChange) -> bool:
+    """Return whether ``change`` touches more than comments; a file that is not valid Python may be a template."""
+    try:
+        return any(list_changed_lines(change))
+    except (SyntaxError, TokenError):
+        return True
 
 
 def find_merge_base(root: Path, engine: str, base: str) -> str:
@@ -176,11 +209,6 @@ def find_merge_base(root: Path, engine: str, base: str) -> str:
             "`git fetch --unshallow`, or fetch-depth: 0 of actions/checkout"
         )
     return found.stdout.strip()
-
-
-def is_below(path: str, folders: Set[str]) -> bool:
-    """Return whether ``path`` is in one of ``folders`` or below it."""
-    return any(str(parent) in folders for parent in Path(path).parents)
 
 
 def parse_diff(diff: str) -> Iterator[Hunk]:
