@@ -12,6 +12,7 @@ import pytest
 
 from zharness import engines
 from zharness.cli import cli
+from zharness.engines.registry import BUILT_IN
 from zharness.errors import UsageError
 from zharness.hunt.command import HuntOptions, run_hunt
 from zharness.hunt.draw import PairCoverage, iter_draws
@@ -77,13 +78,17 @@ def is_planted(program: Program) -> bool:
     return "overlap_comm" in program.options and program.window == 2 and has_layer and has_step
 
 
-def test_an_option_that_some_laws_alone_are_judged_with_is_not_drawn() -> None:
-    space = make_space("deepspeed", (1,))
-    options = space.claims_at[1].engine_options
-    restricted = {name for name, option in options.items() if option.laws}
-    assert "json_scheduler" in restricted
-    assert not restricted & set(space.list_options(1))
-    assert set(space.list_options(1)) == {n for n, option in options.items() if not option.absent} - restricted
+@pytest.mark.parametrize("engine", BUILT_IN)
+def test_an_option_that_some_laws_alone_are_judged_with_is_not_drawn(engine: str) -> None:
+    space = make_space(engine)
+    page = (Path(__file__).parents[2] / "docs" / "hunt.md").read_text(encoding="utf-8")
+    for stage, claims in space.claims_at.items():
+        options = claims.engine_options
+        restricted = {name for name, option in options.items() if option.laws}
+        assert set(space.list_options(stage)) == {n for n, option in options.items() if not option.absent} - restricted
+        assert not restricted & {name for each in SYMPTOMS if each.engine == engine for name in each.options}
+        for name in restricted:
+            assert f"| `{name}` |" in page, "docs/hunt.md says why no program can be judged with it"
 
 
 def test_draws_repeat_and_cover_every_pair_first() -> None:

@@ -1,15 +1,20 @@
 """An engine that crashes, hangs or breaks the protocol is reported as broken, never as an error of the harness."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from zharness.cell import Cell
+from zharness.engines import Feature
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import UsageError
 from zharness.report.failures import render_failures
 from zharness.run import Record, Request, Runner, Verdict, plan
+from zharness.run.cell_planner import PlannedCell
 from zharness.run.runner import WithheldPolicy
+from zharness.world import Isolation
 
 BROKEN, MUTANTS = "suites.meta.broken:", "zharness.mutants:"
 
@@ -117,3 +122,24 @@ def test_a_withheld_feature_that_works_is_reported_when_it_is_probed() -> None:
     assert {(record.verdict, record.is_expected) for record in records} == {(Verdict.UNSUPPORTED, True)}
     assert all(record.withheld_feature == "a second backward on a retained graph" for record in records)
     assert f"WITHHELD {name} does not claim a second backward" in render_failures(records)
+
+
+class NotesIsolation(Runner):
+    """A runner whose cells pass without ranks, and which notes how each was to be isolated."""
+
+    isolations: tuple[Isolation, ...] = ()
+
+    def _run_once(self, cell: Cell, blank_record: Record, options: Mapping[str, Any], isolation: Isolation) -> Record:
+        self.isolations += (isolation,)
+        return replace(blank_record, verdict=Verdict.PASS)
+
+
+def test_a_trial_of_a_withheld_feature_has_fresh_ranks_if_the_law_needs_them() -> None:
+    laws = ("training.caller_modes", "training.grads")
+    with NotesIsolation({}, isolation=Isolation.POOLED, withheld_policy=WithheldPolicy.TRY) as started:
+        for law in laws:
+            cell = Cell(law, "reference", 0, 2, "fp32", "mlp")
+            record = started.run(PlannedCell(cell, "not claimed", Feature.SUBMODULES))
+            assert record.withheld_feature == Feature.SUBMODULES.value
+            started.run(PlannedCell(cell))
+    assert started.isolations == (Isolation.FRESH,) * 2 + (Isolation.POOLED,) * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from suites.warm import programs
 from zharness.errors import UsageError
 from zharness.run.changed_functions import (
     find_changed_functions,
+    find_kept_condition_lines,
     find_merge_base,
     find_unmeasured_files,
     name_functions,
@@ -134,6 +136,52 @@ def test_a_change_that_adds_a_branch_is_reached_by_the_cells_of_its_function(tmp
     assert found.stdout.split() == ["toys/engine.py:step", "toys/engine.py:step"], found.stderr
 
 
+CONDITION = """\
+def run(a, offload_optimizer):
+    if (
+        a
+        # why
+    ):
+        return 1
+    else:
+        return 2
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "replacement"),
+    [("        a\n", "        a\n        and offload_optimizer\n"), ("# why", "and offload_optimizer")],
+    ids=["inserted", "in place of a comment"],
+)
+def test_a_line_that_is_new_in_a_condition_changes_its_branches(tmp_path: Path, found: str, replacement: str) -> None:
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "__init__.py").write_text("", encoding="utf-8")
+    engine = tmp_path / "toys" / "engine.py"
+    engine.write_text(CONDITION, encoding="utf-8")
+    commit_all(tmp_path)
+    engine.write_text(f"import os\n\n{CONDITION.replace(found, replacement)}", encoding="utf-8")
+    call = "find_changed_functions('toys.engine:make', 'HEAD').items()"
+    shown = programs.run("-c", f"from zharness.run.changed_functions import *; print(sorted({call}))", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    run = "toys/engine.py:run"
+    old, new = "if a", "if a and offload_optimizer"
+    own = ("toys/engine.py:<module>", run, f"{run} > {old}", f"{run} > else of {old}")
+    added = {f"{run} > {new}": run, f"{run} > else of {new}": run}
+    assert shown.stdout.strip() == repr(sorted(({name: name for name in own} | added).items()))
+
+
+def test_a_condition_that_is_new_changes_no_other_branch() -> None:
+    new = BRANCHES.replace("    try:", "    if self.sync:\n        sync()\n    try:")
+    (hunk,) = parse_diff("--- a/e.py\n+++ b/e.py\n@@ -6,0 +7,2 @@\n")
+    lines = find_kept_condition_lines(list_functions(new), {7, 8}, [hunk])
+    assert lines == set()
+    assert name_known_functions(list_functions(new), {7, 8}, {"step"}) == {
+        "step": "step",
+        "step > if self.sync": "step",
+    }
+
+
 def test_a_diff_has_the_lines_of_both_sides() -> None:
     hunks = [(hunk.path, list(hunk.old_lines), list(hunk.new_lines)) for hunk in parse_diff(DIFF)]
     assert hunks == [("p/a.py", [3], [3, 4]), ("p/a.py", [9, 10], []), ("p/b.py", [1], []), ("p/c.py", [], [1])]
@@ -223,3 +271,51 @@ def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Pa
         "deepspeed/runtime/engine.py:run",
         f"deepspeed/ops.py:{MODULE_LEVEL}",
     }
+
+
+def find_changed(folder: Path, engine: str) -> dict[str, str]:
+    """Return what ``find_changed_functions`` returns for ``engine`` since HEAD in a process of ``folder``."""
+    code = f"import json; print(json.dumps(find_changed_functions({engine!r}, 'HEAD')))"
+    shown = programs.run("-c", f"from zharness.run.changed_functions import *; {code}", folder=folder)
+    assert shown.returncode == 0, shown.stderr
+    found: dict[str, str] = json.loads(shown.stdout)
+    return found
+
+
+def write_files(folder: Path, names: tuple[str, ...]) -> None:
+    """Write files with one function each, and commit them."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text("# c\ndef run():\n    return 1\n", encoding="utf-8")
+    commit_all(folder)
+
+
+def test_a_deleted_file_beside_the_only_module_of_an_engine_is_none_of_its_source(tmp_path: Path) -> None:
+    repository = tmp_path / "my_engine"  # its folder may have the name of the module
+    deleted = ("setup.py", "tests/test_a.py", "notes/my_engine.py")
+    write_files(repository, ("my_engine.py", *deleted))
+    for name in deleted:
+        (repository / name).unlink()
+    assert find_changed(repository, "my_engine:Engine") == {}
+
+
+def test_a_deleted_folder_of_the_engines_package_counts(tmp_path: Path) -> None:
+    deleted = ("toys/old/a.py", "other/toys/b.py")
+    write_files(tmp_path, ("toys/__init__.py", "toys/engine.py", *deleted))
+    for name in deleted:
+        (tmp_path / name).unlink()
+        (tmp_path / name).parent.rmdir()
+    assert find_changed(tmp_path, "toys.engine:make") == {"toys/old/a.py:run": "toys/old/a.py:run"}
+
+
+@pytest.mark.parametrize("is_checkout", [False, True])
+def test_code_that_no_record_measures_runs_every_cell_and_a_comment_does_not(tmp_path: Path, is_checkout: bool) -> None:
+    package = tmp_path / "deepspeed"
+    names = ("__init__.py", "runtime/__init__.py", "runtime/engine.py", "ops.py", "noted.py", "template.py", "gone.py")
+    write_files(package, names)
+    (package / "noted.py").write_text("# d\ndef run():\n    return 1\n", encoding="utf-8")
+    (package / "ops.py").write_text("# d\ndef run():\n    return 2\n", encoding="utf-8")
+    (package / "template.py").write_text("def <name>(): '''\n", encoding="utf-8")
+    (package / "gone.py").unlink()
+    found = find_changed(tmp_path, f"deepspeed@{tmp_path}" if is_checkout else "deepspeed")
+    assert set(found) == {f"deepspeed/{name}.py:{MODULE_LEVEL}" for name in ("ops", "template", "gone")}

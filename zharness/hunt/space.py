@@ -56,7 +56,9 @@ class Space:
     def list_options(self, stage: int) -> list[str]:
         """Return the options that this machine can run at ``stage``, that are not excluded and not for some laws only.
 
-        An option for some laws needs what they alone have, as a schedule, or breaks all programs alike.
+        A program is judged by its gradients after each backward, and by steps that are replayed. An option for some
+        laws has an effect on what no program has, as a schedule, moves the reduction into the step, has an optimizer
+        whose operations are not torch's, or breaks all programs alike; docs/hunt.md names each.
         """
         return [
             name

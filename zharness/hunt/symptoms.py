@@ -52,8 +52,8 @@ class Symptom:
         )
 
 
-OFFLOAD = frozenset({"offload_optimizer", "offload_unpinned", "cpu_adam"})
-LEAF = frozenset({"leaf_modules", "granularity_threshold"})
+OFFLOAD = frozenset({"offload_optimizer", "offload_unpinned"})
+LEAF = frozenset({"leaf_modules"})
 FAILED_BACKWARD = frozenset({Act.FAILED_BACKWARD})
 NOT_IDLE = "expected to be in states [<TrainingState.IDLE: 1>]"
 KEPT_GRADS_HINTS = (

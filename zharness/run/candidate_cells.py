@@ -16,7 +16,9 @@ from zharness.run.configuration import cell_setting, is_config_file
 from zharness.run.plan import ClaimsLookup, Request
 from zharness.run.reach import CellReach, name_in_record
 
-ENOUGH_CELLS = 500  # of a change; they take two minutes, so that there is no time for cells that the record lacks
+# Of a change. At 374 cells in 183 processor seconds (scripts/reverted_fixes.py, docs/your-engine.md) two idle cores run
+# about as many in two minutes, so that there is no time for cells that the record lacks.
+ENOUGH_CELLS = 500
 WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
 MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
 COMMON_KEYS = frozenset({"zero_optimization"})

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 from zharness.engines.registry import find_checkout, info
 from zharness.errors import UsageError
@@ -14,7 +15,7 @@ from zharness.run.engine_sources import (
     MODULE_LEVEL,
     FunctionLines,
     find_functions_of_lines,
-    find_source_files,
+    find_source_roots,
     list_code_lines,
     list_functions,
     list_source_modules,
@@ -33,7 +34,8 @@ _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 class Hunk:
     """The lines of one change in a file: those that the commit has, and those that the working tree has.
 
-    ``path`` is that of the working tree, or that of the commit for a file that was deleted.
+    ``path`` is that of the working tree, or that of the commit for a file that was deleted. The range of a side that
+    has no lines of the change starts at the line which follows it there.
     """
 
     path: str
@@ -42,26 +44,44 @@ class Hunk:
 
 
 @dataclass(frozen=True)
+class FileChange:
+    """A source file on both sides of a change, and the hunks between them, in the order of their lines.
+
+    The text of a side that lacks the file is empty.
+    """
+
+    path: str
+    old_text: str
+    new_text: str
+    hunks: tuple[Hunk, ...]
+
+
+@dataclass(frozen=True)
 class ChangedSource:
     """The repository of an engine's source, the commit from which a change starts, and the source files.
 
-    ``modules`` are those that a record of reach measures. ``files`` has the engine's source files, those that a record
-    does not measure too, by their path in the repository.
+    ``modules`` are those that a record of reach measures. ``packages`` are the folders of their top-level packages, and
+    the files of modules that are in none. ``files`` has the files of all these, those that a record does not measure
+    too, by their path in the repository.
     """
 
     root: Path
     start: str
     modules: tuple[str, ...]
+    packages: tuple[Path, ...]
     files: Mapping[str, Path]
 
     def has(self, path: str) -> bool:
         """Return whether the file ``path`` of the repository is the engine's source, or was until it was deleted."""
-        return path in self.files or (not (self.root / path).exists() and is_below(path, self.folders))
+        return path in self.files or (not (self.root / path).exists() and self.had(path))
 
-    @property
-    def folders(self) -> frozenset[str]:
-        """The folders of the repository that have source files."""
-        return frozenset(str(Path(path).parent) for path in self.files)
+    def had(self, path: str) -> bool:
+        """Return whether the deleted file ``path`` was in one of the packages, or a module of the engine beside one."""
+        deleted, names = self.root / path, {f"{name}.py" for name in list_top_level(self.modules)}
+        return any(
+            deleted.is_relative_to(package) or (deleted.parent == package.parent and deleted.name in names)
+            for package in self.packages
+        )
 
     def name_in_record(self, path: str) -> str:
         """Return the name that the source file ``path`` of the repository has in a record."""
@@ -73,6 +93,17 @@ class ChangedSource:
         modules = (module.replace(".", "/") for module in self.modules)
         return self.has(path) and any(name == f"{each}.py" or name.startswith(f"{each}/") for each in modules)
 
+    def read_both_sides(self, path: str) -> tuple[str, str]:
+        """Return the text of the file ``path`` in the commit and in the working tree; '' where there is none."""
+        shown = call_git(self.root, "show", f"{self.start}:{path}")
+        new_text = self.files[path].read_text("utf-8", errors="replace") if path in self.files else ""
+        return "" if shown.returncode else shown.stdout, new_text
+
+
+def list_top_level(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the top-level packages and modules that ``modules`` are or belong to."""
+    return tuple(dict.fromkeys(module.partition(".")[0] for module in modules))
+
 
 def find_changed_source(engine: str, base: str) -> ChangedSource:
     """Find the source of ``engine`` and the commit at which it left ``base``.
@@ -82,15 +113,15 @@ def find_changed_source(engine: str, base: str) -> ChangedSource:
     """
     modules = list_source_modules(info(engine))
     checkout = find_checkout(engine)
-    if checkout is not None:
-        sources = list(checkout.package.rglob("*.py"))
-    else:
-        sources = [Path(path) for path in find_source_files(modules)]
+    packages = (checkout.package,) if checkout is not None else find_source_roots(list_top_level(modules))
+    found = (each.rglob("*.py") if each.is_dir() else (each,) for each in packages)
+    sources = [path for paths in found for path in paths if path.is_file()]
     if not sources:
         raise UsageError(f"found no source of {engine}; expected an installed package, or a checkout: NAME@PATH")
     root = Path(run_git(sources[0].parent, engine, "rev-parse", "--show-toplevel").strip())
     files = {str(path.resolve().relative_to(root)): path for path in sources if path.resolve().is_relative_to(root)}
-    return ChangedSource(root, find_merge_base(root, engine, base), modules, files)
+    resolved = tuple(package.resolve() for package in packages)
+    return ChangedSource(root, find_merge_base(root, engine, base), modules, resolved, files)
 
 
 def find_unmeasured_files(engine: str, base: str) -> list[str]:
@@ -107,32 +138,61 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
 
     They are named as in a record of reach, and each has the name that counts: of a branch that the change adds, and
     that is not among the names ``recorded``, that of the innermost function or branch around it that ``base`` has. If
-    the condition of a branch changes, its branches count too. Comments do not count, and neither does what ``base``
-    has changed since then. Lines outside of all functions count as a function ``<module>`` of their file, and so do all
-    lines of a file that no record measures. A file that was renamed counts as deleted under its old name and as new
+    the condition of a branch changes, the branches that it had count too, and those that it has now are among the
+    names. Comments do not count, and neither does what ``base`` has changed since then. Lines outside of all functions
+    count as a function ``<module>`` of their file, and so do all lines of a file of the engine's packages that no
+    record measures. A file that was renamed counts as deleted under its old name and as new
     under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
-    changed = dict[str, str]()
+    hunks_by_path = dict[str, list[Hunk]]()
     for hunk in parse_diff(run_git(source.root, engine, *DIFF, source.start, "--", "*.py")):
-        if not source.has(hunk.path):
+        hunks_by_path.setdefault(hunk.path, []).append(hunk)
+    changed = dict[str, str]()
+    for path, hunks in hunks_by_path.items():
+        if not source.has(path):
             continue
-        prefix = f"{source.name_in_record(hunk.path)}:"
-        if not source.is_measured(hunk.path):
-            changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
+        prefix = f"{source.name_in_record(path)}:"
+        change = FileChange(path, *source.read_both_sides(path), tuple(hunks))
+        if not source.is_measured(path):
+            if has_changed_code(change):
+                changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
-        shown = call_git(source.root, "show", f"{source.start}:{hunk.path}")
-        old_text = "" if shown.returncode else shown.stdout  # a new file has no old source
-        new_text = source.files[hunk.path].read_text("utf-8") if hunk.new_lines else ""
-        old, new = parse_functions(old_text, hunk.path), parse_functions(new_text, hunk.path)
-        old_lines = list_code_lines(old_text) & set(hunk.old_lines)
-        new_lines = list_code_lines(new_text) & set(hunk.new_lines)
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
-        known |= {function.name for function in old}
-        names = {name: name for name in name_functions(old, old_lines)}
-        names |= name_known_functions(new, new_lines, known)
+        names = name_changes(change, known)
         changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
+
+
+def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:
+    """Return the functions and branches of one file that ``change`` touches, each with the name that counts.
+
+    ``recorded`` are the names that a record has of the file. Raises UsageError if a side is not valid Python.
+    """
+    old, new = parse_functions(change.old_text, change.path), parse_functions(change.new_text, change.path)
+    old_lines, new_lines = list_changed_lines(change)
+    kept_lines = find_kept_condition_lines(new, new_lines, change.hunks)
+    old_names = name_functions(old, old_lines) | name_branches(old, kept_lines)
+    known = recorded | {function.name for function in old}
+    return {name: name for name in old_names} | name_known_functions(new, new_lines, known)
+
+
+def list_changed_lines(change: FileChange) -> tuple[set[int], set[int]]:
+    """Return the lines of ``change`` on the side of the commit, and on that of the working tree, without comments.
+
+    Raises SyntaxError or TokenError if a side is not valid Python.
+    """
+    old_lines = list_code_lines(change.old_text) & {line for hunk in change.hunks for line in hunk.old_lines}
+    new_lines = list_code_lines(change.new_text) & {line for hunk in change.hunks for line in hunk.new_lines}
+    return old_lines, new_lines
+
+
+def has_changed_code(change: FileChange) -> bool:
+    """Return whether ``change`` touches more than comments; a file that is not valid Python may be a template."""
+    try:
+        return any(list_changed_lines(change))
+    except (SyntaxError, TokenError):
+        return True
 
 
 def find_merge_base(root: Path, engine: str, base: str) -> str:
@@ -151,11 +211,6 @@ def find_merge_base(root: Path, engine: str, base: str) -> str:
     return found.stdout.strip()
 
 
-def is_below(path: str, folders: Set[str]) -> bool:
-    """Return whether ``path`` is in one of ``folders`` or below it."""
-    return any(str(parent) in folders for parent in Path(path).parents)
-
-
 def parse_diff(diff: str) -> Iterator[Hunk]:
     """Yield the hunks of a diff that has no context lines, and the prefixes a/ and b/."""
     path = ""
@@ -166,25 +221,51 @@ def parse_diff(diff: str) -> Iterator[Hunk]:
             path = line.removeprefix("+++ b/")
         elif path and (match := _HUNK.match(line)):
             old, old_count, new, new_count = (int(text) if text is not None else 1 for text in match.groups())
+            old, new = old + (not old_count), new + (not new_count)  # git names the line before an empty range
             yield Hunk(path, range(old, old + old_count), range(new, new + new_count))
+
+
+def find_old_line(line: int, hunks: Sequence[Hunk]) -> int | None:
+    """Return where the commit has the ``line`` of the working tree, or None if it is new."""
+    moved = 0
+    for hunk in hunks:
+        if line in hunk.new_lines:
+            return None
+        if line >= hunk.new_lines.stop:
+            moved += len(hunk.new_lines) - len(hunk.old_lines)
+    return line - moved
+
+
+def find_kept_condition_lines(functions: Sequence[FunctionLines], lines: Set[int], hunks: Sequence[Hunk]) -> set[int]:
+    """Return where the commit has the other lines of those conditions of ``functions`` that have new ``lines``."""
+    changed = [each.condition_lines for each in functions if not lines.isdisjoint(each.condition_lines)]
+    old_lines = (find_old_line(line, hunks) for condition in changed for line in condition)
+    return {line for line in old_lines if line is not None}
 
 
 def name_functions(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
     """Return those of ``functions`` that have ``lines``, their signatures included, and whose conditions do."""
     within = find_functions_of_lines(list(functions), set(lines), with_signatures=True)
-    return within | {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
+    return within | name_branches(functions, lines)
+
+
+def name_branches(functions: Sequence[FunctionLines], lines: Set[int]) -> set[str]:
+    """Return the branches whose conditions have ``lines``."""
+    return {each.name for each in functions if not lines.isdisjoint(each.condition_lines)}
 
 
 def name_known_functions(functions: Sequence[FunctionLines], lines: Set[int], known: Set[str]) -> dict[str, str]:
-    """Return the functions and branches that have ``lines``, each with the innermost one of ``known`` around it.
+    """Return the functions and branches that have ``lines``, and the branches whose conditions do.
 
-    One that none of ``known`` is around, such as a new function, has its own name.
+    Each has the innermost one of ``known`` that it is or that is around it. One that none of ``known`` is around, such
+    as a new function, has its own name.
     """
     names = dict[str, str]()
     for line in lines:
         around = [each.name for each in functions if each.first_line <= line <= each.last_line]
-        innermost = around[-1] if around else MODULE_LEVEL
-        names[innermost] = next((name for name in reversed(around) if name in known), innermost)
+        touched = {around[-1] if around else MODULE_LEVEL} | name_branches(functions, {line})
+        for name in touched:
+            names[name] = next((each for each in (name, *reversed(around)) if each in known), name)
     return names
 
 

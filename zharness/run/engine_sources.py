@@ -153,7 +153,10 @@ def shorten(node: ast.AST) -> str:
 
 
 def list_code_lines(source: str) -> set[int]:
-    """Return the lines of a file's ``source`` that have more than a comment. Raises SyntaxError."""
+    """Return the lines of a file's ``source`` that have more than a comment.
+
+    Raises SyntaxError or TokenError.
+    """
     found = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):

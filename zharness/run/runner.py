@@ -151,9 +151,9 @@ class Runner:
         """Run one cell and return its record, with expected failures and documented remedies applied."""
         began = time.monotonic()
         blank = self._blank_record(planned.cell)
-        if planned.unsupported_reason:
-            return replace(self._record_refused(planned, blank), seconds=time.monotonic() - began)
         isolation = Isolation.FRESH if get_law(planned.cell.law).needs_fresh_ranks else self.isolation
+        if planned.unsupported_reason:
+            return replace(self._record_refused(planned, blank, isolation), seconds=time.monotonic() - began)
         record = self._run_expecting_failure(planned.cell, blank, isolation)
         if isolation is Isolation.POOLED and not record.is_expected:
             # An earlier cell of the pool may have left something in the process: report what fresh ranks do.
@@ -185,15 +185,15 @@ class Runner:
                 record = apply_remedy(record, expected, remedied, second)
         return record
 
-    def _record_refused(self, planned: PlannedCell, blank_record: Record) -> Record:
+    def _record_refused(self, planned: PlannedCell, blank_record: Record, isolation: Isolation) -> Record:
         """Return the record of an unsupported cell.
 
-        With WithheldPolicy.TRY, the cell is run to find out whether its law holds.
+        With WithheldPolicy.TRY, the cell is run with ``isolation`` to find out whether its law holds.
         """
         record = replace(blank_record, verdict=Verdict.UNSUPPORTED, cause=planned.unsupported_reason)
         if planned.refused_feature is None or self.withheld_policy is WithheldPolicy.SKIP:
             return record
-        trial = self._run_once(planned.cell, blank_record, {}, self.isolation)
+        trial = self._run_once(planned.cell, blank_record, {}, isolation)
         return (
             replace(record, withheld_feature=planned.refused_feature.value) if trial.verdict is Verdict.PASS else record
         )
