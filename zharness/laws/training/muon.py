@@ -24,6 +24,8 @@ MUON = OptimizerSpec("muon", {"lr": 2.0**-5, "momentum": 0.75, "weight_decay": 0
 
 STEPS = 3
 
+LOST_MOMENTUM_HINT = "the step used nothing of the momentum of earlier steps"
+
 
 def observe_muon(ctx: RankContext) -> None:
     """Train several steps with Muon."""
@@ -142,6 +144,8 @@ def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixSt
         return add_hint(comparison, "the step used the gradient itself, which nothing orthogonalized")
     if taken.step == 0 and any(is_partly_reduced(ctx, taken, definition) for definition in MUON_STEPS.values()):
         return add_hint(comparison, "each rank orthogonalized a matrix of which only its own part was reduced")
+    if taken.step > 0 and any(is_without_momentum(taken, definition) for definition in MUON_STEPS.values()):
+        return add_hint(comparison, LOST_MOMENTUM_HINT)
     return hint_unmoved(comparison, taken.weight, taken.weight_after)
 
 
@@ -152,6 +156,12 @@ def is_moved_by_gradient(taken: MatrixStep) -> bool:
     moved = rate * taken.grad.double()
     rounding = 4 * unit_roundoff(taken.weight.dtype) * (decayed.abs() + moved.abs())
     return bool(((taken.weight_after.double() - (decayed - moved)).abs() <= rounding).all())
+
+
+def is_without_momentum(taken: MatrixStep, definition: MuonStep) -> bool:
+    """Return whether the step is that of a momentum which was zero before it."""
+    update = definition(taken.weight, taken.grad, torch.zeros_like(taken.weight), MUON.args)
+    return torch.equal(update.weight, taken.weight_after)
 
 
 def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
