@@ -39,7 +39,7 @@ from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penal
 from zharness.laws.training.muon import LOST_MOMENTUM_HINT, MUON, MatrixStep, hint_wrong_weight
 from zharness.parity import Part, compare_bitwise
 from zharness.parity.attribution import describe_wrong_elements
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.comparison import TensorLocation
 from zharness.parity.muon import step_like_torch
 from zharness.parity.snapshot import RankEvidence, Snapshot
@@ -261,14 +261,30 @@ def test_the_hint_names_a_read_outside_of_the_forward_that_is_not_divided(ranks:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9 and later")
-@pytest.mark.parametrize(("step", "kept", "is_hinted"), [(1, 0.0, True), (1, 0.5, False), (0, 0.0, False)])
-def test_the_hint_names_a_step_of_muon_without_earlier_momentum(step: int, kept: float, is_hinted: bool) -> None:
-    weight, momentum = torch.ones(3, 2), torch.tensor([[0.0, 4.0], [8.0, 0.0], [0.0, 0.0]])
+@pytest.mark.parametrize(
+    ("step", "kept", "wrong_part", "is_hinted"),
+    [
+        (1, 0.0, slice(None), True),
+        (1, 0.0, slice(4, 6), True),  # the other rank's part is right
+        (1, 0.5, slice(None), False),
+        (0, 0.0, slice(None), False),
+    ],
+)
+def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
+    step: int, kept: float, wrong_part: slice, is_hinted: bool
+) -> None:
+    weight, momentum = torch.ones(3, 2), torch.tensor([[0.0, 4.0], [8.0, 0.0], [2.0, 1.0]])
     grad = torch.tensor([[2.0, 0.0], [0.0, 8.0], [0.0, 0.0]])
-    after = step_like_torch(weight, grad, kept * momentum, MUON.args)
-    taken = MatrixStep(step, "weight", grad, weight, momentum, after.weight, after.momentum)
-    ctx: Any = SimpleNamespace(evidence=[RankEvidence((), {})], compute_local_grads=lambda at: [])
-    wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step), weight, after.weight)
+    after, found = (step_like_torch(weight, grad, factor * momentum, MUON.args) for factor in (1, kept))
+    moved = after.weight.clone()
+    moved.flatten()[wrong_part] = found.weight.flatten()[wrong_part]
+    taken = MatrixStep(step, "weight", grad, weight, momentum, moved, after.momentum)
+    pieces = (Piece(0, 0, 4), Piece(1, 4, 6))
+    ctx: Any = SimpleNamespace(
+        evidence=[RankEvidence((), {"weight": pieces})],
+        compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
+    )
+    wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
     mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch
     assert mismatch is not None
     assert (mismatch.hint == LOST_MOMENTUM_HINT) is is_hinted
