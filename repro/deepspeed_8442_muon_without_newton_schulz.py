@@ -4,8 +4,8 @@ id: 8442
 engine: deepspeed
 symptom: silent: without ZeRO the optimizer Muon is SGD, so that twice the gradient makes twice the step
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8442
-affects: >=0.18.0,<=0.19.5
-fixed: 0.19.8
+affects: >=0.18.0,<=0.19.6
+fixed: 0.19.7
 broken: 0.19.5
 ranks: 1
 law: training.muon

@@ -4,7 +4,7 @@ id: first-dtype-unreduced
 engine: deepspeed
 symptom: silent: ranks train apart at ZeRO stage 1 if the first parameter is bf16 and frozen and the others are fp32
 reported: no report known
-affects: >=0.16.4,<=0.19.5
+affects: >=0.16.4,<=0.19.7
 fixed: 0.19.8
 broken: 0.19.5
 ranks: 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +13,36 @@ from zharness.engines.protocol import Piece
 from zharness.law_kit.clipping import hint_other_norm
 from zharness.law_kit.hints import (
     OLD_GRADIENT_ADDED_HINT,
+    UNREDUCED_PARTS_HINT,
     add_hint,
     hint_added_gradient,
     hint_learning_rate,
     hint_step_count,
+    hint_unreduced_parts,
 )
+from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, hint_old_gradient
-from zharness.law_kit.window_judge import OLD_WEIGHTS_HINT, WindowResult, hint_old_weights, hint_own_gradients
+from zharness.law_kit.window_judge import (
+    OLD_WEIGHTS_HINT,
+    PlainRanks,
+    WindowResult,
+    hint_old_weights,
+    hint_own_gradients,
+    judge_windows,
+    sum_terms,
+)
 from zharness.law_kit.window_scenarios import WindowScenario
 from zharness.laws import double_backward
+from zharness.laws.circumstances.windows import FURTHER_READS, UNDIVIDED_READ_HINT, TrainWithReadOutside
 from zharness.laws.double_backward import FIRST_ORDER_HINT, judge_gradient_penalty, penalize_input_gradient
+from zharness.laws.training.muon import LOST_MOMENTUM_HINT, MUON, MatrixStep, hint_wrong_weight
 from zharness.parity import Part, compare_bitwise
 from zharness.parity.attribution import describe_wrong_elements
-from zharness.parity.baseline import Baseline
+from zharness.parity.baseline import Baseline, LocalResult
 from zharness.parity.comparison import TensorLocation
+from zharness.parity.muon import step_like_torch
+from zharness.parity.snapshot import RankEvidence, Snapshot
 from zharness.workload import model_spec
 
 
@@ -193,3 +209,82 @@ def test_a_rank_without_a_gradient_must_not_have_moved_its_part() -> None:
         mismatch = hint_own_gradients(wrong, place, update, [OWN_GRADIENTS[0], None]).mismatch
         assert mismatch is not None
         assert bool(mismatch.hint) is is_hinted
+
+
+@pytest.mark.parametrize(
+    ("found", "is_own"),
+    [
+        (STEPPED_ALONE, True),
+        (STEPPED_ALONE + torch.tensor([2.0**-8, 0.0, 0.0, 0.0]), True),  # rounded to bf16
+        (STEPPED_ALONE / 2, False),
+        (OWN_GRADIENTS[0], False),
+        (sum(OWN_GRADIENTS) / 2, False),  # reduced
+        (torch.zeros(4), False),
+    ],
+)
+def test_the_hint_names_a_gradient_of_which_no_part_is_reduced(found: torch.Tensor, is_own: bool) -> None:
+    pieces = (Piece(0, 0, 2), Piece(1, 2, 4))
+    wrong = compare_bitwise(TensorLocation("weight", Part.REDUCTION, 0, pieces=pieces), torch.full((4,), 9.0), found)
+    hinted = hint_unreduced_parts(wrong, found, OWN_GRADIENTS, torch.bfloat16)
+    assert hinted.mismatch is not None
+    assert (hinted.mismatch.hint == UNREDUCED_PARTS_HINT) is is_own
+
+
+def test_a_gradient_whose_owners_are_unknown_has_no_hint() -> None:
+    wrong = compare_bitwise(TensorLocation("weight", Part.REDUCTION, 0), torch.full((4,), 9.0), STEPPED_ALONE)
+    assert hint_unreduced_parts(wrong, STEPPED_ALONE, OWN_GRADIENTS, torch.bfloat16) is wrong
+
+
+def train_outside(ranks: int, seed: int, factor: int) -> JudgeContext:
+    """Return what an engine records which multiplies the read outside of the forward by ``factor``."""
+    scenario, baseline = FURTHER_READS["outside_2_by_engine"], Baseline(model_spec("experts"), seed, ranks)
+    ctx = JudgeContext(baseline, (), torch.float32)
+    plain = PlainRanks(ctx, scenario, torch.float32)
+    weights = {name: p.detach().clone() for name, p in baseline.build_module().named_parameters()}
+    records = [Snapshot("setting", 0, {"exact": torch.tensor(1.0)}), Snapshot("params", 0, weights)]
+    records += [Snapshot("values", micro, {}) for micro in range(scenario.windows * scenario.micro_batches)]
+    for window in range(scenario.windows):
+        result = plain.run_window(window, weights, TrainWithReadOutside(factor))
+        updates = {name: sum_terms(name, result) / (ranks * scenario.divisor) for name in weights}
+        weights = {name: (weight - updates[name]).float() for name, weight in weights.items()}
+        records.append(Snapshot("params", window + 1, weights))
+    return replace(ctx, evidence=(RankEvidence(tuple(records), {}),) * ranks)
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize("factor", [0, 1, 2, 3])
+def test_the_hint_names_a_read_outside_of_the_forward_that_is_not_divided(ranks: int, seed: int, factor: int) -> None:
+    ctx = train_outside(ranks, seed, factor)
+    found = [each.mismatch for each in judge_windows(ctx, FURTHER_READS["outside_2_by_engine"]) if each.mismatch]
+    assert {mismatch.parameter for mismatch in found} == ({"experts.1.weight"} if factor != 1 else set())
+    assert all((mismatch.hint == UNDIVIDED_READ_HINT) is (factor == 2) for mismatch in found)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9 and later")
+@pytest.mark.parametrize(
+    ("step", "kept", "wrong_part", "is_hinted"),
+    [
+        (1, 0.0, slice(None), True),
+        (1, 0.0, slice(4, 6), True),  # the other rank's part is right
+        (1, 0.5, slice(None), False),
+        (0, 0.0, slice(None), False),
+    ],
+)
+def test_the_hint_names_a_step_of_muon_without_earlier_momentum(
+    step: int, kept: float, wrong_part: slice, is_hinted: bool
+) -> None:
+    weight, momentum = torch.ones(3, 2), torch.tensor([[0.0, 4.0], [8.0, 0.0], [2.0, 1.0]])
+    grad = torch.tensor([[2.0, 0.0], [0.0, 8.0], [0.0, 0.0]])
+    after, found = (step_like_torch(weight, grad, factor * momentum, MUON.args) for factor in (1, kept))
+    moved = after.weight.clone()
+    moved.flatten()[wrong_part] = found.weight.flatten()[wrong_part]
+    taken = MatrixStep(step, "weight", grad, weight, momentum, moved, after.momentum)
+    pieces = (Piece(0, 0, 4), Piece(1, 4, 6))
+    ctx: Any = SimpleNamespace(
+        evidence=[RankEvidence((), {"weight": pieces})],
+        compute_local_grads=lambda at: [LocalResult(grad, {"weight": grad})] * 2,
+    )
+    wrong = compare_bitwise(TensorLocation("weight", Part.OPTIMIZER, step, pieces=pieces), after.weight, moved)
+    mismatch = hint_wrong_weight(ctx, wrong, taken).mismatch
+    assert mismatch is not None
+    assert (mismatch.hint == LOST_MOMENTUM_HINT) is is_hinted

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zharness.law_kit.program_suspects import scatter_by_owner
 from zharness.parity import Comparison
-from zharness.parity.attribution import fit_scale, is_unexplained
+from zharness.parity.attribution import fit_scale, is_close_to_mean, is_unexplained
 from zharness.parity.bounds import mean_and_bound
 
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
+UNREDUCED_PARTS_HINT = "each rank's part of the gradient is that rank's own, not reduced"
 
 
 def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Comparison:
@@ -22,6 +24,21 @@ def hint_factor(comparison: Comparison, found: Mapping[str, Tensor], right: Mapp
     mismatch = comparison.mismatch
     factor = None if mismatch is None else fit_scale(found[mismatch.parameter], [right[mismatch.parameter]])
     return comparison if factor is None else add_hint(comparison, f"it is {factor:.3g} x the right gradient")
+
+
+def hint_unreduced_parts(
+    comparison: Comparison, found: Tensor, rank_grads: Sequence[Tensor], reduce_dtype: torch.dtype
+) -> Comparison:
+    """Add a hint to a mismatch of a gradient whose parts are the local gradients of the ranks that own them.
+
+    ``found`` is the engine's gradient, up to rounding in ``reduce_dtype``, and ``rank_grads`` has the right local
+    gradient of each rank.
+    """
+    pieces = () if comparison.location is None else comparison.location.pieces
+    if comparison.mismatch is None or not pieces:
+        return comparison
+    is_own = is_close_to_mean(found, [scatter_by_owner(rank_grads, pieces)], 1, reduce_dtype)
+    return add_hint(comparison, UNREDUCED_PARTS_HINT) if is_own else comparison
 
 
 def hint_added_gradient(

@@ -20,7 +20,7 @@ from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.recorded_gradients import densify
 from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenarios import NamedTensors, Participant
-from zharness.law_kit.window_scenarios import WindowScenario, scale_losses
+from zharness.law_kit.window_scenarios import WindowScenario, WindowScript, scale_losses
 from zharness.parity import Comparison, Part, compare_bitwise, compare_ranks, compare_within_bound
 from zharness.parity.attribution import fit_scale, is_unexplained
 from zharness.parity.baseline import LocalResult
@@ -63,12 +63,18 @@ class PlainRanks:
         for participant in self._participants:
             scenario.freeze_at_start(participant.module)
 
-    def run_window(self, window: int, weights: Mapping[str, Tensor]) -> WindowResult:
-        """Train one accumulation window from ``weights`` on every rank, and return the gradients and values."""
+    def run_window(
+        self, window: int, weights: Mapping[str, Tensor], script: WindowScript | None = None
+    ) -> WindowResult:
+        """Train one accumulation window from ``weights`` on every rank, and return the gradients and values.
+
+        Without a ``script``, train that of the scenario.
+        """
+        train = script or self._scenario.train
         for participant in self._participants:
             load_weights(participant, weights)
         rows = [
-            [self._train(participant, window, micro) for participant in self._participants]
+            [self._train(train, participant, window, micro) for participant in self._participants]
             for micro in range(self._scenario.micro_batches)
         ]
         for action in filter(None, (self._scenario.before_step, self._scenario.after_step)):
@@ -78,10 +84,12 @@ class PlainRanks:
             [[grads for grads, _ in row] for row in rows], [[values for _, values in row] for row in rows]
         )
 
-    def _train(self, participant: Participant, window: int, micro: int) -> tuple[NamedTensors, NamedTensors]:
+    def _train(
+        self, train: WindowScript, participant: Participant, window: int, micro: int
+    ) -> tuple[NamedTensors, NamedTensors]:
         """Train one micro-batch on one rank, and return its gradients and the values that the script returned."""
         participant.module.zero_grad()
-        values = self._scenario.train(participant, window, micro) or {}
+        values = train(participant, window, micro) or {}
         grads = {
             name: densify(p.grad).clone() for name, p in participant.module.named_parameters() if p.grad is not None
         }
@@ -132,10 +140,11 @@ def judge_windows(ctx: JudgeContext, scenario: WindowScenario, suffix: str = "")
         updates = compute_updates(scenario, clipped, before, momentum)
         is_plain = scenario.clip is None and not scenario.momentum and not scenario.weight_decay
         for found in compare_weights(ctx, f"params{suffix}", window, updates, result):
-            if found.mismatch is None or not window or not is_plain:
+            if found.mismatch is None or not is_plain:
                 yield found
-            else:
-                yield hint_old_weights(ctx, found, scenario, narrow, f"params{suffix}", result)
+                continue
+            hinted = hint_wrong_script(ctx, found, scenario, narrow, f"params{suffix}", is_exact)
+            yield hint_old_weights(ctx, hinted, scenario, narrow, f"params{suffix}", result) if window else hinted
 
 
 def hint_old_weights(
@@ -160,6 +169,25 @@ def hint_old_weights(
     update = sum_terms(name, mixed) / (ctx.data_size * scenario.divisor)
     before, after = (ctx.rank_records(label, at)[mismatch.seen_on][name].double() for at in (window, window + 1))
     return add_hint(comparison, OLD_WEIGHTS_HINT) if torch.equal(before - update, after) else comparison
+
+
+def hint_wrong_script(
+    ctx: JudgeContext, comparison: Comparison, scenario: WindowScenario, plain: PlainRanks, label: str, is_exact: bool
+) -> Comparison:
+    """Add a hint to the mismatch of a weight if the step used the gradients of one of the scenario's wrong scripts.
+
+    ``label`` is that of the weights before each window, and ``is_exact`` says that no engine rounds their gradients.
+    """
+    mismatch = comparison.mismatch
+    assert mismatch is not None
+    window, name = mismatch.step, mismatch.parameter
+    before, after = (ctx.rank_records(label, at)[mismatch.seen_on] for at in (window, window + 1))
+    for hint, script in scenario.wrong_scripts.items():
+        grads = reduce_grads(ctx, scenario, plain.run_window(window, before, script), is_exact)
+        place = ctx.location(name, Part.OPTIMIZER, window, mismatch.seen_on)
+        if name in grads and compare_weight(place, before[name], after[name], grads[name]).mismatch is None:
+            return add_hint(comparison, hint)
+    return comparison
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -41,9 +41,9 @@ class WindowScenario:
     ``frozen_at_start`` names the submodules that are frozen when the engine is built. ``reads_inside`` says that all
     full gradients are read after each micro-batch but the last of a window. ``backward_call`` is the call by which
     ``backward`` of the engine's participant runs. ``in_no_sync`` says that all micro-batches of a window but the last
-    run inside the engine's ``no_sync``. ``features`` are the features that the script needs beside those of its
-    settings. If the engine owns the accumulation, the script never calls ``zero_grad``,
-    because the engine begins the next window itself.
+    run inside the engine's ``no_sync``. ``wrong_scripts`` has, by hint, scripts whose gradients are those of wrong
+    engines. ``features`` are the features that the script needs beside those of its settings. If the engine owns the
+    accumulation, the script never calls ``zero_grad``, because the engine begins the next window itself.
     """
 
     train: WindowScript
@@ -61,6 +61,7 @@ class WindowScenario:
     after_step: Callable[[Participant, int], None] | None = None
     backward_call: BackwardCall = BackwardCall.ENGINE
     in_no_sync: bool = False
+    wrong_scripts: Mapping[str, WindowScript] = field(default_factory=dict)
     features: tuple[Feature, ...] = ()
 
     @property

@@ -125,11 +125,17 @@ WITH_NORM = {
 IN_NO_SYNC = {"first_2_in_no_sync": replace(FOR_ALL_RANKS["first_2_by_caller"], in_no_sync=True)}
 
 
-def train_with_read_outside(participant: Participant, window: int, micro: int) -> None:
-    """Train one micro-batch whose loss also has the weight of an expert, read after the forward."""
-    batch = participant.get_batch(2 * window + micro)
-    loss = sum_loss(participant.call(batch.inputs, route=ALL_EXPERTS), batch.target)
-    participant.backward(loss + (micro + 1) * participant.module.experts[ROUTED_EXPERT].weight.sum())
+@dataclass(frozen=True)
+class TrainWithReadOutside:
+    """Train one micro-batch whose loss also has ``factor`` times the weight of an expert, read after the forward."""
+
+    factor: int = 1
+
+    def __call__(self, participant: Participant, window: int, micro: int) -> None:
+        batch = participant.get_batch(2 * window + micro)
+        loss = sum_loss(participant.call(batch.inputs, route=ALL_EXPERTS), batch.target)
+        read = participant.module.experts[ROUTED_EXPERT].weight.sum()
+        participant.backward(loss + self.factor * (micro + 1) * read)
 
 
 def train_after_read_without_gradients(participant: Participant, window: int, micro: int) -> None:
@@ -146,10 +152,15 @@ def train_after_read_without_gradients(participant: Participant, window: int, mi
     hook.remove()
 
 
-READ_OUTSIDE = WindowScenario(train_with_read_outside, windows=2, features=(Feature.OUTSIDE_FORWARD,))
+READ_OUTSIDE = make_accumulated(
+    WindowScenario(TrainWithReadOutside(), windows=2, features=(Feature.OUTSIDE_FORWARD,)), "2_by_engine"
+)
+UNDIVIDED_READ_HINT = "the weight that the loss reads outside of the forward is not divided by the accumulation steps"
 READ_WITHOUT_GRADIENTS = WindowScenario(train_after_read_without_gradients, windows=2)
 FURTHER_READS = {
-    "outside_2_by_engine": make_accumulated(READ_OUTSIDE, "2_by_engine"),
+    "outside_2_by_engine": replace(
+        READ_OUTSIDE, wrong_scripts={UNDIVIDED_READ_HINT: TrainWithReadOutside(READ_OUTSIDE.divisor)}
+    ),
     "no_grad_first": READ_WITHOUT_GRADIENTS,
     "no_grad_first_2_by_engine": make_accumulated(READ_WITHOUT_GRADIENTS, "2_by_engine"),
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
+from zharness.law_kit.hints import hint_unreduced_parts
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -105,8 +106,10 @@ def judge_whole_gradient(
     ``dtype`` is the dtype in which the gradient is reduced.
     """
     mean, bound = mean_and_bound([term.double() for (term,) in terms], dtype)
+    rank_grads = [terms[ctx.data_coordinate(rank)][0] for rank in range(ctx.world_size)]
     for rank, record in enumerate(records):
-        yield compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)
+        comparison = compare_within_bound(ctx.location(name, Part.REDUCTION, rank=rank), mean, record, bound)
+        yield hint_unreduced_parts(comparison, record, rank_grads, dtype)
 
 
 def get_sent_elements(engine: Engine) -> Mapping[str, int]:

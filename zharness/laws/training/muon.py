@@ -15,7 +15,7 @@ from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.rank_context import RankContext
-from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
+from zharness.parity import Comparison, Mismatch, Part, Tier, compare_bitwise, compare_within_bound
 from zharness.parity.bounds import unit_roundoff
 from zharness.parity.comparison import TensorLocation
 from zharness.parity.muon import MOMENTUM, MUON_STEPS, MuonStep, bound_step
@@ -23,6 +23,8 @@ from zharness.parity.muon import MOMENTUM, MUON_STEPS, MuonStep, bound_step
 MUON = OptimizerSpec("muon", {"lr": 2.0**-5, "momentum": 0.75, "weight_decay": 0.5})
 
 STEPS = 3
+
+LOST_MOMENTUM_HINT = "the rank that owns it used nothing of the momentum of earlier steps"
 
 
 def observe_muon(ctx: RankContext) -> None:
@@ -142,6 +144,9 @@ def hint_wrong_weight(ctx: JudgeContext, comparison: Comparison, taken: MatrixSt
         return add_hint(comparison, "the step used the gradient itself, which nothing orthogonalized")
     if taken.step == 0 and any(is_partly_reduced(ctx, taken, definition) for definition in MUON_STEPS.values()):
         return add_hint(comparison, "each rank orthogonalized a matrix of which only its own part was reduced")
+    part = find_owned_part(ctx, taken, comparison.mismatch)
+    if taken.step > 0 and any(is_without_momentum(taken, definition, part) for definition in MUON_STEPS.values()):
+        return add_hint(comparison, LOST_MOMENTUM_HINT)
     return hint_unmoved(comparison, taken.weight, taken.weight_after)
 
 
@@ -152,6 +157,19 @@ def is_moved_by_gradient(taken: MatrixStep) -> bool:
     moved = rate * taken.grad.double()
     rounding = 4 * unit_roundoff(taken.weight.dtype) * (decayed.abs() + moved.abs())
     return bool(((taken.weight_after.double() - (decayed - moved)).abs() <= rounding).all())
+
+
+def is_without_momentum(taken: MatrixStep, definition: MuonStep, part: slice) -> bool:
+    """Return whether the step of a part of the matrix is that of a momentum which was zero before it."""
+    update = definition(taken.weight, taken.grad, torch.zeros_like(taken.weight), MUON.args)
+    return torch.equal(update.weight.flatten()[part], taken.weight_after.flatten()[part])
+
+
+def find_owned_part(ctx: JudgeContext, taken: MatrixStep, mismatch: Mismatch) -> slice:
+    """Return the elements of the matrix that the owner of the wrong element has, or all if it has no owner."""
+    at = int(torch.arange(taken.weight.numel()).view_as(taken.weight)[mismatch.index])
+    pieces = ctx.evidence[0].layout.get(taken.name, ())
+    return next((slice(piece.start, piece.stop) for piece in pieces if piece.start <= at < piece.stop), slice(None))
 
 
 def is_partly_reduced(ctx: JudgeContext, taken: MatrixStep, definition: MuonStep) -> bool:
