@@ -17,8 +17,8 @@ Run it with nothing but torch installed:
 
 The recomputation runs the forward of the wrapped model again within backward, and forward_prefetch=True unshards the
 next layer there, as in a forward: its parameters are replaced by views. NO_SHARD has no reshard that would put them
-back, as it frees nothing, and the optimizer's parameters get no gradient. Nothing is reported. On one rank every strategy
-is NO_SHARD.
+back, as it frees nothing, and the optimizer's parameters get no gradient. Nothing is reported. On one rank every
+strategy is NO_SHARD.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

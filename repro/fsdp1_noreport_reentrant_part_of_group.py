@@ -2,7 +2,7 @@
 
 id: fsdp1-part-recomputed
 engine: fsdp1
-symptom: a model in one FSDP instance, a layer of it in a reentrant checkpoint: storage of size 0, or a segmentation fault
+symptom: a layer of an FSDP instance in a reentrant checkpoint: storage of size 0, or a segmentation fault
 reported: no report known
 affects: >=2.13.0
 fixed: not yet
@@ -15,10 +15,10 @@ Run it with nothing but torch installed:
 
     torchrun --standalone --nproc_per_node=2 repro/fsdp1_noreport_reentrant_part_of_group.py
 
-The checkpoint runs a backward of its own within the backward. At its end the gradient of the FlatParameter is complete,
-as far as that backward knows: FSDP1 reduces it and frees the weights, which the layers before the checkpoint still need.
-A saved weight whose size is read again is this RuntimeError; a product with one reads freed memory, and the process ends
-by SIGSEGV. Checkpoints that are not reentrant are right, and so is an FSDP instance for each layer.
+The checkpoint runs a backward of its own within the backward. At its end the gradient of the FlatParameter counts as
+complete: FSDP1 reduces it and frees the weights, which the layers before the checkpoint still need. A saved weight
+whose size is read again is this RuntimeError; a product with one reads freed memory, and the process ends by SIGSEGV.
+Checkpoints that are not reentrant are right, and so is an FSDP instance for each layer.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
