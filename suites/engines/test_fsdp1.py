@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zharness.engines import fsdp1
 from zharness.engines.fsdp1_tensors import keep_original_names, original_name
-from zharness.engines.protocol import EngineConfig, OptimizerSpec
+from zharness.engines.protocol import EngineConfig, OptimizerSpec, Reduction
 from zharness.errors import ConfigError
 from zharness.world import Group, run
 
@@ -43,14 +43,16 @@ def on_ranks(function: Any, *args: Any, world_size: int = 2) -> list[Any]:
     return run(function, *args, world_size=world_size, timeout=60, group=Group.DEFAULT)
 
 
-def build(stage: int, options: dict[str, Any], device: str = "cpu") -> fsdp1.FSDP1Engine:
+def build(
+    stage: int, options: dict[str, Any], device: str = "cpu", reduction: Reduction = Reduction.MEAN
+) -> fsdp1.FSDP1Engine:
     torch.manual_seed(torch.distributed.get_rank())
     with torch.device(device):
         model = TiedEmbeddingModel()
     if device == "cpu":
         for param in model.parameters():
             nn.init.ones_(param)
-    return fsdp1.factory(model, EngineConfig(stage=stage, optimizer=ADAM, options=options))
+    return fsdp1.factory(model, EngineConfig(stage=stage, optimizer=ADAM, options=options, reduction=reduction))
 
 
 def train_one_step(stage: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -106,6 +108,21 @@ def test_pieces_cover_each_parameter_once_and_are_what_a_rank_stores(stage: int)
 
 def test_no_shard_has_no_pieces() -> None:
     assert all(layout == {} for layout, _, _ in on_ranks(read_layout, 0, {}))
+
+
+def train_layer_outside_forward(reduction: Reduction) -> dict[str, Tensor]:
+    engine = build(0, {"grouping": "root"}, reduction=reduction)
+    output = engine(torch.tensor([1 + torch.distributed.get_rank()]))
+    engine.module.layers[0](torch.ones(1, 3)).sum().backward()
+    engine.backward(output.sum())
+    return engine.full_grads()
+
+
+def test_a_layer_that_is_called_outside_the_forward_is_summed_too() -> None:
+    (sums, _), (means, _) = (
+        on_ranks(train_layer_outside_forward, reduction) for reduction in (Reduction.SUM, Reduction.MEAN)
+    )
+    assert all(torch.equal(sums[name], 2 * means[name]) for name in means)
 
 
 @pytest.mark.parametrize(

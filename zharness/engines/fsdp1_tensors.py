@@ -112,13 +112,15 @@ def sum_gradients(wrapped: FullyShardedDataParallel, replicated: bool) -> None:
     If gradients are sharded without replicas, a communication hook computes the sum. Otherwise each gradient is
     multiplied by the world size before FSDP averages it. Without shards, FSDP reduces the earlier gradients of an
     accumulation window again, which changes a sum but not a mean. With replicas, FSDP refuses communication hooks.
+    A parameter gets a gradient of its own where the caller runs its module outside of a forward of FSDP.
     """
     if all(handle.uses_sharded_strategy for handle, _ in iter_flat_params(wrapped)) and not replicated:
         wrapped.register_comm_hook(None, reduce_by_sum)
         return
     for _, flat_param in iter_flat_params(wrapped):
-        if flat_param.requires_grad:
-            flat_param.register_hook(multiply_by_world_size)
+        for tensor in (flat_param, *flat_param._params):
+            if tensor.requires_grad:
+                tensor.register_hook(multiply_by_world_size)
 
 
 def reduce_by_sum(_state: None, gradient: Tensor, shard: Tensor) -> None:

@@ -92,11 +92,15 @@ def judge_clip_wide(ctx: JudgeContext) -> Iterator[Comparison]:
 
 
 def compare_wide_means(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the gradients of the float64 weights with the float64 mean of the ranks' local gradients."""
+    """Compare the gradients of the float64 weights with the float64 mean of the ranks' local gradients.
+
+    The bound is that of float64, or of the dtype in which an option makes the engine reduce.
+    """
+    reduce_dtype = ctx.declared_reduce_dtype or torch.float64
     local = ctx.compute_local_grads(0)  # of the same numbers in float32, which the layer casts its weights to
     for name in (name for name in ctx.baseline.parameter_names if name.startswith(f"{WIDE_LAYER}.")):
         terms = [result.grads[name].double() for result in local] * ctx.setting.accumulation_steps
-        mean, bound = mean_and_bound(terms, torch.float64, torch.float64)
+        mean, bound = mean_and_bound(terms, reduce_dtype, torch.float64)
         for rank, record in enumerate(ctx.rank_records("grads")):
             yield compare_within_bound(ctx.location(name, Part.REDUCTION, 0, rank), mean, record[name], bound)
 
