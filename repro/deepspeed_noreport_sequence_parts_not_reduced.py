@@ -4,7 +4,7 @@ id: sequence-parts-not-reduced
 engine: deepspeed
 symptom: ranks of a sequence step with the gradient of their own part, times the number of parts
 reported: no report known
-affects: >=0.19.8
+affects: >=0.18.0
 fixed: not yet
 ranks: 2
 law: mesh.training
@@ -83,7 +83,7 @@ def main():
         else:
             (first, by_mpu), (second, _) = steps
             line = f"the weight moved by {first:g} on rank 0 and by {second:g} on rank 1; the sum of the parts is 11"
-            print(f"repro: REPRODUCED: {line}, and the step with an mpu {by_mpu:g}", flush=True)
+            print(f"repro: REPRODUCED: {line}, and the step with an mpu {by_mpu:g}\n", end="", flush=True)
     dist.destroy_process_group()
     sys.exit(0 if is_right else 1)
 

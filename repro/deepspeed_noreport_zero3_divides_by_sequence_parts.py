@@ -80,7 +80,7 @@ def main():
         else:
             line = f"the weight moved at stage 2 by {at_stage_2:g}, at stage 3 by {at_stage_3:g}"
             line += f", and at stage 3 without reduce_scatter by {without_scatter:g}; the sum of the parts is {RIGHT:g}"
-            print(f"repro: REPRODUCED: {line}", flush=True)
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
     dist.destroy_process_group()
     sys.exit(0 if at_stage_3 == at_stage_2 == RIGHT else 1)
 

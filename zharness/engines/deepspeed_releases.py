@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from zharness.engines.option_keys import find_reason
 from zharness.engines.protocol import Capabilities, EngineOption, Feature
-from zharness.mesh import TENSOR
+from zharness.mesh import CONTEXT, TENSOR
 
 _PULL_REQUESTS = "https://github.com/deepspeedai/DeepSpeed/pull"
 
@@ -110,6 +110,12 @@ ADDITIONS: tuple[Addition, ...] = (
         first_release="0.18.5",
         pull_request=7661,
         option_keys=("zero_optimization.stage3_allgather_sequential",),
+    ),
+    Addition(
+        summary="runtime.sequence_parallel.parallel_state_sp, the groups of Ulysses without Megatron's",
+        first_release="0.17.0",
+        pull_request=7268,
+        mesh_axes=(CONTEXT,),
     ),
     Addition(
         summary="tensor_parallel.partition_config, by which a plan splits a model",
