@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
@@ -100,7 +101,7 @@ def render_judged_program_script(
 ) -> Script:
     """Return the script that runs and judges ``program`` in the same way as the harness."""
     raised = "raised: " in outcome.cause
-    signature = extract_exception(outcome.cause) if raised else outcome.cause.partition(":")[0]
+    signature = extract_exception(outcome.cause) if raised else extract_tensor(outcome.cause)
     head, ok = render_program_header(engine, version, program, outcome, signature)
     return render_judge_script(build_program_script_spec(engine, program, claims), (head, signature, ok))
 
@@ -140,6 +141,15 @@ def extract_exception(cause: str) -> str:
     """Return the type of the exception in ``cause`` and the start of its message."""
     raised = " ".join(cause.partition("raised: ")[2].split())
     return raised[:40].rpartition(" ")[0] or raised[:40]
+
+
+def extract_tensor(cause: str) -> str:
+    """Return the text with which ``cause`` names the first wrong tensor, or the start of ``cause`` if it names none.
+
+    The part of the step is left out, because a script does not attribute a mismatch to a part.
+    """
+    named = re.match(r"step \d+, [^:]+(: [^\[(]+[\[(])", cause)
+    return named[1] if named else cause.partition(":")[0]
 
 
 def render_program_model(writing: ScriptWriter, program: Program) -> str:
