@@ -51,7 +51,7 @@ CONFIG = {
 }
 
 
-class Adapted(nn.Module):
+class TwoDtypeModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
@@ -64,7 +64,7 @@ class Adapted(nn.Module):
 def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
-    model = Adapted().to(device)
+    model = TwoDtypeModel().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     engine.backward(engine(1.0 + 2.0 * torch.distributed.get_rank()))

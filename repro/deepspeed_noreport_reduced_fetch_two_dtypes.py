@@ -54,7 +54,7 @@ CONFIG = {
 }
 
 
-class Adapted(nn.Module):
+class TwoDtypeModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.frozen = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
@@ -66,7 +66,7 @@ class Adapted(nn.Module):
 
 def main():
     deepspeed.init_distributed()
-    model = Adapted()
+    model = TwoDtypeModel()
     optimizer = torch.optim.SGD([model.trained], lr=1.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     try:

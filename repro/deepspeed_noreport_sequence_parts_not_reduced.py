@@ -55,7 +55,7 @@ CONFIG = {
 }
 
 
-def step_of(device, **parallelism):
+def measure_step(device, **parallelism):
     """Return how far a step with a learning rate of 1 moves a weight whose gradient is 1 on rank 0 and 10 on rank 1."""
     model = nn.Linear(1, 1, bias=False).to(device)
     nn.init.zeros_(model.weight)
@@ -70,10 +70,10 @@ def step_of(device, **parallelism):
 def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
-    wrong = step_of(device, mesh_param=(1, PARTS))
+    wrong = measure_step(device, mesh_param=(1, PARTS))
     deepspeed.utils.groups.mesh_device = None
     parallel_state_sp.initialize_sequence_parallel(PARTS)
-    right = step_of(device, mpu=parallel_state_sp)
+    right = measure_step(device, mpu=parallel_state_sp)
     steps = [None] * PARTS
     dist.all_gather_object(steps, (wrong, right))
     is_right = all(step == (11.0, 11.0) for step in steps)

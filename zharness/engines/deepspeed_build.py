@@ -140,7 +140,7 @@ def initialize(
         with deepspeed.zero.Init(module=model, config_dict_or_path=ds_config):
             pass
     groups = optimizers.param_groups(parameters, config.optimizer)
-    scheduling: dict[str, Any] = {"mpu": mpu} if mpu is not None else {}
+    scheduling: dict[str, Any] = {}
     if config.options.get(JSON_SCHEDULER):
         ds_config = merge_options(ds_config, json_scheduler(config.optimizer, groups))
     else:
@@ -149,14 +149,14 @@ def initialize(
         # Releases before 0.19.6 take parameters for Muon, and no groups of them.
         is_plain = config.optimizer.name == MUON and not config.optimizer.groups
         given = list(parameters.values()) if is_plain else groups
-        return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, **scheduling)[0], ()
+        return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, mpu=mpu, **scheduling)[0], ()
     optimizer = build_optimizer(parameters, config)
     rates = []
     if config.options.get(TENSOR_RATES):
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
             rates.append(group["lr"])
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, **scheduling)[0], rates
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config, mpu=mpu, **scheduling)[0], rates
 
 
 def require_given_rates(optimizer: Any, rates: Sequence[Tensor]) -> None:

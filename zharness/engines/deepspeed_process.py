@@ -81,9 +81,9 @@ class DeepSpeedGlobalState:
         if not DeepSpeedGlobalState._open_engines:
             torch.nn.functional.linear = linear
             DeepSpeedGlobalState._originals = None
-            destroy_hpz_group()
+            destroy_groups("deepspeed.utils.groups", (_HPZ_GROUP,))
             destroy_expert_groups()
-            destroy_sequence_groups()
+            destroy_groups("deepspeed.runtime.sequence_parallel.parallel_state_sp", _SEQUENCE_GROUPS)
 
 
 def destroy_pipeline_groups(module: Any) -> None:
@@ -106,23 +106,17 @@ def destroy_expert_groups() -> None:
         getattr(groups, name, {}).clear()
 
 
-def destroy_sequence_groups() -> None:
-    """Destroy the process groups of sequence parallelism, if this process has any, and make DeepSpeed forget them."""
-    groups = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    for name in _SEQUENCE_GROUPS:
-        group = getattr(groups, name, None)
+def destroy_groups(module_name: str, names: tuple[str, ...]) -> None:
+    """Destroy the process groups in the globals ``names`` of a module of DeepSpeed, and make DeepSpeed forget them.
+
+    A module that was not imported, and a global that is None, have no group.
+    """
+    module = sys.modules.get(module_name)
+    for name in names:
+        group = getattr(module, name, None)
         if group is not None:
-            setattr(groups, name, None)
+            setattr(module, name, None)
             dist.destroy_process_group(group)
-
-
-def destroy_hpz_group() -> None:
-    """Destroy the process group of hpZ, if this process has one, and make DeepSpeed forget it."""
-    groups = sys.modules.get("deepspeed.utils.groups")
-    group = getattr(groups, _HPZ_GROUP, None)
-    if group is not None:
-        setattr(groups, _HPZ_GROUP, None)
-        dist.destroy_process_group(group)
 
 
 def import_autocast_module() -> ModuleType | None:
