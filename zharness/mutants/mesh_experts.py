@@ -1,4 +1,4 @@
-"""Define a mutant that breaks the axis ep of experts. It is DeepSpeed's MoE, and needs DeepSpeed to be installed."""
+"""Define mutants that break the axis ep of experts. They are DeepSpeed's MoE, and need DeepSpeed to be installed."""
 
 from __future__ import annotations
 
@@ -28,3 +28,41 @@ class LosesTheGradientOfTheGate(Around):
         for name, parameter in self.module.named_parameters():
             if ".gate." in name:
                 parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+
+
+def on_routing(parameter: str) -> Target:
+    """Return a target on two ranks, whose gate of random weights chooses among four experts."""
+    return Target("mesh.routing", Part.REDUCTION, "random_routed", parameter=parameter, mesh="ep2")
+
+
+class OverGates(Around):
+    """The base class of mutants that hook DeepSpeed's gates."""
+
+    over = "deepspeed"
+    stages = (0, 1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        for module in self.module.modules():
+            if type(module).__name__ == "TopKGate":
+                self.hook(module)
+
+    def hook(self, gate: nn.Module) -> None:
+        """Register a hook on a gate."""
+        raise NotImplementedError
+
+
+@mutant(FaultKind.CONTRIBUTION, on_routing("*"), origin=Origin.MESH)
+class RoutesToTheLeastExpert(OverGates):
+    """The gate reads its tokens with the other sign, so that it chooses the expert of the smallest logit."""
+
+    def hook(self, gate: nn.Module) -> None:
+        gate.register_forward_pre_hook(lambda _module, inputs: (-inputs[0], *inputs[1:]))
+
+
+@mutant(FaultKind.SCALE, on_routing("*"), origin=Origin.MESH)
+class RoundsTheTokensOfTheGate(OverGates):
+    """The gate reads its tokens in bf16."""
+
+    def hook(self, gate: nn.Module) -> None:
+        gate.register_forward_pre_hook(lambda _module, inputs: (inputs[0].bfloat16().float(), *inputs[1:]))

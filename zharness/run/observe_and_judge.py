@@ -48,8 +48,8 @@ class Judgement:
 
     In every compared tensor, the comparisons would have detected a relative scale error above ``smallest_scale_error``,
     and ``wrong_elements`` wrong elements. ``elements`` is the number of compared elements, and ``undetermined`` the
-    number of elements that are smaller than their bound. ``exhibit`` is the data about the mismatch that the report
-    shows.
+    number of elements that are smaller than their bound. ``why_blind`` is the note of a calibrated comparison that
+    could have found no error. ``exhibit`` is the data about the mismatch that the report shows.
     """
 
     comparisons: int
@@ -61,6 +61,7 @@ class Judgement:
     undetermined: int = 0
     wrong_elements: int = 1
     notes: tuple[str, ...] = ()
+    why_blind: str = ""
     exhibit: MismatchReport | None = None
 
     @property
@@ -330,6 +331,7 @@ def summarize_comparisons(comparisons: Sequence[Comparison]) -> Judgement:
         undetermined=sum(comparison.undetermined for comparison in counted),
         wrong_elements=1 + max(comparison.undetermined for comparison in comparisons),
         notes=tuple(dict.fromkeys(comparison.note for comparison in comparisons if comparison.note)),
+        why_blind="" if blind is None else blind.note,
     )
 
 

@@ -115,6 +115,8 @@ def conclude_judgement(judgement: Judgement) -> tuple[Verdict, str]:
     """Return the verdict of a judgement, and the cause of the verdict; the cause of a pass is empty."""
     if judgement.mismatch is not None:
         return Verdict.FAIL, judgement.mismatch.describe()
+    if judgement.is_inconclusive and judgement.why_blind:
+        return Verdict.UNDETERMINED, judgement.why_blind
     if judgement.is_inconclusive:
         share = (
             f"{judgement.undetermined} of {judgement.elements} elements are smaller than the bound of their rounding"

@@ -22,7 +22,7 @@ LOGIT = 1024.0  # exp(-1024) is 0 in float64, too
 
 
 class ExpertLayer(nn.Module):
-    """Experts and their gate: each row of (batch, 16) goes to the expert of the largest softmax, times the softmax."""
+    """Experts and their gate: each row of (..., 16) goes to the expert of the largest softmax, times the softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class ExpertLayer(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        softmax = torch.softmax(self.gate(tokens), dim=1)
-        chosen = nn.functional.one_hot(softmax.argmax(dim=1), EXPERTS).to(softmax.dtype)
-        outputs = torch.stack([expert(tokens) for expert in self.experts], dim=1)
-        return ((softmax * chosen).unsqueeze(2) * outputs).sum(dim=1)
+        softmax = torch.softmax(self.gate(tokens), dim=-1)
+        chosen = nn.functional.one_hot(softmax.argmax(dim=-1), EXPERTS).to(softmax.dtype)
+        outputs = torch.stack([expert(tokens) for expert in self.experts], dim=-2)
+        return ((softmax * chosen).unsqueeze(-1) * outputs).sum(dim=-2)
 
 
 class RoutedModel(nn.Module):

@@ -21,11 +21,11 @@ from zharness.workload import (
     exact_layers,
     exact_mixing,
     exact_mlp,
-    exact_routed,
     exact_tokens,
     matrices,
     mixed_precision,
     nets,
+    random_routed,
 )
 from zharness.workload.generators import draw_on_cpu, fork_seeded_generators
 from zharness.workload.nested_tensors import collect_tensors, map_tensors
@@ -330,15 +330,7 @@ MODELS: dict[str, ModelSpec] = {
             )
             for name, parts, build, plan in exact_chain.PIPELINE_MODELS
         ),
-        ModelSpec(
-            name="routed",
-            summary="an exact model of four experts, of which a gate chooses one for each token",
-            build=exact_routed.RoutedModel,
-            batch=partial(_draw_parts, exact_routed.draw_parts),
-            loss=exact_mlp.linear_loss,
-            exact=True,
-            ep_plan=exact_routed.EXPERT_PLAN,
-        ),
+        *(ModelSpec(batch=partial(_draw_parts, draw), **fields) for draw, fields in random_routed.EXPERT_MODELS),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **causal_attention.SPLIT, **fields)
             for draw, fields in causal_attention.MODELS
