@@ -29,6 +29,7 @@ from zharness.parity.compare import (
     is_bitwise_equal,
 )
 from zharness.parity.comparison import TensorLocation
+from zharness.parity.exact_step import is_exact_step
 from zharness.parity.replay import replay_step
 
 OptimizerState = Mapping[str, Mapping[str, Tensor]]
@@ -185,8 +186,12 @@ class ParameterStep:
         )
 
     def compare_with_replay(self, optimizer: str, location: TensorLocation) -> Iterator[Comparison]:
-        """Compare the state and then the weight after the step with the optimizer's formula, within error bounds."""
+        """Compare the state and then the weight after the step with the optimizer's formula, within error bounds.
+
+        A step that rounds nothing is compared bitwise, by tier X.
+        """
         grad = self.clip_factor.apply_to(BoundedTensor.exact(self.grad))
+        tier = Tier.EXACT if self.rounds_nothing(optimizer) else Tier.STAGED
         expected, moments = replay_step(optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         plain = partial(run_plain_step, optimizer, self.weight, grad, self.state_before, self.hyperparameters)
         for key, value in moments.items():
@@ -194,16 +199,25 @@ class ParameterStep:
             # State with the weight's shape is sharded like the weight.
             pieces = location.pieces if moment.shape == self.weight.shape else ()
             place = replace(location, name=f"{location.name}/{key}", pieces=pieces)
+            bound = value.error if tier is Tier.STAGED else torch.zeros_like(value.error)
             yield attach_plain_values(
-                compare_within_bound(place, value.value, moment, value.error, Tier.STAGED), partial(plain, key)
+                compare_within_bound(place, value.value, moment, bound, tier), partial(plain, key)
             )
         change = expected.value - self.weight.double()
-        comparison = compare_within_bound(location, expected.value, self.weight_after, expected.error, signal=change)
+        bound = expected.error if tier is Tier.STAGED else torch.zeros_like(expected.error)
+        comparison = compare_within_bound(location, expected.value, self.weight_after, bound, tier, signal=change)
         comparison = hint_step_count(attach_plain_values(comparison, plain), self.state_before, self.state_after)
         if optimizer == "sgd" and self.clip_factor == NO_CLIPPING:
             update = self.weight_after.double() - self.weight.double()
             comparison = hint_learning_rate(comparison, update, self.grad.double(), self.hyperparameters)
         yield hint_unmoved(comparison, self.weight, self.weight_after)
+
+    def rounds_nothing(self, optimizer: str) -> bool:
+        """Return whether no operation of the step rounds, so that every order of them gives the same bits."""
+        buffer = self.state_before.get("momentum_buffer")
+        return self.clip_factor == NO_CLIPPING and is_exact_step(
+            optimizer, self.weight, self.grad, buffer, self.hyperparameters
+        )
 
 
 @dataclass(frozen=True)
