@@ -24,11 +24,15 @@ Reasons = Sequence[Mapping[str, str]]
 
 
 def choose_rechecks(run: FileRun, passes: int, seed: int) -> tuple[str, ...]:
-    """Return the first failed test of each message, numbers in it apart, and ``passes`` passed ones by ``seed``."""
-    first: dict[str, str] = {}
-    for name in sorted(run.named("failed")):
-        first.setdefault(_NUMBERS.sub("", run.outcomes[name][1]), name)
-    # A test outside of a class starts no ranks, so that it runs the same in both ways.
+    """Return the first failed and skipped test of each message, numbers in it apart, and ``passes`` passed by ``seed``.
+
+    A test outside of a class starts no ranks and runs the same in both ways, so that no pass or skip of one is taken.
+    """
+    first: dict[tuple[str, str], str] = {}
+    for verdict in ("failed", "skipped"):
+        for name in sorted(run.named(verdict)):
+            if verdict == "failed" or "::" in name:
+                first.setdefault((verdict, _NUMBERS.sub("", run.outcomes[name][1])), name)
     in_classes = sorted(name for name in run.named("passed") if "::" in name)
     return (*first.values(), *draw_names(in_classes, passes, seed))
 
@@ -46,13 +50,16 @@ def render_whole(runs: Runs, reasons: Reasons) -> list[str]:
     cells.append(["all", total, passed + skipped + failed, *(sum(round(row[at]) for row in cells) for at in (3, 4))])
     headers = ["file", "drop-in", "tests", "s", "CPU s"]
     files = tabulate(cells, headers, tablefmt="github", floatfmt=".0f")
-    compared = [verdict for *_, verdict in iter_compared_passes(runs)]
-    line = f"{compared.count('passed')} of {len(compared)} tests that pass with the drop-in, drawn by a seed, pass with"
-    return [
-        files,
-        *([render_reasons(runs, reasons)] if failed else []),
-        *([f"{line} DeepSpeed's own fixtures too."] if compared else []),
-    ]
+    return [files, *([render_reasons(runs, reasons)] if failed else []), *iter_comparisons(runs)]
+
+
+def iter_comparisons(runs: Runs) -> Iterator[str]:
+    """Yield a sentence for the passes and one for the skips with the drop-in that ran with own fixtures too."""
+    for verdict, action in (("passed", "pass"), ("skipped", "are skipped")):
+        own = [found for *_, found in iter_compared(runs, verdict)]
+        if own:
+            counts = f"{own.count(verdict)} of {len(own)} tests that {action} with the drop-in"
+            yield f"{counts} and also ran with DeepSpeed's own fixtures {action} there too."
 
 
 def render_reasons(runs: Runs, reasons: Reasons) -> str:
@@ -70,12 +77,12 @@ def render_reasons(runs: Runs, reasons: Reasons) -> str:
     return tabulate(cells, ["kind", "reason", "files", "tests", "own fixtures"], tablefmt="github")
 
 
-def iter_compared_passes(runs: Runs) -> Iterator[tuple[FileRun, str, str]]:
-    """Yield the run with own fixtures, name and verdict of each test that passes with the drop-in and ran so too."""
+def iter_compared(runs: Runs, verdict: str) -> Iterator[tuple[FileRun, str, str]]:
+    """Yield run, name and verdict with own fixtures of each test with ``verdict`` with the drop-in that ran so too."""
     for (path, way), run in sorted(runs.items()):
-        for name in sorted(run.named("passed")) if way is Way.DROP_IN else ():
-            if verdict := get_recheck(runs, path, name):
-                yield runs[path, Way.RECHECK], name, verdict
+        for name in sorted(run.named(verdict)) if way is Way.DROP_IN else ():
+            if own := get_recheck(runs, path, name):
+                yield runs[path, Way.RECHECK], name, own
 
 
 def find_unsorted(runs: Runs, reasons: Reasons, differences: Sequence[str]) -> Iterator[str]:
@@ -91,9 +98,10 @@ def find_unsorted(runs: Runs, reasons: Reasons, differences: Sequence[str]) -> I
                 yield f"{path}::{name} fails with the drop-in: {run.outcomes[name][1]}"
             elif (own := get_recheck(runs, path, name)) not in {"failed", None}:
                 yield f"{path}::{name}: {own} with its own fixtures, failed with the drop-in"
-    for run, name, verdict in iter_compared_passes(runs):
-        if verdict != "passed" and not any(re.search(pattern, run.outcomes[name][1]) for pattern in differences):
-            yield f"{run.path}::{name}: {verdict} with its own fixtures, passed with the drop-in"
+    for verdict in ("passed", "skipped"):
+        for run, name, own in iter_compared(runs, verdict):
+            if own != verdict and not any(re.search(pattern, run.outcomes[name][1]) for pattern in differences):
+                yield f"{run.path}::{name}: {own} with its own fixtures, {verdict} with the drop-in"
 
 
 def find_entry(run: FileRun, name: str, reasons: Reasons) -> Mapping[str, str]:

@@ -123,3 +123,22 @@ def test_drawn_passes_of_the_drop_in_are_compared_with_own_fixtures(modules: Any
     assert list(whole.find_unsorted(both, reasons, ["^known$"])) == [
         f"unit/a.py::{chosen[2]}: failed with its own fixtures, passed with the drop-in"
     ]
+
+
+def test_a_skip_of_each_reason_with_the_drop_in_is_compared_with_own_fixtures(modules: Any) -> None:
+    runs, whole = modules("runs"), modules("whole")
+    outcomes = {
+        "TestIt::test_a[1]": ("skipped", "Skipped: no device 3"),
+        "TestIt::test_a[2]": ("skipped", "Skipped: no device 4"),
+        "TestIt::test_b": ("skipped", "Skipped: planted"),
+        "test_without_ranks": ("skipped", "Skipped: no ranks"),
+    }
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 0, outcomes)
+    assert whole.choose_rechecks(swapped, passes=3, seed=25) == ("TestIt::test_a[1]", "TestIt::test_b")
+    own = {"TestIt::test_a[1]": ("skipped", "no device 3"), "TestIt::test_b": ("passed", "")}
+    recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 0, own)
+    both = {(run.path, run.way): run for run in (swapped, recheck)}
+    assert "1 of 2 tests that are skipped with the drop-in" in whole.render_whole(both, [])[-1]
+    assert list(whole.find_unsorted(both, [], [])) == [
+        "unit/a.py::TestIt::test_b: passed with its own fixtures, skipped with the drop-in"
+    ]
