@@ -1,1 +1,1 @@
-"""Run DeepSpeed's test files in three ways, and render what happened as tables (``scripts/deepspeed_tests.py``)."""
+"""Run test files of DeepSpeed and PyTorch both ways, and render tables of the runs (``scripts/side_by_side.py``)."""

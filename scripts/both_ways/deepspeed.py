@@ -7,23 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from both_ways.family import Family, Source, list_by_size
-from both_ways.runs import (
-    COUNT_PROCESS,
-    DEVICE_IDS,
-    FOLDER_PREFIX,
-    OPTIONS,
-    OWN_CLASSES,
-    ROOT,
-    TEST_TIMEOUT,
-    FileRun,
-    Selection,
-    Way,
-    measure_run,
-)
+from both_ways.runs import COUNT_PROCESS, DEVICE_IDS, OWN_CLASSES, TEST_TIMEOUT, FileRun, Selection, Way, run_in_copy
 from zharness.engines.deepspeed_operators import remove_stale_lock
 
 FOLDERS = ("v1", "runtime", "checkpoint", "moe", "pipe", "comm", "ops/adam")
@@ -67,16 +54,13 @@ def run_file(source: Source, path: str, way: Way, selection: Selection) -> FileR
     operators = source.records.resolve() / "operators"
     if way is not Way.STAND_IN:
         build_operators(operators)
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        tests = Path(folder) / "tests"
-        prepare_tests(source.root, tests, way)
-        options = [*OPTIONS, "-m", "not nightly", f"--basetemp={folder}/temp", *list_options(way)]
-        command = [sys.executable, "-m", "pytest", *options, path]
-        environment = build_environment(tests, way, operators)
-        return measure_run(path, way, selection, source.limit, command, tests, environment)
+    options = ("-m", "not nightly", *list_options(way))
+    copy = functools.partial(prepare_tests, source.root, way)
+    variables = list_variables(way, operators)
+    return run_in_copy(path, way, selection, source.limit, copy, options, variables, [Path()])
 
 
-def prepare_tests(source: Path, target: Path, way: Way) -> None:
+def prepare_tests(source: Path, way: Way, target: Path) -> None:
     """Copy DeepSpeed's folder ``tests``, and put the drop-in in the place of ``unit/common.py``.
 
     DeepSpeed's own fixtures are left there, and each process that imports them is counted. In all ways
@@ -99,13 +83,11 @@ def list_options(way: Way) -> list[str]:
     return plugin if way is Way.DROP_IN else [*plugin, "--isolation", "pooled", "-p", STAND_IN]
 
 
-def build_environment(tests: Path, way: Way, operators: Path) -> dict[str, str]:
+def list_variables(way: Way, operators: Path) -> dict[str, str]:
     """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
     own = {"LOCAL_SIZE": "8"} if way in OWN_CLASSES else {}
     return {
-        **os.environ,
         **own,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", tests))),
         "TORCH_EXTENSIONS_DIR": str(operators),
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": TEST_TIMEOUT,

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 import shutil
-import sys
-import tempfile
 from pathlib import Path
 
 from both_ways.family import Family, Source, list_by_size
-from both_ways.runs import (
-    COUNT_PROCESS,
-    DEVICE_IDS,
-    FOLDER_PREFIX,
-    OPTIONS,
-    OWN_CLASSES,
-    ROOT,
-    TEST_TIMEOUT,
-    FileRun,
-    Selection,
-    Way,
-    measure_run,
-)
+from both_ways.runs import COUNT_PROCESS, DEVICE_IDS, OWN_CLASSES, TEST_TIMEOUT, FileRun, Selection, Way, run_in_copy
 
 PLACES = ("_composable/fsdp", "_tensor", "tensor", "pipelining", "test_collective_utils.py")
 # Import swaps as pairs of a pattern and its replacement.
@@ -66,21 +52,18 @@ def starts_ranks(file: Path) -> bool:
 
 def run_file(source: Source, path: str, way: Way, selection: Selection) -> FileRun:
     """Run one file in a pytest process of its own, in a copy of its folder."""
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        root = copy_tests(source, path, Path(folder) / "tests", way)
-        plugin = [] if way in OWN_CLASSES else ["-p", "zharness.plugin"]
-        command = [sys.executable, "-m", "pytest", *OPTIONS, *plugin, f"--basetemp={folder}/temp", path]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
-            "ZHARNESS_CPU_DEVICES": str(source.cpu_devices or ""),
-        }
-        return measure_run(path, way, selection, source.limit, command, root, environment)
+    options = () if way in OWN_CLASSES else ("-p", "zharness.plugin")
+    variables = {
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": TEST_TIMEOUT,
+        "ZHARNESS_CPU_DEVICES": str(source.cpu_devices or ""),
+    }
+    copy = functools.partial(copy_tests, source, path, way)
+    folders = [Path(path).parent, Path()]
+    return run_in_copy(path, way, selection, source.limit, copy, options, variables, folders)
 
 
-def copy_tests(source: Source, path: str, target: Path, way: Way) -> Path:
-    """Copy the folder of the file to ``target``, and change the file as requested; return ``target``.
+def copy_tests(source: Source, path: str, way: Way, target: Path) -> None:
+    """Copy the folder of the file to ``target``, and change the file as requested.
 
     In PyTorch's own way each process that imports the file is counted.
     """
@@ -90,7 +73,6 @@ def copy_tests(source: Source, path: str, target: Path, way: Way) -> Path:
         text = FIRST_IMPORT.sub(COUNT_CPUS, port_to_cpu(text), count=1)
     text = FIRST_IMPORT.sub(COUNT_PROCESS.lstrip(), text, count=1) if way in OWN_CLASSES else swap_imports(text)
     (target / path).write_text(text, encoding="utf-8")
-    return target
 
 
 def swap_imports(text: str) -> str:

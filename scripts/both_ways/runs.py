@@ -8,7 +8,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -115,6 +116,29 @@ def combine_runs(runs: Sequence[FileRun]) -> FileRun:
     """Return the last of several runs of one file in one way, with the medians of the seconds of all."""
     seconds, cpu = (median(values) for values in zip(*((run.seconds, run.cpu_seconds) for run in runs), strict=True))
     return replace(runs[-1], seconds=seconds, cpu_seconds=cpu)
+
+
+def run_in_copy(
+    path: str,
+    way: Way,
+    selection: Selection,
+    limit: float,
+    copy: Callable[[Path], None],
+    options: Sequence[str],
+    variables: Mapping[str, str],
+    folders: Sequence[Path],
+) -> FileRun:
+    """Run one file in a pytest process of its own, in a folder to which ``copy`` writes the tests.
+
+    The process imports from ``folders``, relative to that folder, and from this repository.
+    """
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        tests = Path(folder) / "tests"
+        copy(tests)
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, f"--basetemp={folder}/temp", path]
+        imported = os.pathsep.join(map(str, (*(tests / name for name in folders), ROOT, ROOT / "scripts")))
+        environment = {**os.environ, **variables, "PYTHONPATH": imported}
+        return measure_run(path, way, selection, limit, command, tests, environment)
 
 
 def measure_run(
