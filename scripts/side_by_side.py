@@ -67,8 +67,14 @@ class Session:
         return Page(options.page, self.family, options.seed) if options.page else None
 
     def run_files(self, left_out: set[str]) -> None:
-        """Run what the records lack, but no file whose path, as tables print it, is ``left_out``."""
-        for path in self.family.find_files(self.source.root, self.options.files):
+        """Run what the records lack, but no file whose path, as tables print it, is ``left_out``.
+
+        Ends the program if there is no test file.
+        """
+        paths = self.family.find_files(self.source.root, self.options.files)
+        if not paths:
+            sys.exit(f"{self.source.root}: no test file of {self.family.owner} with {self.options.files!r} in its path")
+        for path in paths:
             paired = self.family.starts_ranks(self.source.root / path) and format_path(path) not in left_out
             ways = [way for way in self.options.ways if way is Way.STAND_IN or paired]
             for repeat, way in itertools.product(range(self.options.repeats), ways):

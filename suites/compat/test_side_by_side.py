@@ -97,6 +97,12 @@ def test_the_script_writes_the_tables_of_both_projects_from_the_runs_that_it_has
     assert page.read_text(encoding="utf-8") == tables
 
 
+def test_a_folder_without_the_files_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["", f"--pytorch={tmp_path}", f"--records={tmp_path}"])
+    with pytest.raises(SystemExit, match="no test file of PyTorch"):
+        load("side_by_side", monkeypatch).main()
+
+
 def test_the_message_of_a_failure_is_the_exception_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = load("both_ways.recording", monkeypatch)
     traceback = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: planted\n\nTo execute this test'
