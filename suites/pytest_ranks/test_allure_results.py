@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from suites.pytest_ranks.beside_plugins import HEAD, run_beside, start_beside
+from suites.attached.launches import run_one_agent
+from suites.pytest_ranks.beside_plugins import HEAD, ON_RANKS, run_beside, start_beside
 
 pytest.importorskip("allure_pytest", reason="needs allure-pytest: tox -e plugins")
 
@@ -137,3 +138,26 @@ def test_allure_names_the_rank_of_other_steps_than_those_of_rank_0(tmp_path: Pat
         ("rank 2", "passed", [("same", "passed", [], [("part", b"1")])], []),
     ]
     assert len(list((tmp_path / "results").glob("*-attachment*"))) == 4
+
+
+def test_allure_has_what_a_test_told_it_under_torchrun(tmp_path: Path) -> None:
+    source = """
+        import allure
+
+        @ranks
+        def test_attaches():
+            allure.attach(str(dist.get_rank()), name="rank")
+
+        @ranks
+        def test_says_nothing():
+            pass
+    """
+    (tmp_path / "test_it.py").write_text(HEAD.format(decorator=ON_RANKS) + dedent(source), encoding="utf-8")
+    options = ("-p", "zharness.plugin", "-p", "allure_pytest.plugin", "--alluredir=results", "-p", "no:cacheprovider")
+    launch = run_one_agent(2, "pytest", *options, "test_it.py", cwd=tmp_path, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert launch.statuses == (0,), launch.output
+    told = read_told(tmp_path)
+    assert told.keys() == {"test_attaches", "test_says_nothing"}
+    assert told["test_attaches"]["attachments"] == [("rank", b"0")]
+    assert told["test_attaches"]["steps"] == [("rank 1", "passed", [], [("rank", b"1")])]
+    assert told["test_says_nothing"]["attachments"] == told["test_says_nothing"]["steps"] == []

@@ -91,9 +91,11 @@ class PhaseReplay:
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         """Raise the error of the merged teardown that is replayed.
 
-        Before that, add what the test told allure, which completes its result around the teardown.
+        Before that, add what the test told allure, which completes its result around the teardown. Under torchrun this
+        hook is also called for the test on rank 0 itself, when nothing is replayed.
         """
-        allure_results.add_results(item.config, self._allure_results)
+        results, self._allure_results = self._allure_results, {}
+        allure_results.add_results(item.config, results)
         self._raise_error()
 
     @pytest.hookimpl(tryfirst=True)
