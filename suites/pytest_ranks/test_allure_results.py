@@ -123,6 +123,11 @@ def test_allure_names_the_rank_of_other_steps_than_those_of_rank_0(tmp_path: Pat
                 allure.attach(str(dist.get_rank() // 2), name="part")
             if dist.get_rank() == 1:
                 allure.attach("of rank 1", name="more")
+
+        @ranks
+        def test_title_on_one_rank():
+            if dist.get_rank() == 1:
+                allure.dynamic.title("not shown")
     """
     session = start_beside(
         tmp_path,
@@ -131,8 +136,12 @@ def test_allure_names_the_rank_of_other_steps_than_those_of_rank_0(tmp_path: Pat
         plugins=("allure_pytest.plugin",),
     ).finish()
     assert session.status == 0, session.output
-    (told,) = read_told(tmp_path).values()
-    assert told["steps"] == [
+    told = read_told(tmp_path)
+    assert (told["test_title_on_one_rank"]["name"], told["test_title_on_one_rank"]["steps"]) == (
+        "test_title_on_one_rank[w3]",
+        [],
+    )
+    assert told["test_it"]["steps"] == [
         ("same", "passed", [], [("part", b"0")]),
         ("rank 1", "passed", [("same", "passed", [], [("part", b"0")])], [("more", b"of rank 1")]),
         ("rank 2", "passed", [("same", "passed", [], [("part", b"1")])], []),

@@ -49,13 +49,13 @@ def add_results(config: pytest.Config, results: Mapping[int, tuple[bytes, ...]])
     if shown is None:
         return
     folder = Path(config.option.allure_report_dir)
-    outlines: dict[int, object] = {}
+    outline_of_rank_0: object = ([], [])
     for rank, pickled in sorted(results.items()):
         for result in map(pickle.loads, pickled):
-            outlines[rank] = outline(result, folder)
             if rank == 0:
+                outline_of_rank_0 = outline(result, folder)
                 merge_result(shown, result)
-            elif outlines[rank] != outlines.get(0):
+            elif outline(result, folder) != outline_of_rank_0:
                 shown.steps.append(make_rank_step(rank, result))
             else:
                 for attachment in iter_attachments(result):
@@ -92,13 +92,11 @@ def make_rank_step(rank: int, result: Any) -> Any:
 
 def outline(result: Any, folder: Path) -> object:
     """Return the steps and attachments of a result as plain data, without times and names of files."""
-    return (
-        [
-            (step.name, step.status, [(it.name, it.value) for it in step.parameters], outline(step, folder))
-            for step in result.steps
-        ],
-        [(item.name, item.type, read_file(folder / item.source)) for item in result.attachments],
-    )
+    steps = [
+        (step.name, step.status, [(entry.name, entry.value) for entry in step.parameters], outline(step, folder))
+        for step in result.steps
+    ]
+    return steps, [(entry.name, entry.type, read_file(folder / entry.source)) for entry in result.attachments]
 
 
 def read_file(file: Path) -> bytes:
