@@ -1,98 +1,158 @@
-"""Run test files of PyTorch with its own test classes and with the drop-ins, compare test by test, and print tables."""
+"""Run DeepSpeed's and PyTorch's test files with their own classes and with the drop-ins, and write tables of both."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import re
-import shutil
+import itertools
 import sys
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import tomllib
-from deepspeed_files.runs import (
-    COUNT_PROCESS,
-    DEVICE_IDS,
-    FOLDER_PREFIX,
-    ROOT,
-    FileRun,
-    Selection,
-    Way,
-    measure_run,
-)
-from deepspeed_files.tables import compare_ways, find_unexpected, render_drop_in
-from tabulate import tabulate
+from both_ways.deepspeed import DEEPSPEED
+from both_ways.family import Family, Source
+from both_ways.page import Page, merge_tables
+from both_ways.pytorch import PYTORCH
+from both_ways.runs import COLLECTION, FileRun, Selection, Way, combine_runs
+from both_ways.tables import Tables, compare_ways, find_unexpected, format_path, render_both_ways, render_stand_in
+from both_ways.whole import WholeTables, choose_rechecks, find_unsorted, render_whole, summarize_whole
 
 from zharness.world.orphans import adopt_orphans
 
 EPILOG = """
-Files and folders are relative to --root; a folder stands for its test_*.py, smallest first. Each file runs twice, in
-two pytest processes: as it is, and with its imports swapped. What runs are temporary copies. The file of --jsonl keeps
-the runs, and what it has is not run again, unless --sample or --seed differs or --limit is above the one at which a run
-was killed. Both ways run the same --sample tests of a file, spread over those that run on ranks or drawn by --seed. The
-CPU seconds are those of all processes of a run, and the ratio is theirs, which other work on the machine changes less.
---cpu-devices counts the CPU as so many devices, so that tests which need accelerators run; --on-cpu replaces CUDA and
-NCCL by the CPU and gloo in the copies. Both act both ways. side_by_side.toml lists the exceptions. The exit status is 1
-if another test ends differently, if another file gains less than 2 x, or if a run was killed or has no test.
+own: the project with its own classes. drop-in: the project with zharness.compat.deepspeed or zharness.compat.pytorch.
+recheck: its own classes, for one test of each message with which tests of a file fail or are skipped with the drop-in,
+and for --passes tests that pass with it, drawn by --seed or else 0. stand-in (DeepSpeed's files): the reference engine
+in the place of DeepSpeed, with the drop-in.
 
-  python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl tensor/test_init.py
-  python scripts/side_by_side.py --root pytorch/test/distributed --jsonl runs.jsonl --cpu-devices 4 pipelining
+The folder of --records keeps the runs of each project in a file, and what it has is not run again, unless --sample or
+--seed differs, --passes is larger, or --limit is above the one at which a run was killed. own and drop-in run the same
+--sample tests of each file, spread over those that run on ranks or drawn by --seed; stand-in runs all. Files that use
+no class of the drop-in are left out. Of files that drop-in ran alone, outcomes and the reasons of failures are printed,
+and how many of the tests that recheck ran end alike. Seconds are medians over --repeats runs. The ratio is that of the
+CPU seconds of all processes, which other work changes less. With --ways '' nothing runs, and the tables are printed.
+
+With --page the files that the tables of the page have are left out, and the tables are written there: the rows of the
+records, and of other files the rows of the page. deepspeed.toml and pytorch.toml in scripts/both_ways list the
+exceptions. The exit status is 1 if another test ends differently or fails on the reference engine, if another file
+gains less than 2 x, or if a run was killed or has no test.
+
+PyTorch's files name CUDA and NCCL. Both ways they run with gloo on a CPU that counts as --cpu-devices devices, or, if
+that is 0, as they are.
+
+  git clone https://github.com/deepspeedai/DeepSpeed
+  python scripts/side_by_side.py --deepspeed DeepSpeed/tests --pytorch pytorch/test/distributed --records runs
+  python scripts/side_by_side.py --deepspeed DeepSpeed/tests --records runs --files unit/checkpoint --ways stand-in
 """
-# Import swaps as pairs of a pattern and its replacement.
-SWAPS = (
-    (r"torch\.testing\._internal(\.| import )common_(distributed|fsdp)\b", r"zharness.compat.pytorch\1common_\2"),
-    (r"torch\.testing\._internal\.distributed\._tensor\.common_dtensor\b", "zharness.compat.pytorch.common_dtensor"),
-)
-# What --on-cpu replaces, also names that a later release of torch spells otherwise.
-CPU_NAMES = (
-    (r"cpu:gloo,cuda:nccl", "cpu:gloo"),
-    (r"\brequires_nccl\b", "requires_gloo"),
-    (r"\bis_nccl_available\b", "is_gloo_available"),
-    (r"([\"'])nccl\1", r"\1gloo\1"),
-    (r"([\"'])cuda\1", r"\1cpu\1"),
-    (r"f\"cuda:\{[^}]*\}\"|\"cuda:\d+\"", '"cpu"'),
-    (r"\.cuda\(\)", ".cpu()"),
-    (r"\btorch\.cuda\.manual_seed\b", "torch.manual_seed"),
-    (r"\btorch\.cuda\.", "torch.cpu."),
-    (r"\bnot (TEST_CUDA|TEST_MULTIGPU)\b", "False"),
-    (r"\bMultiProcContinousTest\b", "MultiProcContinuousTest"),
-)
-COUNT_CPUS = "from zharness.compat.pytorch.cpu_devices import install_if_requested; install_if_requested()\n"
-RANK_CLASS = re.compile(
-    r"\b(MultiProcessTestCase|MultiProcContinuousTest|DistributedTestBase|FSDPTest(Continuous)?"
-    r"|DTensor(Continuous)?TestBase)\b"
-)
-FIRST_IMPORT = re.compile(r"^(?=(?:import|from) (?!__future__))", re.MULTILINE)
-OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=")
-EXCEPTIONS = Path(__file__).with_suffix(".toml")
+
+
+@dataclass(frozen=True)
+class Session:
+    """The test files of one project, the options, and the runs that are known, by path and way."""
+
+    family: Family
+    source: Source
+    options: argparse.Namespace
+    known: dict[tuple[str, Way], list[FileRun]]
+
+    @property
+    def file(self) -> Path:
+        """The file that keeps the runs, one a line."""
+        return self.source.records / f"{self.family.name}.jsonl"
+
+    @property
+    def page(self) -> Page | None:
+        """The page with the tables of the samples that ``--seed`` chose, or None."""
+        options = self.options
+        return Page(options.page, self.family, options.seed) if options.page else None
+
+    def run_files(self, left_out: set[str]) -> None:
+        """Run what the records lack, but no file whose path, as tables print it, is ``left_out``.
+
+        Ends the program if there is no test file.
+        """
+        paths = self.family.find_files(self.source.root, self.options.files)
+        if not paths:
+            sys.exit(f"{self.source.root}: no test file of {self.family.owner} with {self.options.files!r} in its path")
+        for path in paths:
+            paired = self.family.starts_ranks(self.source.root / path) and format_path(path) not in left_out
+            ways = [way for way in self.options.ways if way is Way.STAND_IN or paired]
+            for repeat, way in itertools.product(range(self.options.repeats), ways):
+                selection = self.select_tests(path, way)
+                if selection is None:
+                    continue
+                runs = [run for run in self.known.get((path, way), []) if run.answers(selection, self.source.limit)]
+                if len(runs) <= repeat:
+                    runs.append(self.run_and_keep(path, way, selection))
+                self.known[path, way] = runs
+
+    def select_tests(self, path: str, way: Way) -> Selection | None:
+        """Return which tests of a file run in this way, or None if recheck has none from the drop-in's runs."""
+        if way is Way.STAND_IN:
+            return Selection()
+        if way is Way.RECHECK:
+            swapped = self.known.get((path, Way.DROP_IN), [])
+            only = choose_rechecks(swapped[-1], self.options.passes, self.options.seed or 0) if swapped else ()
+            return Selection(only=only) if only and only != (COLLECTION,) else None
+        return Selection(self.options.sample, self.options.seed)
+
+    def run_and_keep(self, path: str, way: Way, selection: Selection) -> FileRun:
+        """Run one file in one way, append the run to the records, and return it."""
+        run = self.family.run_file(self.source, path, way, selection)
+        with self.file.open("a") as file:
+            file.write(run.to_json() + "\n")
+        print(f"{path} {way.value}: {run.describe()} in {run.seconds} s", file=sys.stderr, flush=True)
+        return run
+
+    def report(self) -> list[str]:
+        """Print the tables, write them to the page, and return what no exception explains."""
+        runs = {key: combine_runs(found) for key, found in self.known.items() if self.options.files in key[0]}
+        alone = {key: run for key, run in runs.items() if (key[0], Way.OWN) not in runs}
+        exceptions = self.family.read_exceptions()
+        if self.page:
+            earlier = self.page.read_whole()
+            added = {key: run for key, run in alone.items() if format_path(key[0]) not in earlier.rows}
+            tables = merge_tables(self.page.read_tables(), compare_ways(runs))
+            whole = earlier + summarize_whole(added, exceptions.failing)
+            self.page.write_tables(tables)
+            self.page.write_whole(whole)
+        else:
+            tables, whole = compare_ways(runs), summarize_whole(alone, exceptions.failing)
+        texts = [*render_both_ways(tables, self.family.classes), *render_stand_in(runs, exceptions.stand_in)]
+        texts += render_whole(whole, self.family.owner)
+        print(*filter(None, texts), sep="\n\n")
+        unexpected = [*find_unexpected(runs, exceptions.stand_in, exceptions.differences, exceptions.slower)]
+        return [*unexpected, *find_unsorted(alone, exceptions.failing, exceptions.differences)]
 
 
 def main() -> int:
-    """Run what the file of results lacks, print the tables, and return the exit status."""
+    """Run what the records lack, print and write the tables, and return the exit status."""
     options = parse_arguments()
+    options.records.mkdir(parents=True, exist_ok=True)
     adopt_orphans()
-    known = read_runs(options.jsonl)
-    rest: dict[str, str] = {}
-    for path in find_files(options.root, options.files):
-        if not RANK_CLASS.search(port_to_cpu((options.root / path).read_text(encoding="utf-8"))):
-            rest[path] = "uses no class that starts ranks: nothing to swap"
-            continue
-        for way in (Way.DROP_IN, Way.OWN):
-            run = known.get((path, way))
-            if not options.only_tables and (run is None or not run.answers(options.selection, options.limit)):
-                known[path, way] = run_and_keep(options, path, way)
-        if not {(path, Way.OWN), (path, Way.DROP_IN)} <= known.keys():
-            rest[path] = "not run both ways yet"
-    runs = {key: run for key, run in sorted(known.items()) if is_named(key[0], options.files)}
-    print(*render_drop_in(compare_ways(runs)), sep="\n\n")
-    print_rest(rest)
-    exceptions = tomllib.loads(EXCEPTIONS.read_text(encoding="utf-8"))
-    slower = {path for entry in exceptions.get("below_two", []) for path in entry["paths"]}
-    unexpected = list(find_unexpected(runs, {}, [entry["message"] for entry in exceptions["difference"]], slower))
+    unexpected = []
+    for session in iter_sessions(options):
+        session.run_files(find_left_out(session.page, options.ways))
+        unexpected += session.report()
     print("\n".join(f"UNEXPECTED {line}" for line in unexpected))
     return int(bool(unexpected))
+
+
+def iter_sessions(options: argparse.Namespace) -> Iterator[Session]:
+    """Yield a session for each project whose files the command line names."""
+    for family, root in ((DEEPSPEED, options.deepspeed), (PYTORCH, options.pytorch)):
+        if root is not None:
+            source = Source(root, options.records, options.limit, options.cpu_devices)
+            yield Session(family, source, options, read_runs(options.records / f"{family.name}.jsonl"))
+
+
+def find_left_out(page: Page | None, ways: list[Way]) -> set[str]:
+    """Return the files that the page has: those of whole files if the drop-in runs alone, or else those of samples."""
+    if page is None:
+        return set()
+    empty = Tables({}, {}), WholeTables({}, {}, {})
+    tables, whole = (page.read_tables(), empty[1]) if Way.OWN in ways else (empty[0], page.read_whole())
+    return {*tables.timed, *tables.reasons, *whole.rows}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,108 +160,42 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", help="test files and folders, relative to the root")
-    parser.add_argument("--root", type=Path, required=True, help="PyTorch's folder test/distributed")
-    parser.add_argument("--jsonl", type=Path, required=True, help="the file that keeps the runs, one a line")
-    parser.add_argument("--cpu-devices", type=int, default=0, help="count the CPU as so many devices")
-    parser.add_argument("--on-cpu", action="store_true", help="replace CUDA and NCCL by the CPU and gloo")
-    parser.add_argument("--sample", type=int, default=0, help="tests of a file; 0 means all (default: %(default)s)")
+    parser.add_argument("--deepspeed", type=Path, help="DeepSpeed's folder tests")
+    parser.add_argument("--pytorch", type=Path, help="PyTorch's folder test/distributed")
+    parser.add_argument("--records", type=Path, required=True, help="the folder that keeps the runs")
+    parser.add_argument("--page", type=Path, help="a page with the tables, such as docs/results.md")
+    parser.add_argument("--files", default="", help="only the files whose path contains this text")
+    parser.add_argument(
+        "--ways",
+        type=parse_ways,
+        default=[Way.OWN, Way.DROP_IN],
+        help="of own,drop-in,recheck,stand-in (default: own,drop-in); '' prints only",
+    )
+    parser.add_argument("--sample", type=int, default=3, help="tests of a file; 0 means all (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="draw the tests by this number instead of spreading them evenly")
+    parser.add_argument(
+        "--passes", type=int, default=3, help="passed tests of a file for recheck (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="runs of a file in each way, alternated (default: 1)")
     parser.add_argument("--limit", type=float, default=600, help="seconds for one file (default: %(default)s)")
-    parser.add_argument("--test-limit", type=int, default=300, help="seconds for one test (default: %(default)s)")
-    parser.add_argument("--only-tables", action="store_true", help="run nothing, print the tables")
-    options = parser.parse_args()
-    options.selection = Selection(options.sample, options.seed)
-    return options
+    parser.add_argument(
+        "--cpu-devices", type=int, default=4, help="devices of the CPU in PyTorch's files (default: %(default)s)"
+    )
+    return parser.parse_args()
 
 
-def read_runs(file: Path) -> dict[tuple[str, Way], FileRun]:
-    """Return the last run that ``file`` has of each path in each way."""
-    runs = map(FileRun.from_json, file.read_text().splitlines() if file.exists() else ())
-    return {(run.path, run.way): run for run in runs}
+def parse_ways(text: str) -> list[Way]:
+    """Return the ways whose names are separated by commas in ``text``."""
+    return [Way(name) for name in text.split(",") if name]
 
 
-def is_named(path: str, names: list[str]) -> bool:
-    """Return whether ``path`` is one of ``names``, or in a folder of that name."""
-    return any(path == name or path.startswith(f"{name.rstrip('/')}/") for name in names)
-
-
-def find_files(root: Path, names: list[str]) -> Iterator[str]:
-    """Yield the test files that ``names`` stand for, relative to ``root``; small files first."""
-    files = {
-        file for name in names for file in ([root / name] if (root / name).is_file() else list_folder(root / name))
-    }
-    for file in sorted(files, key=lambda file: (file.stat().st_size, file)):
-        yield str(file.relative_to(root))
-
-
-def list_folder(folder: Path) -> list[Path]:
-    """Return the test files below ``folder``. Ends the program if there is none."""
-    return sorted(folder.rglob("test_*.py")) or sys.exit(f"{folder}: no test_*.py there")
-
-
-def swap_imports(text: str) -> str:
-    """Return the source of a test file with the drop-ins in the place of PyTorch's classes that start ranks."""
-    for pattern, replacement in SWAPS:
-        text = re.sub(pattern, replacement, text)
-    return text
-
-
-def run_and_keep(options: argparse.Namespace, path: str, way: Way) -> FileRun:
-    """Run one file in one way, append the run to the file of results, and return it."""
-    run = run_file(options, path, way)
-    with options.jsonl.open("a") as file:
-        file.write(run.to_json() + "\n")
-    print(f"{path} {way.value}: {run.describe()} in {run.seconds} s", file=sys.stderr, flush=True)
-    return run
-
-
-def run_file(options: argparse.Namespace, path: str, way: Way) -> FileRun:
-    """Run one file in a pytest process of its own, in a copy of its folder."""
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
-        root = copy_tests(options, path, Path(folder) / "tests", way)
-        plugin = ["-p", "zharness.plugin"] if way is Way.DROP_IN else []
-        command = [sys.executable, "-m", "pytest", *OPTIONS, *plugin, f"--basetemp={folder}/temp", path]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, ((root / path).parent, root, ROOT, ROOT / "scripts"))),
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(options.test_limit),
-            "ZHARNESS_CPU_DEVICES": str(options.cpu_devices or ""),
-        }
-        return measure_run(path, way, options.selection, options.limit, command, root, environment)
-
-
-def copy_tests(options: argparse.Namespace, path: str, target: Path, way: Way) -> Path:
-    """Copy the folder of the file to ``target``, and change the file as requested; return ``target``.
-
-    In PyTorch's own way each process that imports the file is counted.
-    """
-    shutil.copytree((options.root / path).parent, (target / path).parent)
-    text = (target / path).read_text(encoding="utf-8")
-    if options.on_cpu:
-        text = port_to_cpu(text)
-    if options.cpu_devices:
-        text = FIRST_IMPORT.sub(COUNT_CPUS, text, count=1)
-    text = swap_imports(text) if way is Way.DROP_IN else FIRST_IMPORT.sub(COUNT_PROCESS.lstrip(), text, count=1)
-    (target / path).write_text(text, encoding="utf-8")
-    return target
-
-
-def port_to_cpu(text: str) -> str:
-    """Return the source of a test file with the CPU and gloo in the place of CUDA and NCCL.
-
-    DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
-    """
-    for pattern, replacement in CPU_NAMES:
-        text = re.sub(pattern, replacement, text)
-    return DEVICE_IDS.sub("", text)
-
-
-def print_rest(reasons: dict[str, str]) -> None:
-    """Print the files that did not run, with the reason."""
-    if reasons:
-        rows = [[f"`{path}`", reason] for path, reason in sorted(reasons.items())]
-        print("\n" + tabulate(rows, headers=["file", "reason"], tablefmt="github"))
+def read_runs(file: Path) -> dict[tuple[str, Way], list[FileRun]]:
+    """Return the runs that ``file`` has, by path and way."""
+    found: dict[tuple[str, Way], list[FileRun]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        run = FileRun.from_json(line)
+        found.setdefault((run.path, run.way), []).append(run)
+    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The script that compares test files of PyTorch both ways: what it runs, reads and prints."""
+"""The script that compares test files of DeepSpeed and PyTorch both ways: what it runs, reads and prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_reason_has_no_path_of_the_module_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, tables = (load(f"deepspeed_files.{name}", monkeypatch) for name in ("runs", "tables"))
+    runs, tables = (load(f"both_ways.{name}", monkeypatch) for name in ("runs", "tables"))
     message = "ImportError: cannot import name 'a' from 'torch.b' (/usr/lib/python3/site-packages/torch/b.py)"
     run = runs.FileRun("test_b.py", runs.Way.OWN, 0, 1.0, 1.0, 2, {runs.COLLECTION: ("failed", message)})
     assert tables.find_reason(run) == "ImportError: cannot import name 'a' from 'torch.b'"
@@ -41,7 +41,7 @@ class TestIt(FSDPTest):
 
 
 def test_a_file_of_pytorch_is_ported_to_the_cpu_and_its_imports_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load("side_by_side", monkeypatch)
+    script = load("both_ways.pytorch", monkeypatch)
     text = script.swap_imports(script.port_to_cpu(FILE_ON_GPUS))
     for line in (
         "from zharness.compat.pytorch.common_fsdp import FSDPTest, MLP",
@@ -61,25 +61,50 @@ def test_a_file_of_pytorch_is_ported_to_the_cpu_and_its_imports_are_swapped(monk
 def test_a_file_without_a_class_that_starts_ranks_is_listed_and_not_run(
     bases: str, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert bool(load("side_by_side", monkeypatch).RANK_CLASS.search(f"class TestIt({bases}):")) == starts
+    assert bool(load("both_ways.pytorch", monkeypatch).RANK_CLASS.search(f"class TestIt({bases}):")) == starts
 
 
-def test_the_script_prints_the_table_of_the_runs_that_it_has(
+FILE_OF_DEEPSPEED = "class TestIt(DistributedTest): pass"
+
+
+def test_the_script_writes_the_tables_of_both_projects_from_the_runs_that_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, runs = load("side_by_side", monkeypatch), load("deepspeed_files.runs", monkeypatch)
-    (tmp_path / "test_it.py").write_text(FILE_ON_GPUS, encoding="utf-8")
-    run = runs.FileRun("test_it.py", runs.Way.OWN, 0, 30.0, 9.0, 0, {"TestIt::test_it": ("passed", "")}, 600.0, 4)
-    both = (run, replace(run, way=runs.Way.DROP_IN, cpu_seconds=2.0, processes=0))
-    (tmp_path / "runs.jsonl").write_text("\n".join(run.to_json() for run in both), encoding="utf-8")
-    arguments = ["--root", str(tmp_path), "--jsonl", str(tmp_path / "runs.jsonl"), "--only-tables", "test_it.py"]
-    monkeypatch.setattr("sys.argv", ["side_by_side.py", *arguments])
+    script, runs = load("side_by_side", monkeypatch), load("both_ways.runs", monkeypatch)
+    page = tmp_path / "page.md"
+    page.write_text("", encoding="utf-8")
+    for name, path, text in (
+        ("deepspeed", "unit/comm/test_it.py", FILE_OF_DEEPSPEED),
+        ("pytorch", "tensor/test_it.py", FILE_ON_GPUS),
+    ):
+        (tmp_path / name / path).parent.mkdir(parents=True)
+        (tmp_path / name / path).write_text(text, encoding="utf-8")
+        own = runs.FileRun(path, runs.Way.OWN, 2, 30.0, 9.0, 0, {"TestIt::test_it": ("passed", "")}, 600.0, 4)
+        both = (own, replace(own, way=runs.Way.DROP_IN, cpu_seconds=2.0, processes=0))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(run.to_json() for run in both), encoding="utf-8")
+        family = getattr(load(f"both_ways.{name}", monkeypatch), name.upper())
+        blocks = load("both_ways.page", monkeypatch).Page(page, family)
+        for summary in (*blocks.summaries, blocks.whole_summary):
+            page.write_text(f"{page.read_text()}<summary>{summary}</summary>\n\n</details>\n", encoding="utf-8")
+    projects = [f"--deepspeed={tmp_path / 'deepspeed'}", f"--pytorch={tmp_path / 'pytorch'}"]
+    monkeypatch.setattr("sys.argv", ["", *projects, f"--records={tmp_path}", "--sample=2", f"--page={page}"])
     assert script.main() == 0
-    assert "2 x or more: 1 of 1 files" in capsys.readouterr().out
+    tables = page.read_text(encoding="utf-8")
+    assert tables.count("2 x or more: 1 of 1 files") == 2
+    assert tables.index("| `comm/test_it.py`") < tables.index("| `tensor/test_it.py`")
+    assert capsys.readouterr().out.count("4.5 x") == 4
+    assert script.main() == 0, "the page has the files now, so that they do not run again"
+    assert page.read_text(encoding="utf-8") == tables
+
+
+def test_a_folder_without_the_files_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.argv", ["", f"--pytorch={tmp_path}", f"--records={tmp_path}"])
+    with pytest.raises(SystemExit, match="no test file of PyTorch"):
+        load("side_by_side", monkeypatch).main()
 
 
 def test_the_message_of_a_failure_is_the_exception_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = load("deepspeed_files.recording", monkeypatch)
+    recording = load("both_ways.recording", monkeypatch)
     traceback = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: planted\n\nTo execute this test'
     for start in ("RuntimeError: Process 2 exited with error code 10 and exception:", "Exception in worker process:"):
         crash = SimpleNamespace(message=f"{start}\n{traceback}")

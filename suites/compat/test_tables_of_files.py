@@ -1,4 +1,4 @@
-"""The tables of DeepSpeed's test files are the same on every machine, and a later run replaces rows of a page."""
+"""The tables of test files are the same on every machine, and a later run replaces or adds rows of a page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from suites.meta.documents import ROOT
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that imports a module of ``scripts/deepspeed_files``."""
+    """Return a function that imports a module of ``scripts/both_ways``."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return lambda name: importlib.import_module(f"deepspeed_files.{name}")
+    return lambda name: importlib.import_module(f"both_ways.{name}")
 
 
 def both_ways(runs: Any, path: str, processes: int, own_cpu: float, outcome: tuple[str, str]) -> dict[Any, Any]:
@@ -34,33 +34,79 @@ def test_a_reason_has_no_temporary_folder(modules: Any) -> None:
     assert tables.find_reason(run) == "file tests/unit/test_zero.py, line 26: no fixture 'baseline'"
 
 
-def test_the_tables_of_the_page_are_those_that_the_script_writes(modules: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def families(modules: Any) -> list[Any]:
+    """Return the families of test files."""
+    return [modules("deepspeed").DEEPSPEED, modules("pytorch").PYTORCH]
+
+
+@pytest.mark.parametrize("seed", [None, 25])
+def test_the_tables_of_the_page_are_those_that_the_script_writes(
+    modules: Any, families: list[Any], seed: int | None, tmp_path: Path
+) -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    (tmp_path / "page.md").write_text(text, encoding="utf-8")
-    modules("page").write_tables(tmp_path / "page.md", modules("page").read_tables(tmp_path / "page.md"))
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == text
+    file = tmp_path / "page.md"
+    file.write_text(text, encoding="utf-8")
+    for family in families:
+        page = modules("page").Page(file, family, seed)
+        if seed is None:
+            assert page.read_tables().timed
+        page.write_tables(page.read_tables())
+        page.write_whole(page.read_whole())
+    assert file.read_text(encoding="utf-8") == text
 
 
-def test_a_later_run_replaces_the_rows_of_its_file_and_no_other(modules: Any, tmp_path: Path) -> None:
-    runs, tables, page = modules("runs"), modules("tables"), modules("page")
+def write_blocks(page: Any) -> None:
+    """Write a page with an empty block for each table."""
+    summaries = (*page.summaries, page.whole_summary)
+    page.path.write_text("\n".join(f"<summary>{it}</summary>\n\n</details>\n" for it in summaries), encoding="utf-8")
+
+
+def test_a_later_run_replaces_the_rows_of_its_file_and_no_other(
+    modules: Any, families: list[Any], tmp_path: Path
+) -> None:
+    runs, tables = modules("runs"), modules("tables")
     skips, passes = ("skipped", "Skipped: no device"), ("passed", "")
     first = both_ways(runs, "unit/a.py", 4, 9.0, skips) | both_ways(runs, "unit/b.py", 2, 5.0, passes)
     second = both_ways(runs, "unit/a.py", 3, 3.0, passes) | both_ways(runs, "unit/c.py", 0, 3.0, skips)
-    file = tmp_path / "page.md"
-    blocks = (f"<summary>{name}</summary>\n\n|\n|\n\n</details>\n" for name in page.SUMMARIES)
-    file.write_text("\n".join(blocks), encoding="utf-8")
-    page.write_tables(file, tables.compare_ways(first))
-    page.write_tables(file, page.merge_tables(page.read_tables(file), tables.compare_ways(second)))
-    merged = page.read_tables(file)
+    page = modules("page").Page(tmp_path / "page.md", families[0])
+    write_blocks(page)
+    page.write_tables(tables.compare_ways(first))
+    page.write_tables(modules("page").merge_tables(page.read_tables(), tables.compare_ways(second)))
+    merged = page.read_tables()
     assert {path: row.ranks for path, row in merged.timed.items()} == {"`a.py`": 3, "`b.py`": 2}
     assert {path: cells[-1] for path, cells in merged.reasons.items()} == {"`c.py`": "no device"}
-    assert "2 x or more: 1 of 2 files" in file.read_text(encoding="utf-8")
+    assert "2 x or more: 1 of 2 files" in page.path.read_text(encoding="utf-8")
 
 
-def test_a_page_without_the_tables_is_refused(modules: Any, tmp_path: Path) -> None:
+def test_whole_files_are_added_to_those_of_the_page(modules: Any, families: list[Any], tmp_path: Path) -> None:
+    runs, whole = modules("runs"), modules("whole")
+    page = modules("page").Page(tmp_path / "page.md", families[1])
+    write_blocks(page)
+    reasons = [{"message": "no device", "kind": "machine", "reason": "asks for a device"}]
+    outcomes = {
+        "TestIt::test_a": ("passed", ""),
+        "TestIt::test_b": ("failed", "no device"),
+        "TestIt::test_c": ("skipped", ""),
+    }
+    for name in ("a", "b"):
+        swapped = runs.FileRun(f"test_{name}.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
+        recheck = runs.FileRun(f"test_{name}.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, outcomes)
+        both = {(run.path, run.way): run for run in (swapped, recheck)}
+        page.write_whole(page.read_whole() + whole.summarize_whole(both, reasons))
+    tables = page.read_whole()
+    assert tables.rows.keys() == {"`test_a.py`", "`test_b.py`"}
+    assert tables.reasons == {("machine", "asks for a device"): (2, 2, 2, 2)}
+    assert tables.compared == {"passed": (2, 2), "skipped": (2, 2)}
+    text = page.path.read_text(encoding="utf-8")
+    assert "| all         | 2 passed, 2 skipped, 2 failed" in text
+    assert "2 of 2 tests that pass with the drop-in, and ran with PyTorch's own classes too, pass there." in text
+
+
+def test_a_page_without_the_tables_is_refused(modules: Any, families: list[Any], tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("no table", encoding="utf-8")
-    with pytest.raises(ValueError, match="the page needs each of these tables once: the files that start ranks"):
-        modules("page").read_tables(tmp_path / "page.md")
+    with pytest.raises(ValueError, match=r"page.md needs this block once, and has it 0 times: DeepSpeed's files"):
+        modules("page").Page(tmp_path / "page.md", families[0]).read_tables()
 
 
 def test_a_seed_draws_the_same_tests_and_more_of_them(modules: Any) -> None:
@@ -96,13 +142,13 @@ def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixture
     recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, own)
     both = {(run.path, run.way): run for run in (swapped, recheck)}
     reasons = [{"message": "no device", "kind": "machine", "reason": "asks for a device"}]
-    files, failures = whole.render_whole(both, reasons)
+    files, failures = whole.render_whole(whole.summarize_whole(both, reasons), "DeepSpeed")
     assert "1 passed, 0 skipped, 3 failed" in files
     assert "asks for a device |       1 |       2 | 1 of 1 fail" in failures
     assert list(whole.find_unsorted(both, reasons, [])) == ["unit/a.py::test_b fails with the drop-in: rank 0: planted"]
     reasons.append({"message": "planted", "kind": "deepspeed", "reason": "planted"})
     assert list(whole.find_unsorted(both, reasons, [])) == [
-        "unit/a.py::test_b: passed with its own fixtures, failed with the drop-in"
+        "unit/a.py::test_b: passed with its own classes, failed with the drop-in"
     ]
 
 
@@ -119,7 +165,28 @@ def test_drawn_passes_of_the_drop_in_are_compared_with_own_fixtures(modules: Any
     recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, own)
     both = {(run.path, run.way): run for run in (swapped, recheck)}
     reasons = [{"message": "no device", "kind": "machine", "reason": "asks for a device"}]
-    assert "1 of 3 tests that pass with the drop-in" in whole.render_whole(both, reasons)[-1]
+    assert whole.render_whole(whole.summarize_whole(both, reasons), "DeepSpeed")[-1] == (
+        "1 of 3 tests that pass with the drop-in, and ran with DeepSpeed's own classes too, pass there."
+    )
     assert list(whole.find_unsorted(both, reasons, ["^known$"])) == [
-        f"unit/a.py::{chosen[2]}: failed with its own fixtures, passed with the drop-in"
+        f"unit/a.py::{chosen[2]}: failed with its own classes, passed with the drop-in"
+    ]
+
+
+def test_a_skip_of_each_reason_with_the_drop_in_is_compared_with_own_fixtures(modules: Any) -> None:
+    runs, whole = modules("runs"), modules("whole")
+    outcomes = {
+        "TestIt::test_a[1]": ("skipped", "Skipped: no device 3"),
+        "TestIt::test_a[2]": ("skipped", "Skipped: no device 4"),
+        "TestIt::test_b": ("skipped", "Skipped: planted"),
+        "test_without_ranks": ("skipped", "Skipped: no ranks"),
+    }
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 0, outcomes)
+    assert whole.choose_rechecks(swapped, passes=3, seed=25) == ("TestIt::test_a[1]", "TestIt::test_b")
+    own = {"TestIt::test_a[1]": ("skipped", "no device 3"), "TestIt::test_b": ("passed", "")}
+    recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 0, own)
+    both = {(run.path, run.way): run for run in (swapped, recheck)}
+    assert whole.summarize_whole(both, []).compared == {"skipped": (1, 2)}
+    assert list(whole.find_unsorted(both, [], [])) == [
+        "unit/a.py::TestIt::test_b: passed with its own classes, skipped with the drop-in"
     ]

@@ -12,7 +12,14 @@ from torch.utils.file_baton import FileBaton
 from zharness import plugin
 from zharness.compat import deepspeed
 from zharness.engines import deepspeed_operators, deepspeed_process
-from zharness.pytest_ranks import benchmarks, hypothesis_sync, listeners, plugin_support, rank_requirements
+from zharness.pytest_ranks import (
+    allure_results,
+    benchmarks,
+    hypothesis_sync,
+    listeners,
+    plugin_support,
+    rank_requirements,
+)
 from zharness.pytest_ranks.rank_protocol import PhaseReporter
 from zharness.world import process_group
 
@@ -51,6 +58,7 @@ MECHANISMS: Mapping[str, Callable[[], object]] = {
     "hypothesis": lambda: setattr(hypothesis_sync, "note_while_waiting", lambda _: nullcontext()),
     "rerunfailures": lambda: setattr(plugin_support, "get_rerun_plugin", lambda _: None),
     "reporting": lambda: setattr(listeners, "find_listeners", lambda _: []),
+    "allure": lambda: setattr(allure_results, "start_result", lambda _: None),
     "timeout": ignore_timeouts,
     "benchmark": ignore_benchmarks,
     "ddp": lambda: setattr(process_group, "skip_construction_log_of_ddp", lambda: None),

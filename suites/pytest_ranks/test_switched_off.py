@@ -84,6 +84,19 @@ def test_every_rank_reports_to_allure(tmp_path: Path) -> None:
     assert len([*(tmp_path / "results").glob("*-result.json")]) > 1
 
 
+def test_an_attachment_for_allure_fails_the_test(tmp_path: Path) -> None:
+    source = """
+        import allure
+
+        @ranks
+        def test_it():
+            allure.attach("loss 0.5", name="loss")
+    """
+    session = run_without("allure", tmp_path, source, "--alluredir=results", plugins=("allure_pytest.plugin",))
+    assert session.verdicts() == {"test_it[w2]": "call failed"}, session.output
+    assert "KeyError: None" in session.output
+
+
 def test_pytest_timeout_ends_the_test_without_ranks_and_stacks(tmp_path: Path) -> None:
     source = """
         import threading

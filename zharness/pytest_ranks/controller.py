@@ -153,7 +153,7 @@ class RankTestController:
             inner_reports = merge_inner_reports(item, outcome)
             if item is self._attempted_item:
                 plugin_support.count_failed_subtests(item, inner_reports)
-            reports = self._replay.replay(item, nextitem, reports)
+            reports = self._replay.replay(item, nextitem, reports, side_effects)
             reports[1:1] = inner_reports  # after setup, as without ranks
         self._log_reports(item, reports, side_effects)
         if requirements.isolation is Isolation.POOLED and is_pool_spent(outcome, side_effects, reports):
@@ -202,7 +202,7 @@ class RankTestController:
             setup_reports = [] if stop is not None else remote_fixtures.make_remote_setup_reports(item, remote, outcome)
             is_failed = not setup_reports or not setup_reports[0].passed
             reports = add_local_teardown(item, nextitem, setup_reports) if is_failed else []
-            self._log_reports(item, self._replay.replay(item, nextitem, reports), side_effects)
+            self._log_reports(item, self._replay.replay(item, nextitem, reports, side_effects), side_effects)
             if stop is not None:
                 stop_session(stop)
             if is_failed:

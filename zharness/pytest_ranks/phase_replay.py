@@ -10,13 +10,15 @@ wrappers of such plugins are called: no fixture is set up, and no other plugin a
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from zharness.pytest_ranks import allure_results
 from zharness.pytest_ranks.listeners import find_listeners
 from zharness.pytest_ranks.phase_report import PHASES
+from zharness.pytest_ranks.side_effects import RankSideEffects
 
 
 class PhaseReplay:
@@ -26,6 +28,7 @@ class PhaseReplay:
         """Prepare to replay to all plugins that report on tests; ``further_plugins`` only see the reports."""
         self._error: BaseException | None = None
         self._report: pytest.TestReport | None = None
+        self._allure_results: dict[int, tuple[bytes, ...]] = {}  # of the ranks, of the test that is replayed
         self._last_calls: dict[str, pytest.CallInfo[None]] = {}  # by phase, until the report is logged
         plugins.register(self, "zharness-phase-replay")
         listeners = [self, *find_listeners(plugins)]
@@ -40,10 +43,17 @@ class PhaseReplay:
         }
 
     def replay(
-        self, item: pytest.Item, nextitem: pytest.Item | None, reports: Sequence[pytest.TestReport]
+        self,
+        item: pytest.Item,
+        nextitem: pytest.Item | None,
+        reports: Sequence[pytest.TestReport],
+        side_effects: Mapping[int, RankSideEffects],
     ) -> list[pytest.TestReport]:
         """Return the merged reports of the phases of ``item`` as the plugins have changed them."""
-        return [self._replay_phase(item, nextitem, report) for report in reports] if self._has_plugins else [*reports]
+        if not self._has_plugins:
+            return [*reports]
+        self._allure_results = {rank: effects.allure_results for rank, effects in side_effects.items()}
+        return [self._replay_phase(item, nextitem, report) for report in reports]
 
     def _replay_phase(
         self, item: pytest.Item, nextitem: pytest.Item | None, report: pytest.TestReport
@@ -78,8 +88,14 @@ class PhaseReplay:
         """Raise the error of the merged call that is replayed."""
         self._raise_error()
 
-    def pytest_runtest_teardown(self) -> None:
-        """Raise the error of the merged teardown that is replayed."""
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Raise the error of the merged teardown that is replayed.
+
+        Before that, add what the test told allure, which completes its result around the teardown. Under torchrun this
+        hook is also called for the test on rank 0 itself, when nothing is replayed.
+        """
+        results, self._allure_results = self._allure_results, {}
+        allure_results.add_results(item.config, results)
         self._raise_error()
 
     @pytest.hookimpl(tryfirst=True)

@@ -19,7 +19,7 @@ import pytest
 from _pytest.capture import CaptureManager  # there is no public way to replace the capture of a process
 from _pytest.runner import runtestprotocol  # pytest-forked and pytest-rerunfailures use it as well
 
-from zharness.pytest_ranks import benchmarks, debug, hypothesis_sync, rank_coverage, remote_fixtures
+from zharness.pytest_ranks import allure_results, benchmarks, debug, hypothesis_sync, rank_coverage, remote_fixtures
 from zharness.pytest_ranks.inner_reports import make_inner_report
 from zharness.pytest_ranks.known_examples import NO_EXAMPLES, KnownExamples
 from zharness.pytest_ranks.listeners import silence_listeners
@@ -243,6 +243,7 @@ class RankTestRunner:
         items = self._session.items
         nextitem = None if next_index is None else items[next_index]
         reporter = self._get_reporter(test_dir)
+        allure_results.start_result(reporter.config)
         if index is None:
             return self._tear_down(reporter, nextitem)
         reporter.known_examples = known_examples
@@ -310,6 +311,7 @@ class RankTestRunner:
             changed_state,
             stop,
             benchmarks.take_results(reporter.config),
+            allure_results.take_results(reporter.config),
         )
         reporter.recorded_warnings.clear()
         return side_effects

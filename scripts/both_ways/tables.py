@@ -1,4 +1,4 @@
-"""Render the runs of DeepSpeed's files as Markdown tables, and find the outcomes that no exception explains.
+"""Render the runs of test files both ways as Markdown tables, and find the outcomes that no exception explains.
 
 An exception has ``tests``, a regular expression, a ``reason``, and a ``kind``. Tests of the kinds in ``WITHOUT_LAW``
 state no law about the engine: they read DeepSpeed's internals or files, need a feature that the reference engine lacks,
@@ -19,7 +19,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from deepspeed_files.runs import FOLDER_PREFIX, KILLED, FileRun, Way
+from both_ways.runs import FOLDER_PREFIX, KILLED, FileRun, Way
 
 WITHOUT_LAW = ("internals", "feature", "limit", "machine")
 NOT_LISTED = "unexpected"
@@ -34,7 +34,7 @@ class TimedRow:
     """A row of the files that start ranks: what both ways did, how many tests ended alike, and the (CPU) seconds.
 
     ``ranks`` is None where the processes were not counted. ``more`` follows the ratio of the CPU seconds if it is a
-    lower bound, because the run with DeepSpeed's own fixtures was killed.
+    lower bound, because the run with the project's own classes was killed.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Tables:
 
 
 def compare_ways(runs: Runs) -> Tables:
-    """Compare DeepSpeed's own fixtures with the drop-in, test by test, for each file that has run both ways."""
+    """Compare the project's own classes with the drop-in, test by test, for each file that has run both ways."""
     pairs = [(own, runs[path, Way.DROP_IN]) for (path, way), own in sorted(runs.items()) if is_pair(runs, path, way)]
     timed = [compare_times(*pair) for pair in pairs if pair[0].processes != 0]
     reasons = [
@@ -85,26 +85,24 @@ def compare_ways(runs: Runs) -> Tables:
     return Tables({row.path: row for row in timed}, {cells[0]: cells for cells in reasons})
 
 
-def render_drop_in(tables: Tables) -> list[str]:
+def render_both_ways(tables: Tables, classes: str) -> tuple[str, str]:
     """Return the table of the files that started ranks, with ratios of CPU seconds, and that of the reasons.
 
-    A table without rows is left out.
+    ``classes`` is the name of the project's own classes. A table without rows is empty.
     """
-    headers = ["file", "own fixtures", "drop-in", "same"]
-    rendered = []
-    if tables.timed:
-        rows = [tables.timed[path] for path in sorted(tables.timed)]
-        times_header = ["ranks", "own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
-        cells = [*(row.to_cells() for row in rows), sum_up(rows)]
-        rendered.append(tabulate(cells, [*headers, *times_header], tablefmt="github", floatfmt=".0f"))
-    if tables.reasons:
-        reasons = [tables.reasons[path] for path in sorted(tables.reasons)]
-        rendered.append(tabulate(reasons, [*headers, "reason"], tablefmt="github"))
-    return rendered
+    headers = ["file", classes, "drop-in", "same"]
+    rows = [tables.timed[path] for path in sorted(tables.timed)]
+    times_header = ["ranks", "own s", "drop-in s", "own CPU s", "drop-in CPU s", "ratio"]
+    cells = [*(row.to_cells() for row in rows), sum_up(rows)] if rows else []
+    reasons = [tables.reasons[path] for path in sorted(tables.reasons)]
+    return (
+        tabulate(cells, [*headers, *times_header], tablefmt="github", floatfmt=".0f") if cells else "",
+        tabulate(reasons, [*headers, "reason"], tablefmt="github") if reasons else "",
+    )
 
 
 def is_pair(runs: Runs, path: str, way: Way) -> bool:
-    """Return whether this is the run of a file with its own fixtures, and the file has run with the drop-in too."""
+    """Return whether this is the run of a file with its own classes, and the file has run with the drop-in too."""
     return way is Way.OWN and (path, Way.DROP_IN) in runs
 
 
@@ -194,11 +192,11 @@ def find_unexpected(
         elif way is Way.OWN and (path, Way.DROP_IN) in runs:
             swapped = runs[path, Way.DROP_IN]
             if run.processes != 0 and saves_less_than_half(run, swapped) and path not in slower:
-                yield f"{path}: {run.cpu_seconds} CPU s with its own fixtures, {swapped.cpu_seconds} with the drop-in"
+                yield f"{path}: {run.cpu_seconds} CPU s with its own classes, {swapped.cpu_seconds} with the drop-in"
             for name, (verdict, message) in run.outcomes.items():
                 other = get_verdict(swapped, name)
                 if verdict != other and not any(re.search(pattern, message) for pattern in differences):
-                    yield f"{path}::{name}: {verdict} with its own fixtures, {other} with the drop-in"
+                    yield f"{path}::{name}: {verdict} with its own classes, {other} with the drop-in"
 
 
 def get_verdict(run: FileRun, name: str) -> str:

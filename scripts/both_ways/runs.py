@@ -1,17 +1,15 @@
-"""Run one test file of DeepSpeed in one way, within a time limit, and read the outcomes."""
+"""Run one test file in one way, within a time limit, read the outcomes, and keep runs in a file."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,33 +17,30 @@ from pathlib import Path
 from statistics import median
 from time import monotonic
 
-from zharness.engines.deepspeed_operators import remove_stale_lock
-from zharness.world.orphans import adopt_orphans, kill_orphans
+from zharness.world.orphans import kill_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = ("-q", "-p", "deepspeed_files.recording", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not nightly")
+OPTIONS = ("-q", "-p", "both_ways.recording", "-p", "no:cacheprovider", "-o", "addopts=")
 DEVICE_IDS = re.compile(r",\s*device_ids=[^,)]*(,\s*output_device=[^,)]*)?")
-COMMON = "from zharness.compat.deepspeed import *\n"
-STAND_IN = "zharness.compat.deepspeed_engine.install"
-COUNT_PROCESS = "\nimport deepspeed_files.count_process\n"
+COUNT_PROCESS = "\nimport both_ways.count_process\n"
 WORST_FIRST = ("failed", "skipped", "passed")
 TEST_TIMEOUT = "300"  # seconds of one test, in all ways
 KILLED = -9
-FOLDER_PREFIX = "deepspeed-files-"  # of the temporary folder with the copies of the files
+FOLDER_PREFIX = "both-ways-"  # of the temporary folder with the copies of the files
 COLLECTION = "(collection)"  # the name of the outcome of a file that could not be collected
 
 
 class Way(str, Enum):
-    """Which fixtures run the tests, and which engine is ``deepspeed``."""
+    """Which classes start the ranks of the tests, and which engine is ``deepspeed``."""
 
     OWN = "own"
     DROP_IN = "drop-in"
     STAND_IN = "stand-in"
-    # DeepSpeed's own fixtures, for tests that fail with the drop-in and a sample of those that pass.
+    # The classes of the file's own project, for failures, skips and a sample of passes with the drop-in.
     RECHECK = "recheck"
 
 
-OWN_FIXTURES = (Way.OWN, Way.RECHECK)
+OWN_CLASSES = (Way.OWN, Way.RECHECK)
 
 
 @dataclass(frozen=True)
@@ -123,37 +118,27 @@ def combine_runs(runs: Sequence[FileRun]) -> FileRun:
     return replace(runs[-1], seconds=seconds, cpu_seconds=cpu)
 
 
-@functools.cache
-def build_operators(operators: Path) -> None:
-    """Build DeepSpeed's operators for a CPU in the folder ``operators``, which takes minutes the first time.
+def run_in_copy(
+    path: str,
+    way: Way,
+    selection: Selection,
+    limit: float,
+    copy: Callable[[Path], None],
+    options: Sequence[str],
+    variables: Mapping[str, str],
+    folders: Sequence[Path],
+) -> FileRun:
+    """Run one file in a pytest process of its own, in a folder to which ``copy`` writes the tests.
 
-    A run that was killed during a build leaves a lock that later builds wait for, so it is removed. That of a build
-    that still runs is not.
+    The process imports from ``folders``, relative to that folder, and from this repository.
     """
-    for lock in operators.glob("*/lock"):
-        remove_stale_lock(lock)
-    build = (
-        "from deepspeed.comm.torch import build_shm_op; "
-        "from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, FusedAdamBuilder; "
-        "from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder; "
-        "build_shm_op(); FusedAdamBuilder().load(); CPUAdamBuilder().load(); PinMemoryBuilder().load()"
-    )
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(operators), "DS_ACCELERATOR": "cpu"}
-    subprocess.run([sys.executable, "-c", build], env=environment, stdout=subprocess.DEVNULL, check=True)
-
-
-def run_file(source: Path, path: str, way: Way, selection: Selection, limit: float, operators: Path) -> FileRun:
-    """Run a file of DeepSpeed's folder ``tests``, in a copy of it; kill the run after ``limit`` seconds.
-
-    multiprocessing's fork server, which starts the ranks of DeepSpeed's own fixtures, is waited for by nobody, so this
-    process adopts it.
-    """
-    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         tests = Path(folder) / "tests"
-        prepare_tests(source, tests, way)
-        command = [sys.executable, "-m", "pytest", *OPTIONS, f"--basetemp={folder}/temp", *list_options(way), path]
-        return measure_run(path, way, selection, limit, command, tests, build_environment(tests, way, operators))
+        copy(tests)
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, f"--basetemp={folder}/temp", path]
+        imported = os.pathsep.join(map(str, (*(tests / name for name in folders), ROOT, ROOT / "scripts")))
+        environment = {**os.environ, **variables, "PYTHONPATH": imported}
+        return measure_run(path, way, selection, limit, command, tests, environment)
 
 
 def measure_run(
@@ -175,9 +160,9 @@ def measure_run(
     variables = {
         **environment,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "DEEPSPEED_FILES_SELECTION": selection.to_json(),
-        "DEEPSPEED_FILES_OUTCOMES": str(outcomes),
-        "DEEPSPEED_FILES_IMPORTS": str(imports),
+        "BOTH_WAYS_SELECTION": selection.to_json(),
+        "BOTH_WAYS_OUTCOMES": str(outcomes),
+        "BOTH_WAYS_IMPORTS": str(imports),
     }
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = monotonic()
@@ -197,42 +182,6 @@ def measure_run(
 def count_rank_processes(imports: Path) -> int:
     """Return how many processes besides pytest's own have imported DeepSpeed's fixtures; each wrote a line."""
     return max(len(imports.read_text().splitlines()) - 1, 0) if imports.exists() else 0
-
-
-def prepare_tests(source: Path, target: Path, way: Way) -> None:
-    """Copy DeepSpeed's folder ``tests``, and put the drop-in in the place of ``unit/common.py``.
-
-    DeepSpeed's own fixtures are left there, and each process that imports them is counted. In all ways
-    DistributedDataParallel gets no ``device_ids``, which it refuses for a model on the CPU.
-    """
-    shutil.copytree(source, target)
-    common = target / "unit/common.py"
-    common.write_text(common.read_text() + COUNT_PROCESS if way in OWN_FIXTURES else COMMON)
-    for file in (target / "unit").rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        if "device_ids=" in text:
-            file.write_text(DEVICE_IDS.sub("", text), encoding="utf-8")
-
-
-def list_options(way: Way) -> list[str]:
-    """Return the options of pytest for this way. The drop-in runs as it does without options, on new ranks."""
-    if way in OWN_FIXTURES:
-        return []
-    plugin = ["-p", "zharness.plugin"]
-    return plugin if way is Way.DROP_IN else [*plugin, "--isolation", "pooled", "-p", STAND_IN]
-
-
-def build_environment(tests: Path, way: Way, operators: Path) -> dict[str, str]:
-    """Return the environment variables of the run; DeepSpeed counts ``LOCAL_SIZE`` devices on a CPU."""
-    own = {"LOCAL_SIZE": "8"} if way in OWN_FIXTURES else {}
-    return {
-        **os.environ,
-        **own,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts", tests))),
-        "TORCH_EXTENSIONS_DIR": str(operators),
-        "DS_ACCELERATOR": "cpu",
-        "DS_UNITTEST_TIMEOUT": TEST_TIMEOUT,
-    }
 
 
 def run_limited(command: list[str], folder: Path, environment: dict[str, str], output: int, limit: float) -> int:

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of a sample, tests on ranks that no marker skips come first, then other tests on ranks, and the rest only in a file
     without any.
     """
-    selection = json.loads(os.environ["DEEPSPEED_FILES_SELECTION"])
+    selection = json.loads(os.environ["BOTH_WAYS_SELECTION"])
     size, seed, kept = selection["size"], selection["seed"], set(selection["only"])
     on_ranks = [item for item in items if is_on_ranks(item)]
     candidates = [item for item in on_ranks if not is_skipped(item)] or on_ranks or items
@@ -89,7 +89,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def write_record(name: str, verdict: str, message: str) -> None:
     """Append one outcome to the file of outcomes."""
-    with Path(os.environ["DEEPSPEED_FILES_OUTCOMES"]).open("a") as file:
+    with Path(os.environ["BOTH_WAYS_OUTCOMES"]).open("a") as file:
         file.write(json.dumps([name, verdict, message[:400]]) + "\n")
 
 

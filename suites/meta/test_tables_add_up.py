@@ -26,9 +26,8 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the files that start ranks: its page, a pattern for it, and the list of the files below 2 x."""
+    """A table of the files that start ranks: a pattern for it, and the list of the files below 2 x."""
 
-    page: str
     pattern: str
     exceptions: str
     below_two: str = "below_two"
@@ -36,7 +35,7 @@ class Table:
 
     def read_text(self) -> str:
         """Return the text of the table."""
-        page = (ROOT / "docs" / self.page).read_text(encoding="utf-8")
+        page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
         (text,) = re.findall(self.pattern + r".*?(?=\n\n)", page, re.DOTALL)
         return str(text)
 
@@ -51,27 +50,19 @@ class Table:
 
     def read_below_two(self) -> list[str]:
         """Return the files of the list of exceptions, as the table has them."""
-        file = ROOT / "scripts" / self.exceptions
+        file = ROOT / "scripts" / "both_ways" / self.exceptions
         entries = parse_toml(file.read_text(encoding="utf-8"), file.name).get(self.below_two, [])
         return [path.removeprefix(self.folder) for entry in entries for path in entry["paths"]]
 
 
-SUMMARY = r"<summary>the files that start ranks{}</summary>\s+\|"
+SUMMARY = r"<summary>{}'s files that start ranks{}</summary>\s+\|"
+DRAWN = ", tests drawn by the seed 25"
 TABLES = [
-    pytest.param(Table("results.md", SUMMARY.format(""), "deepspeed_tests.toml", folder="unit/"), id="deepspeed"),
+    pytest.param(Table(SUMMARY.format("DeepSpeed", ""), "deepspeed.toml", folder="unit/"), id="deepspeed"),
     pytest.param(
-        Table(
-            "results.md",
-            SUMMARY.format(", up to 6 tests drawn by the seed 25"),
-            "deepspeed_tests.toml",
-            "below_two_drawn",
-        ),
-        id="drawn",
+        Table(SUMMARY.format("DeepSpeed", DRAWN), "deepspeed.toml", "below_two_drawn", folder="unit/"), id="drawn"
     ),
-    pytest.param(
-        Table("drop-ins.md", r"\| file \| PyTorch's classes \| drop-in \| same \| ranks \|", "side_by_side.toml"),
-        id="pytorch",
-    ),
+    pytest.param(Table(SUMMARY.format("PyTorch", ""), "pytorch.toml"), id="pytorch"),
 ]
 
 

@@ -3,5 +3,5 @@
 import os
 from pathlib import Path
 
-with Path(os.environ["DEEPSPEED_FILES_IMPORTS"]).open("a") as imports:
+with Path(os.environ["BOTH_WAYS_IMPORTS"]).open("a") as imports:
     imports.write(f"{os.getpid()}\n")

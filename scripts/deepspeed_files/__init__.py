@@ -1,1 +1,0 @@
-"""Run DeepSpeed's test files in three ways, and render what happened as tables (``scripts/deepspeed_tests.py``)."""
