@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
 from zharness.mesh import Mesh
 from zharness.run import PlannedCell, Runner, Verdict
+from zharness.run.mesh_claims import explain_unclaimed_mesh
 from zharness.workload import model_spec
 
 pytest.importorskip("deepspeed")
@@ -46,6 +49,16 @@ def test_the_first_divergence_names_the_axis_and_the_coordinate() -> None:
     with start_runner(cell.engine) as runner:
         cause = runner.run(PlannedCell(cell)).cause
     assert "rank 0 is dp_shard 0, cp 0" in cause or "rank 1 is dp_shard 0, cp 1" in cause
+
+
+@pytest.mark.parametrize(("axes", "others"), [("cp2,tp2", "tp"), ("cp2,ep2", "ep"), ("rep2,cp2", "dp_replicate")])
+def test_sequences_beside_another_axis_are_refused_before_ranks_start(axes: str, others: str) -> None:
+    mesh, reason = Mesh.parse(axes), f"cannot have cp beside {others}: .* the same groups"
+    claims = replace(deepspeed.CAPABILITIES, mesh_axes=frozenset(mesh.axes))
+    assert re.search(f"^deepspeed {reason}", explain_unclaimed_mesh("deepspeed", mesh, 4, claims))
+    assert "cannot have" not in explain_unclaimed_mesh("deepspeed", CP2, 4, claims)
+    with pytest.raises(ConfigError, match=f"^DeepSpeed {reason}"):
+        deepspeed.factory(model_spec("context").model(0), EngineConfig(mesh=mesh))
 
 
 def test_neighbours_have_parts_of_one_sequence() -> None:

@@ -190,6 +190,7 @@ class Capabilities:
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
+    - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
     - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
@@ -222,6 +223,7 @@ class Capabilities:
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
+    separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
@@ -248,6 +250,12 @@ class Capabilities:
             name: value if isinstance(value, EngineOption) else EngineOption(value)
             for name, value in self.variants.items()
         }
+
+    def explain_axes(self, mesh: Mesh) -> str:
+        """Return the reason why the engine cannot have the axes of ``mesh`` together, or '' if it can."""
+        separate = next((axis for axis in mesh.axes if axis in self.separate_axes and len(mesh.axes) > 1), "")
+        others = " and ".join(axis for axis in mesh.axes if axis != separate)
+        return f"cannot have {separate} beside {others}: {self.separate_axes[separate]}" if separate else ""
 
     @property
     def neutral_options(self) -> Mapping[str, Mapping[str, Any]]:

@@ -68,6 +68,8 @@ def factory(model: nn.Module, config: EngineConfig) -> DeepSpeedEngine:
         raise ConfigError.unknown_name("stage of the deepspeed engine", config.stage, sorted(CAPABILITIES.stages))
     if config.reduction is Reduction.SUM and config.stage == 3:
         raise ConfigError("got reduction sum at stage 3; DeepSpeed reduces by sum at stages 0-2 only; use mean")
+    if reason := CAPABILITIES.explain_axes(config.mesh):
+        raise ConfigError(f"DeepSpeed {reason}")
     require_buildable(config.stage, config.options)
     return DeepSpeedEngine(model, config)
 

@@ -88,6 +88,10 @@ CAPABILITIES = Capabilities(
     refuses=_REFUSED_AT_EVERY_STAGE,
     own_kernels={3: "stage 3 replaces torch.nn.functional.linear by its own autograd function"},
     mesh_axes=frozenset({TENSOR, EXPERT, CONTEXT}),
+    separate_axes={
+        CONTEXT: "its sequences, AutoTP and experts are each split over neighbouring ranks, so that two of them would "
+        "have the same groups, and AutoTP replaces the mpu of sequences by its own"
+    },
     refuses_on_tp=REFUSES_ON_TP,
     plan_words=frozenset(LAYER_SPECS),
 )

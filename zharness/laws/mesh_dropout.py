@@ -30,7 +30,10 @@ Masks = Mapping[str, Tensor]  # by the name of the dropout
 
 
 def observe_dropout(ctx: RankContext) -> None:
-    """Train steps, and record all masks that each dropout drew, and the gradients of the first step."""
+    """Run backwards, and record all masks that each dropout drew, and the gradients of the first one.
+
+    No step is made: weights that grow would make the numbers of a later one infinite, and masks do not depend on them.
+    """
     model = cast(DroppedHeads, ctx.spec.model(ctx.seed))
     if ctx.variant == RECOMPUTED:
         model.run_block = partial(checkpoint, use_reentrant=False)
@@ -39,7 +42,6 @@ def observe_dropout(ctx: RankContext) -> None:
         ctx.train(engine, step)
         if step == 0:
             ctx.record("grads", engine.full_grads())
-        engine.step()
         engine.zero_grad()
     drawn = {name: cast(Dropout, engine.module.get_submodule(name)).masks for name in DROPOUTS}
     ctx.record("masks", {name: torch.stack([read_local(mask) for mask in masks]) for name, masks in drawn.items()})

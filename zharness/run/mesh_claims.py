@@ -81,6 +81,8 @@ def explain_unclaimed_mesh(engine: str, mesh: Mesh, world_size: int, capabilitie
     if unclaimed:
         claimed = ", ".join(sorted(capabilities.mesh_axes)) or "none"
         return f"{engine} does not claim the axis {unclaimed[0]} of the mesh; axes that it claims: {claimed}"
+    if reason := capabilities.explain_axes(mesh):
+        return f"{engine} {reason}"
     form_laws = (law for law in find_laws(()) if law.form is capabilities.form)
     if not mesh.sizes and capabilities.mesh_axes and all(map(needs_mesh, form_laws)):
         example = f"--mesh {min(capabilities.mesh_axes)}2"
@@ -114,7 +116,10 @@ def explain_other_form(law: Law, cell: Cell, capabilities: Capabilities) -> str:
 def explain_unclaimed_axis(cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why the engine does not have the cell's mesh at the cell's stage, or '' if it has."""
     unclaimed = next((axis for axis in cell.mesh.axes if axis not in capabilities.mesh_axes), "")
-    return f"{cell.engine} does not claim the axis {unclaimed} at stage {cell.stage}" if unclaimed else ""
+    if unclaimed:
+        return f"{cell.engine} does not claim the axis {unclaimed} at stage {cell.stage}"
+    reason = capabilities.explain_axes(cell.mesh)
+    return f"{cell.engine} {reason}" if reason else ""
 
 
 def explain_missing_schedule(law: Law, cell: Cell, capabilities: Capabilities) -> str:
