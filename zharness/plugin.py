@@ -219,11 +219,20 @@ def world_size() -> int:
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
+def rank_device() -> torch.device:
     """Return the device of this rank: the CPU, or one GPU for each rank if ``ZHARNESS_DEVICE=cuda`` is set."""
     from zharness.pytest_ranks.fixtures import make_device
 
     return make_device()
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> object:
+    """Return what the fixture ``device`` of another plugin returns, or ``rank_device`` if no other plugin has one."""
+    try:
+        return request.getfixturevalue("device")  # pytest-playwright's, even if this plugin was registered after it
+    except pytest.FixtureLookupError:
+        return request.getfixturevalue("rank_device")
 
 
 @pytest.fixture

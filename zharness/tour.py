@@ -72,8 +72,8 @@ WHERE_TO_GO = """\
 4. Where to go from here
   zharness check                              every law on the reference engine (two minutes)
   zharness check training --engine fsdp2      a real engine: deepspeed, fsdp1, fsdp2, ddp, zero1, ...
-  zharness check --engine package.module:f    your engine (docs/your-engine.md)
-  zharness model package.module:factory       your model on an engine (docs/your-model.md)
+  zharness check --engine package.module:f    your engine (zharness docs your-engine)
+  zharness model package.module:factory       your model on an engine (zharness docs your-model)
   zharness repro 7352                         a bug of DeepSpeed, on a release that has it
   zharness list laws                          every law in a sentence"""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zharness.engines import deepspeed_process
-from zharness.engines.deepspeed_process import DeepSpeedGlobalState
+from zharness.engines.deepspeed_process import DeepSpeedGlobalState, name_last_place
 
 OFF = (False, None)
 ON = (True, torch.bfloat16)
@@ -47,6 +47,10 @@ class Process:
 
 
 def replaced() -> None: ...
+
+
+def fail() -> None:
+    raise AssertionError
 
 
 @pytest.fixture
@@ -114,3 +118,15 @@ def test_the_group_of_hpz_is_destroyed_with_the_last_engine(process: Process, mo
     assert groups == SimpleNamespace(**{deepspeed_process._HPZ_GROUP: None, deepspeed_process._GRID: None}), (
         "DeepSpeed would hand the destroyed group to an engine"
     )
+
+
+def test_an_assertion_without_a_message_is_named_by_its_last_place_in_deepspeed() -> None:
+    engine: dict[str, Any] = {"__name__": "deepspeed.runtime.zero.utils", "fail": fail}
+    source = "def defragment():\n    fail()\n"
+    exec(compile(source, "/site-packages/deepspeed/runtime/zero/utils.py", "exec"), engine)  # noqa: S102
+    with pytest.raises(AssertionError) as raised:
+        engine["defragment"]()
+    assert name_last_place(raised.value) == " at deepspeed/runtime/zero/utils.py:2 in defragment"
+    with pytest.raises(AssertionError) as elsewhere:
+        fail()
+    assert name_last_place(elsewhere.value) == ""

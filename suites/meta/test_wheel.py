@@ -10,7 +10,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("zharness", "repro", "pyproject.toml", "README.md", "LICENSE", "scripts/readme_metadata.py")
+BESIDE = ("README.md", "FINDINGS.md", "CHANGELOG.md")
+SOURCES = ("zharness", "repro", "docs", *BESIDE, "pyproject.toml", "LICENSE", "scripts/readme_metadata.py")
 BUILD = "import sys, hatchling.build as backend; print(backend.build_wheel(sys.argv[1]))"
 MAIN = "from zharness.cli import main; main()"
 NOT_PACKAGED = {".pyc"}
@@ -53,11 +54,13 @@ def test_a_wheel_is_whole_and_reproduces_a_bug(tmp_path: Path) -> None:
     assert "](docs/" not in description  # an index has no such file
     scripts = {f"zharness/{name}" for name in list_files(ROOT / "repro")}
     modules = list_files(ROOT / "zharness") - {"zharness/releases/repro_package.py"}  # which the wheel has elsewhere
-    assert packaged == modules | scripts | {"zharness/repro/__init__.py"}
+    pages = {f"zharness/{name}" for name in (*list_files(ROOT / "docs"), *BESIDE)}
+    assert packaged == modules | scripts | pages | {"zharness/repro/__init__.py"}
     path = str(tmp_path / "installed")
     imported = run_python("-c", "import zharness; print(zharness.__file__)", folder=tmp_path, path=path)
     assert imported.startswith(path)
     assert " as expected " in run_python("-c", MAIN, "repro", BUG, folder=tmp_path, path=path)
+    assert "# A site of many runs" in run_python("-c", MAIN, "docs", "site", folder=tmp_path, path=path)
     collected = run_python(
         "-m", "pytest", "--pyargs", "zharness.repro", "--collect-only", "-q", folder=tmp_path, path=path
     )

@@ -17,6 +17,7 @@ import zharness
 from zharness.cli import cells, releases
 from zharness.cli.check import check
 from zharness.cli.compare import compare
+from zharness.cli.docs import docs
 from zharness.cli.doctor import doctor
 from zharness.cli.hunt import hunt
 from zharness.cli.init import init
@@ -59,7 +60,7 @@ def cli(context: click.Context) -> None:
     zharness hunt deepspeed --minutes 60          search for failures that no law and no finding knows
     zharness doctor                               whether this machine can run zharness, and what to fix
 
-    Options of check and model that a repository always uses belong to its zharness.toml (docs/your-engine.md).
+    Options of check and model that a repository always uses belong to its zharness.toml (`zharness docs your-engine`).
 
     Exit codes: 0 everything is as expected, 1 a law is broken, 2 wrong usage, 3 the harness itself failed.
     """
@@ -144,6 +145,7 @@ for command in (
     releases.bisect,
     compare,
     laws,
+    docs,
     doctor,
     model,
     cells.export,

@@ -52,8 +52,8 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     "--mesh",
     default="",
     metavar="tp2,...",
-    help="Axes of parallelism beside data parallelism, with their sizes (docs/mesh.md); the rest of the world is data "
-    "parallel.",
+    help="Axes of parallelism beside data parallelism, with their sizes (`zharness docs mesh`); the rest of the world "
+    "is data parallel.",
 )
 @click.option(
     "--dtype",
@@ -83,7 +83,8 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     "--device",
     type=NameChoice(["cpu", "cuda"]),
     show_default="that of ZHARNESS_DEVICE, else cpu",
-    help="Device of ranks and plain PyTorch (docs/gpu.md). Ranks share a GPU if there are fewer GPUs than ranks.",
+    help="Device of ranks and plain PyTorch (`zharness docs gpu`). Ranks share a GPU if there are "
+    "fewer GPUs than ranks.",
 )
 @click.option(
     "--backend",

@@ -38,7 +38,12 @@ from zharness.engines.deepspeed_options import (
     UNSCALED_BACKWARD,
     UNWRAPPED,
 )
-from zharness.engines.deepspeed_process import DeepSpeedGlobalState, import_deepspeed, prepare_deepspeed
+from zharness.engines.deepspeed_process import (
+    DeepSpeedGlobalState,
+    import_deepspeed,
+    name_last_place,
+    prepare_deepspeed,
+)
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_sequence import split_sequences
 from zharness.engines.deepspeed_tensor_parallel import build_reader, tensor_parallel_section
@@ -130,7 +135,8 @@ class DeepSpeedEngine(DeepSpeedTensorAccess):
                 built: tuple[Any, Sequence[Tensor]] = initialize(deepspeed, model, params, config, ds_config, mpu)
             except (AssertionError, ValueError, NotImplementedError) as error:
                 raise EngineRefusal(
-                    f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error}): {ds_config}"
+                    f"DeepSpeed does not accept the configuration ({type(error).__name__}: {error})"
+                    f"{name_last_place(error)}: {ds_config}"
                 ) from error
             self._engine, self._given_rates = built
             self._global_state.grid = self._engine.mpu

@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -182,3 +183,15 @@ def import_deepspeed(device_type: str) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, message=_DEPRECATED_COLLECTIVE)
     return deepspeed
+
+
+def name_last_place(error: BaseException) -> str:
+    """Return the last place in DeepSpeed that ``error`` passed, as " at deepspeed/runtime/engine.py:10 in step".
+
+    The text is empty if the error passed none. An assertion of DeepSpeed often has no message.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "deepspeed":
+            _, _, path = frame.f_code.co_filename.rpartition(f"{os.sep}deepspeed{os.sep}")
+            return f" at deepspeed/{path}:{line} in {frame.f_code.co_name}"
+    return ""

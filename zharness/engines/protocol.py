@@ -366,7 +366,7 @@ def require_method(engine: Engine, name: str, feature: Feature) -> None:
     if not _has_method(engine, name):
         raise EngineContractError(
             f"{type(engine).__name__} claims Feature.{feature.name} but has no method {name}(); "
-            "define the method, or add the feature to Capabilities.refuses (docs/your-engine.md)"
+            "define the method, or add the feature to Capabilities.refuses (`zharness docs your-engine`)"
         )
 
 
