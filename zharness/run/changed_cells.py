@@ -137,7 +137,8 @@ def find_reaching_cells(
         recorded = reach.get(name_in_record(cell.cell))
         if recorded is None:
             continue
-        found = recorded.functions & changed | modules & list_modules(recorded.functions) | everywhere
+        of_files = modules & list_modules(recorded.functions) if modules else frozenset[str]()
+        found = recorded.functions & changed | of_files | everywhere
         if found:
             reaching[cell] = found
     return reaching

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from coverage import Coverage
 
 REACH_VERSION = 2  # of the format; the first had no branches and no version. The cache keys of workflows have it too.
+
+SAVE_INTERVAL = 300.0  # seconds between two writings of a record whose run goes on
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ def observe_with_reach(
         data.set_query_context(cell.id)
         lines = {path: data.lines(path) or [] for path in data.measured_files()}
         content = json.dumps({"cell": cell.id, "lines": {path: reached for path, reached in lines.items() if reached}})
-        Path(folder, f"{os.getpid()}.{uuid4().hex}.json").write_text(content, encoding="utf-8")
+        # The recorder reads the folder while other cells run.
+        write_atomically(content, Path(folder, f"{os.getpid()}.{uuid4().hex}.json"))
 
 
 @cache
@@ -112,31 +117,86 @@ def is_top_level(path: Path, number: int) -> bool:
     return (folder / "__init__.py").is_file() and not (folder.parent / "__init__.py").is_file()
 
 
-def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
-    """Write into the record ``path`` which functions have the lines that the ranks left in ``folder``.
+class ReachRecorder:
+    """Collects what cells reach while they run, and writes it into the record ``path`` every SAVE_INTERVAL seconds.
 
-    Raises UsageError if that fails.
+    Ranks leave the lines that they reach in ``folder``. ``earlier`` is what cells of earlier runs have reached, which
+    the record keeps. ``clock()`` returns the time in seconds.
     """
-    seconds = {record.cell.id: record.seconds for record in records}
-    reached = dict[str, set[str]]()
-    for file in folder.glob("*.json"):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        modules = list_source_modules(info(Cell.parse(content["cell"]).engine))
-        reached.setdefault(content["cell"], set()).update(
-            name
-            for source, lines in content["lines"].items()
-            for name in map(name_lines_of_file(source, modules).get, lines)
-            if name is not None
-        )
-    names = sorted(set().union(*reached.values()))
-    numbers = {name: number for number, name in enumerate(names)}
-    lines = [
-        {"cell": cell, "seconds": round(seconds[cell], 3), "functions": sorted(numbers[name] for name in functions)}
-        for cell, functions in reached.items()
-        if cell in seconds
-    ]
-    head = {"version": REACH_VERSION, "functions": names}
-    write_atomically("".join(json.dumps(line) + "\n" for line in (head, *lines)), path)
+
+    def __init__(
+        self, folder: Path, path: Path, earlier: Mapping[str, CellReach], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder = folder
+        self._path = path
+        self._clock = clock
+        self._saved = clock()
+        # Tuples: the sets of a whole covering array would take a quarter of a gigabyte.
+        self._functions = {cell: tuple(reach.functions) for cell, reach in earlier.items()}
+        self._seconds = {cell: reach.seconds for cell, reach in earlier.items()}
+        self._running = dict[str, set[str]]()
+
+    def add(self, record: Record) -> None:
+        """Add what the cell of ``record`` has reached, unless no rank has left anything of it."""
+        for file in self._folder.glob("*.json"):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            cell = Cell.parse(content["cell"])
+            names = name_reached_lines(content["lines"], list_source_modules(info(cell.engine)))
+            self._running.setdefault(name_in_record(cell), set()).update(names)
+            file.unlink()
+        name = name_in_record(record.cell)
+        if name in self._running:
+            self._functions[name] = tuple(self._running.pop(name))
+            self._seconds[name] = record.seconds
+        if self._clock() - self._saved >= SAVE_INTERVAL:
+            self.save()
+
+    def save(self) -> None:
+        """Write the record. Raises UsageError if that fails."""
+        names = sorted(set().union(*self._functions.values()))
+        numbers = {name: number for number, name in enumerate(names)}
+        lines = [
+            {
+                "cell": cell,
+                "seconds": round(self._seconds[cell], 3),
+                "functions": sorted(numbers[name] for name in functions),
+            }
+            for cell, functions in self._functions.items()
+        ]
+        head = {"version": REACH_VERSION, "functions": names}
+        write_atomically("".join(json.dumps(line) + "\n" for line in (head, *lines)), self._path)
+        self._saved = self._clock()
+
+
+def name_reached_lines(lines: Mapping[str, Sequence[int]], modules: tuple[str, ...]) -> set[str]:
+    """Return the functions and branches that have ``lines``, the numbers of the lines of each source file."""
+    return {
+        name
+        for source, reached in lines.items()
+        for name in map(name_lines_of_file(source, modules).get, reached)
+        if name is not None
+    }
+
+
+@contextmanager
+def open_reach_recorder(folder: Path, path: Path, earlier: Mapping[str, CellReach]) -> Iterator[ReachRecorder]:
+    """Open a ReachRecorder, which writes the record when the ``with`` block ends, also if the block raises."""
+    recorder = ReachRecorder(folder, path, earlier)
+    try:
+        yield recorder
+    finally:
+        recorder.save()
+
+
+def read_earlier_reach(path: Path, earlier_cells: Set[Cell]) -> dict[str, CellReach]:
+    """Read what ``earlier_cells`` have reached, by ``name_in_record``; a run without any starts a new record.
+
+    Raises UsageError as ``read_reach`` does.
+    """
+    if not earlier_cells or not path.exists():
+        return {}
+    names = set(map(name_in_record, earlier_cells))
+    return {name: reach for name, reach in read_reach(path).items() if name in names}
 
 
 def name_in_record(cell: Cell) -> str:
