@@ -16,7 +16,12 @@ from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
-from zharness.run.candidate_cells import find_mentioned_options, plan_further_cells
+from zharness.run.candidate_cells import (
+    add_further_cells,
+    estimate_reach,
+    find_mentioned_options,
+    plan_further_cells,
+)
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import (
     ChangeSelection,
@@ -27,6 +32,7 @@ from zharness.run.changed_cells import (
 )
 from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
+from zharness.run.record import Verdict
 
 ENGINE = """\
 from zharness.engines import get
@@ -113,6 +119,36 @@ def test_cells_with_pairs_of_values_that_no_earlier_cell_has_come_before_others(
     assert [cells.index(cell) for cell in ordered] == [1, 4, 2, 3, 0]
     slow = {**reach, cells[1].cell.id: CellReach(frozenset({"f:a"}), 9.0)}
     assert next(order_cells(find_reaching_cells(cells, slow, {"f:a"}), slow)) == cells[2]
+
+
+def test_a_cell_that_a_record_lacks_reaches_what_most_cells_of_its_law_and_stage_do() -> None:
+    cells = [make_cell("training.grads", 1, f"{number}") for number in range(4)]
+    others = [make_cell("training.grads", 2), make_cell("training.sgd_step", 1), make_cell("state.resume", 1)]
+    functions = [{"f:a", "f:b"}, {"f:a", "f:c"}, {"f:a"}]
+    verdicts = [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
+    reach = {
+        cell.cell.id: CellReach(frozenset(names), 2.0, verdict)
+        for cell, names, verdict in zip(cells[:3], functions, verdicts, strict=True)
+    } | {others[1].cell.id: CellReach(frozenset({"f:d"}), 4.0, Verdict.CRASH)}
+    sgd = replace(others[1], cell=replace(others[1].cell, model="blocks"))
+    assert estimate_reach([*cells, *others, sgd], reach) == {
+        cells[3].cell.id: CellReach(frozenset({"f:a"}), 2.0),
+        sgd.cell.id: CellReach(frozenset({"f:d"}), 4.0, Verdict.CRASH),
+    }
+
+
+def test_cells_that_failed_when_they_were_recorded_come_last_and_get_no_option() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)]
+    verdicts = [Verdict.FAIL, Verdict.PASS, Verdict.CONTRACT]
+    functions = [{"f:a", "f:rare"}, {"f:a"}, {"f:a"}]
+    reach = {
+        cell.cell.id: CellReach(frozenset(names), 1.0, verdict)
+        for cell, names, verdict in zip(cells, functions, verdicts, strict=True)
+    }
+    reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
+    assert list(order_cells(reaching, reach)) == [cells[1], cells[2], cells[0]]
+    further, _ = add_further_cells(reaching, reach, claims_of_registry)
+    assert {cell.cell.stage for cell in set(further) - set(cells)} == {1, 2}
 
 
 def test_cells_that_reach_rare_functions_of_a_file_come_first_if_its_class_attributes_change() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -101,3 +102,13 @@ def test_a_record_is_written_while_its_run_goes_on(tmp_path: Path) -> None:
     assert not path.exists()
     recorder.add(Record(cell, 0, Verdict.PASS, "0", "2"))
     assert read_reach(path) == {cell.id: CellReach(frozenset({"f:a"}), 1.0)}
+
+
+def test_a_record_has_the_verdict_and_the_seconds_of_the_last_run_of_a_cell(tmp_path: Path) -> None:
+    path, cell = tmp_path / "reach.jsonl", Cell("training.grads", "ddp@/a", 0, 2, "fp32", "mlp")
+    with open_reach_recorder(tmp_path, path, {name_in_record(cell): CellReach(frozenset({"f:a"}), 1.0)}) as recorder:
+        (tmp_path / "1.json").write_text(json.dumps({"cell": cell.id, "lines": {}}), encoding="utf-8")
+        recorder.add(Record(cell, 0, Verdict.FAIL, "0", "2", seconds=2.0))
+    assert read_reach(path) == {name_in_record(cell): CellReach(frozenset(), 2.0, Verdict.FAIL)}
+    assert read_reach(path)[name_in_record(cell)].failed
+    assert not list(tmp_path.glob("*.json"))

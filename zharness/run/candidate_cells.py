@@ -1,9 +1,14 @@
-"""Find cells beyond the matrix that may reach a change: those of a record, and with another option or window."""
+"""Find cells that may reach a change beyond those of the matrix that a record has.
+
+These are the other cells of the record, those of the matrix that it lacks, and cells with another option or window.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from zharness.cell import Cell
@@ -58,6 +63,30 @@ def plan_recorded_cells(
                 planned = planners[cell.stage].plan_cell(law, cell)
                 if not planned.unsupported_reason:
                     yield planned
+
+
+def estimate_reach(cells: Sequence[PlannedCell], reach: Mapping[str, CellReach]) -> dict[str, CellReach]:
+    """Return what those of ``cells`` that the record ``reach`` lacks may reach, by ``name_in_record``.
+
+    That is what at least half of the recorded cells of the same law and stage reach: the record may be part of a run,
+    or older than a model or a variant of the law. Cells of a law that the record lacks at their stage are left out.
+    """
+    recorded = dict[tuple[str, int], list[CellReach]]()
+    for name, each in reach.items():
+        cell = Cell.parse(name)
+        recorded.setdefault((cell.law, cell.stage), []).append(each)
+    lacking = {name_in_record(planned.cell): planned.cell for planned in cells}
+    similar = {name: recorded.get((cell.law, cell.stage)) for name, cell in lacking.items() if name not in reach}
+    return {name: average_reach(tuple(group)) for name, group in similar.items() if group}
+
+
+@cache
+def average_reach(group: tuple[CellReach, ...]) -> CellReach:
+    """Return what at least half of ``group`` reach, in the mean of their seconds; it failed if they all did."""
+    counts = Counter(name for each in group for name in each.functions)
+    functions = frozenset(name for name, count in counts.items() if 2 * count >= len(group))
+    verdict = next((each.verdict for each in group if not each.failed), group[0].verdict)
+    return CellReach(functions, sum(each.seconds for each in group) / len(group), verdict)
 
 
 def plan_further_cells(
@@ -135,14 +164,20 @@ def add_further_cells(
     claims: ClaimsLookup,
     mentioned_options: Set[str] = frozenset(),
 ) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
-    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does."""
+    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does.
+
+    Cells that failed when they were recorded do not count, and none comes from them.
+    """
     cells, measured = dict(reaching), dict(reach)
-    if len(cells) >= ENOUGH_CELLS:
+    bases = [cell for cell in reaching if not reach[name_in_record(cell.cell)].failed]
+    missing = ENOUGH_CELLS - len(bases)
+    if missing <= 0:
         return cells, measured
-    for base, planned in plan_further_cells(list(reaching), claims, mentioned_options):
+    for base, planned in plan_further_cells(bases, claims, mentioned_options):
         name = name_in_record(planned.cell)
         if name not in measured:
             cells[planned], measured[name] = reaching[base], reach[name_in_record(base.cell)]
-        if len(cells) >= ENOUGH_CELLS:
+            missing -= 1
+        if not missing:
             break
     return cells, measured

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 
-from zharness.engines.registry import find_checkout, info
+from zharness.engines.registry import find_checkout, info, is_part_of_larger_distribution
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
     MODULE_LEVEL,
@@ -141,8 +141,8 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
     the condition of a branch changes, the branches that it had count too, and those that it has now are among the
     names. Comments do not count, and neither does what ``base`` has changed since then. Lines outside of all functions
     count as a function ``<module>`` of their file, and so do all lines of a file of the engine's packages that no
-    record measures. A file that was renamed counts as deleted under its old name and as new
-    under the new one. Raises UsageError as ``find_changed_source`` does.
+    record measures, unless the engine is a small part of its distribution. A file that was renamed counts as deleted
+    under its old name and as new under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
     hunks_by_path = dict[str, list[Hunk]]()
@@ -155,7 +155,7 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
         prefix = f"{source.name_in_record(path)}:"
         change = FileChange(path, *source.read_both_sides(path), tuple(hunks))
         if not source.is_measured(path):
-            if has_changed_code(change):
+            if not is_part_of_larger_distribution(engine) and has_changed_code(change):
                 changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}

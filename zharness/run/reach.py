@@ -2,8 +2,9 @@
 
 The record is a file of JSON lines. The first line has the version of the format, which REACH_VERSION counts, and the
 names of all functions and of their branches, as in
-``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with the numbers of
-those that it reached. coverage.py measures on the ranks, which makes a run about 1.5 times as long.
+``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with its seconds,
+its verdict and the numbers of those that it reached. coverage.py measures on the ranks, which makes a run about 1.5
+times as long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from zharness.run.engine_sources import (
 )
 from zharness.run.files import write_atomically
 from zharness.run.observe_and_judge import observe
-from zharness.run.record import Record
+from zharness.run.record import Record, Verdict
 
 if TYPE_CHECKING:
     from coverage import Coverage
@@ -43,10 +44,16 @@ SAVE_INTERVAL = 300.0  # seconds between two writings of a record whose run goes
 
 @dataclass(frozen=True)
 class CellReach:
-    """The functions that the ranks of one cell reached, and the seconds that the cell took."""
+    """The functions that the ranks of one cell reached, the seconds that the cell took, and its verdict."""
 
     functions: frozenset[str]
     seconds: float
+    verdict: Verdict = Verdict.PASS
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the cell failed without a change, be it as expected, so that it cannot notice one."""
+        return self.verdict not in (Verdict.PASS, Verdict.CONTRACT)
 
 
 def observe_with_reach(
@@ -133,7 +140,7 @@ class ReachRecorder:
         self._saved = clock()
         # Tuples: the sets of a whole covering array would take a quarter of a gigabyte.
         self._functions = {cell: tuple(reach.functions) for cell, reach in earlier.items()}
-        self._seconds = {cell: reach.seconds for cell, reach in earlier.items()}
+        self._outcomes = {cell: (reach.seconds, reach.verdict) for cell, reach in earlier.items()}
         self._running = dict[str, set[str]]()
 
     def add(self, record: Record) -> None:
@@ -147,7 +154,7 @@ class ReachRecorder:
         name = name_in_record(record.cell)
         if name in self._running:
             self._functions[name] = tuple(self._running.pop(name))
-            self._seconds[name] = record.seconds
+            self._outcomes[name] = (record.seconds, record.verdict)
         if self._clock() - self._saved >= SAVE_INTERVAL:
             self.save()
 
@@ -158,7 +165,8 @@ class ReachRecorder:
         lines = [
             {
                 "cell": cell,
-                "seconds": round(self._seconds[cell], 3),
+                "seconds": round(self._outcomes[cell][0], 3),
+                "verdict": self._outcomes[cell][1].value,
                 "functions": sorted(numbers[name] for name in functions),
             }
             for cell, functions in self._functions.items()
@@ -218,7 +226,9 @@ def read_reach(path: Path) -> dict[str, CellReach]:
         require_version(head.get("version", 1), path)
         return {
             name_in_record(Cell.parse(line["cell"])): CellReach(
-                frozenset(names[number] for number in line["functions"]), line["seconds"]
+                frozenset(names[number] for number in line["functions"]),
+                line["seconds"],
+                Verdict(line.get("verdict", Verdict.PASS)),
             )
             for line in lines
         }
