@@ -17,9 +17,11 @@ from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
 from zharness.run.candidate_cells import (
+    ACCUMULATION,
     add_further_cells,
+    count_mentions,
     estimate_reach,
-    find_mentioned_options,
+    find_mentions,
     plan_further_cells,
 )
 from zharness.run.cell_planner import PlannedCell
@@ -72,7 +74,7 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
         "offload_optimizer": EngineOption({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
         "overlap": EngineOption({"zero_optimization": {"overlap_comm": True}}),
     }
-    assert find_mentioned_options(options, changed) == {"offload_optimizer"}
+    assert find_mentions(options, "\n".join(changed)) == {"offload_optimizer"}
     ordered = list(order_cells(find_reaching_cells(cells, reach, changed), reach, {"offload_optimizer"}))
     assert ordered == [cells[2], cells[0], cells[1]]
 
@@ -97,6 +99,15 @@ def test_cells_get_the_windows_that_they_do_not_have() -> None:
     assert planned == ["tiny_buckets+2_by_caller", "tiny_buckets+2_by_engine", "2_by_engine"]
 
 
+def test_cells_without_options_get_a_dtype_that_a_change_names() -> None:
+    cells = [make_cell("training.grads", 2), make_cell("training.grads", 2)]
+    cells[1] = PlannedCell(replace(cells[1].cell, engine_variant="tiny_buckets"))
+    planned = [cell.cell for _, cell in plan_further_cells(cells, claims_of_registry, {"bf16"})]
+    assert planned[0] == replace(cells[0].cell, dtype="bf16")
+    assert [cell.dtype for cell in planned[1:]] == ["fp32"] * (len(planned) - 1)
+    assert {cell.cell.dtype for _, cell in plan_further_cells(cells, claims_of_registry)} == {"fp32"}
+
+
 def test_cells_that_reach_rare_functions_come_first() -> None:
     cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 0, "sgd")]
     functions = [{"f:a"}, {"f:a", "f:rare"}, {"f:other"}, {"f:a"}]
@@ -119,6 +130,26 @@ def test_cells_with_pairs_of_values_that_no_earlier_cell_has_come_before_others(
     assert [cells.index(cell) for cell in ordered] == [1, 4, 2, 3, 0]
     slow = {**reach, cells[1].cell.id: CellReach(frozenset({"f:a"}), 9.0)}
     assert next(order_cells(find_reaching_cells(cells, slow, {"f:a"}), slow)) == cells[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "mentioned"),
+    [
+        ("zero or self.bfloat16_enabled()", {"bf16"}),
+        ("isinstance(optimizer, BF16_Optimizer)", {"bf16"}),
+        ("torch.float16", {"fp16"}),
+        ("if self.gradient_accumulation_steps > 1", {ACCUMULATION}),
+        ("if self.step > 1", set()),
+    ],
+)
+def test_a_change_names_dtypes_and_windows(text: str, mentioned: set[str]) -> None:
+    assert find_mentions({}, text) == mentioned
+
+
+def test_cells_count_the_values_that_a_change_names() -> None:
+    cell = Cell("training.grads", "reference", 0, 2, "bf16", "mlp", engine_variant="overlap_comm+2_by_caller")
+    assert count_mentions(cell, {"bf16", ACCUMULATION, "overlap_comm", "fp16", "tiny_buckets"}) == 3
+    assert count_mentions(make_cell("training.grads").cell, {"bf16", ACCUMULATION}) == 0
 
 
 def test_a_cell_that_a_record_lacks_reaches_what_most_cells_of_its_law_and_stage_do() -> None:
@@ -211,6 +242,7 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
     monkeypatch.setattr(changed_cells, "find_unmeasured_files", lambda *_: [])
+    monkeypatch.setattr(changed_cells, "read_changed_lines", lambda *_: "")
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))

@@ -20,6 +20,7 @@ from zharness.run.changed_functions import (
     name_known_functions,
     parse_diff,
     parse_functions,
+    read_changed_lines,
 )
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 
@@ -333,3 +334,10 @@ def test_code_of_a_larger_distribution_that_no_record_measures_runs_no_cell(tmp_
         (tmp_path / "deepspeed" / name).write_text("def run():\n    return 2\n", encoding="utf-8")
     as_torch = "from zharness.engines import registry; registry.ALREADY_IMPORTED = ('deepspeed',)"
     assert set(find_changed(tmp_path, "deepspeed", as_torch)) == {"deepspeed/runtime/engine.py:run"}
+
+
+def test_changed_lines_are_the_old_and_the_new_ones_without_comments(tmp_path: Path) -> None:
+    write_files(tmp_path / "deepspeed", ("__init__.py", "runtime/engine.py", "ops.py"))
+    for name in ("runtime/engine.py", "ops.py"):
+        (tmp_path / "deepspeed" / name).write_text("# d\ndef run():\n    return bf16\n", encoding="utf-8")
+    assert read_changed_lines(f"deepspeed@{tmp_path}", "HEAD") == "    return 1\n    return bf16"

@@ -11,15 +11,16 @@ from pathlib import Path
 from zharness.cell import is_cell_id
 from zharness.errors import UsageError
 from zharness.law_set import name_law_variant
+from zharness.laws import DTYPES
 from zharness.run.candidate_cells import (
     add_further_cells,
+    count_mentions,
     estimate_reach,
-    find_mentioned_options,
+    find_mentions,
     plan_recorded_cells,
-    sets_option,
 )
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files
+from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files, read_changed_lines
 from zharness.run.covering import Pair, list_pairs
 from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.plan import ClaimsLookup, Request, plan
@@ -74,7 +75,8 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
             for stage in {cell.cell.stage for cell in own}
             for name, option in claims(engine, stage).engine_options.items()
         }
-        mentioned = find_mentioned_options(options, named.keys())
+        mentioned = find_mentions(options, "\n".join((*named, read_changed_lines(engine, selection.base))))
+        mentioned -= set(DTYPES) - {*request.dtypes, *request.array_dtypes}
         candidates, measured = (
             (chosen, known) if is_of_single_cells else add_further_cells(chosen, known, claims, mentioned)
         )
@@ -181,15 +183,15 @@ def list_modules(functions: Set[str]) -> frozenset[str]:
 def order_cells(
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
-    mentioned_options: Set[str] = frozenset(),
+    mentioned: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
     """Yield the cells, at each point the most promising one.
 
-    Cells that failed when they were recorded come last. Of the others, those come first that set one of
-    ``mentioned_options``, which the change names. Then a cell promises more, the fewer cells reach
-    the changed functions and branches that it reaches, the more pairs of its law variant, options, model and other
-    values no earlier cell has, and the shorter it is. Every function of a file that differs outside of functions counts
-    as changed: otherwise the cells that reach any would all promise the same.
+    Cells that failed when they were recorded come last. Of the others, those come first that have the most of the
+    values ``mentioned``, which the change names. Then a cell promises more, the fewer cells reach the changed functions
+    and branches that it reaches, the more pairs of its law variant, options, model and other values no earlier cell
+    has, and the shorter it is. Every function of a file that differs outside of functions counts as changed: otherwise
+    the cells that reach any would all promise the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
@@ -200,12 +202,11 @@ def order_cells(
         cell: list_pairs(cell.cell, name_law_variant(cell.cell.law, cell.cell.variant)) for cell in reaching
     }
 
-    def rate(cell: PlannedCell) -> tuple[bool, bool, float, float]:
+    def rate(cell: PlannedCell) -> tuple[bool, int, float, float]:
         """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
         recorded = reach[name_in_record(cell.cell)]
         rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
-        is_not_mentioned = not sets_option(cell.cell, mentioned_options)
-        return recorded.failed, is_not_mentioned, -rate * len(missing[cell]), -rate
+        return recorded.failed, -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
 
     # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
     # it still is when it is rated again.
