@@ -128,8 +128,9 @@ class RunOptions:
 
     def ran_earlier(self, planned: PlannedCell, earlier_reach: Mapping[str, CellReach]) -> bool:
         """Return whether a cell has run before, and what it reaches is known if this run records that."""
-        is_known = bool(planned.unsupported_reason) or name_in_record(planned.cell) in earlier_reach
-        return planned.cell in self.earlier_cells and (self.reach_file is None or is_known)
+        if planned.cell not in self.earlier_cells or self.reach_file is None:
+            return planned.cell in self.earlier_cells
+        return bool(planned.unsupported_reason) or name_in_record(planned.cell) in earlier_reach
 
     def order_cells(self, cells: Sequence[PlannedCell]) -> Sequence[PlannedCell]:
         """Return the cells in the order in which they run, the cells of one pool of ranks one after the other.
