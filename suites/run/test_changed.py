@@ -16,7 +16,14 @@ from zharness.cli.cell_options import CellOptions
 from zharness.engines import EngineOption
 from zharness.errors import UsageError
 from zharness.run import changed_cells
-from zharness.run.candidate_cells import find_mentioned_options, plan_further_cells
+from zharness.run.candidate_cells import (
+    ACCUMULATION,
+    add_further_cells,
+    count_mentions,
+    estimate_reach,
+    find_mentions,
+    plan_further_cells,
+)
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.changed_cells import (
     ChangeSelection,
@@ -27,6 +34,7 @@ from zharness.run.changed_cells import (
 )
 from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.reach import REACH_VERSION, CellReach, read_reach
+from zharness.run.record import Verdict
 
 ENGINE = """\
 from zharness.engines import get
@@ -66,7 +74,7 @@ def test_cells_that_set_an_option_of_a_changed_condition_come_first() -> None:
         "offload_optimizer": EngineOption({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
         "overlap": EngineOption({"zero_optimization": {"overlap_comm": True}}),
     }
-    assert find_mentioned_options(options, changed) == {"offload_optimizer"}
+    assert find_mentions(options, "\n".join(changed)) == {"offload_optimizer"}
     ordered = list(order_cells(find_reaching_cells(cells, reach, changed), reach, {"offload_optimizer"}))
     assert ordered == [cells[2], cells[0], cells[1]]
 
@@ -91,6 +99,15 @@ def test_cells_get_the_windows_that_they_do_not_have() -> None:
     assert planned == ["tiny_buckets+2_by_caller", "tiny_buckets+2_by_engine", "2_by_engine"]
 
 
+def test_cells_without_options_get_a_dtype_that_a_change_names() -> None:
+    cells = [make_cell("training.grads", 2), make_cell("training.grads", 2)]
+    cells[1] = PlannedCell(replace(cells[1].cell, engine_variant="tiny_buckets"))
+    planned = [cell.cell for _, cell in plan_further_cells(cells, claims_of_registry, {"bf16"})]
+    assert planned[0] == replace(cells[0].cell, dtype="bf16")
+    assert [cell.dtype for cell in planned[1:]] == ["fp32"] * (len(planned) - 1)
+    assert {cell.cell.dtype for _, cell in plan_further_cells(cells, claims_of_registry)} == {"fp32"}
+
+
 def test_cells_that_reach_rare_functions_come_first() -> None:
     cells = [make_cell("training.grads", stage) for stage in range(3)] + [make_cell("state.resume", 0, "sgd")]
     functions = [{"f:a"}, {"f:a", "f:rare"}, {"f:other"}, {"f:a"}]
@@ -113,6 +130,56 @@ def test_cells_with_pairs_of_values_that_no_earlier_cell_has_come_before_others(
     assert [cells.index(cell) for cell in ordered] == [1, 4, 2, 3, 0]
     slow = {**reach, cells[1].cell.id: CellReach(frozenset({"f:a"}), 9.0)}
     assert next(order_cells(find_reaching_cells(cells, slow, {"f:a"}), slow)) == cells[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "mentioned"),
+    [
+        ("zero or self.bfloat16_enabled()", {"bf16"}),
+        ("isinstance(optimizer, BF16_Optimizer)", {"bf16"}),
+        ("torch.float16", {"fp16"}),
+        ("if self.gradient_accumulation_steps > 1", {ACCUMULATION}),
+        ("if self.step > 1", set()),
+    ],
+)
+def test_a_change_names_dtypes_and_windows(text: str, mentioned: set[str]) -> None:
+    assert find_mentions({}, text) == mentioned
+
+
+def test_cells_count_the_values_that_a_change_names() -> None:
+    cell = Cell("training.grads", "reference", 0, 2, "bf16", "mlp", engine_variant="overlap_comm+2_by_caller")
+    assert count_mentions(cell, {"bf16", ACCUMULATION, "overlap_comm", "fp16", "tiny_buckets"}) == 3
+    assert count_mentions(make_cell("training.grads").cell, {"bf16", ACCUMULATION}) == 0
+
+
+def test_a_cell_that_a_record_lacks_reaches_what_most_cells_of_its_law_and_stage_do() -> None:
+    cells = [make_cell("training.grads", 1, f"{number}") for number in range(4)]
+    others = [make_cell("training.grads", 2), make_cell("training.sgd_step", 1), make_cell("state.resume", 1)]
+    functions = [{"f:a", "f:b"}, {"f:a", "f:c"}, {"f:a"}]
+    verdicts = [Verdict.FAIL, Verdict.PASS, Verdict.PASS]
+    reach = {
+        cell.cell.id: CellReach(frozenset(names), 2.0, verdict)
+        for cell, names, verdict in zip(cells[:3], functions, verdicts, strict=True)
+    } | {others[1].cell.id: CellReach(frozenset({"f:d"}), 4.0, Verdict.CRASH)}
+    sgd = replace(others[1], cell=replace(others[1].cell, model="blocks"))
+    assert estimate_reach([*cells, *others, sgd], reach) == {
+        cells[3].cell.id: CellReach(frozenset({"f:a"}), 2.0),
+        sgd.cell.id: CellReach(frozenset({"f:d"}), 4.0, Verdict.CRASH),
+    }
+
+
+def test_cells_that_failed_when_they_were_recorded_come_last_and_get_no_option() -> None:
+    cells = [make_cell("training.grads", stage) for stage in range(3)]
+    verdicts = [Verdict.FAIL, Verdict.PASS, Verdict.CONTRACT]
+    functions = [{"f:a", "f:rare"}, {"f:a"}, {"f:a"}]
+    reach = {
+        cell.cell.id: CellReach(frozenset(names), 1.0, verdict)
+        for cell, names, verdict in zip(cells, functions, verdicts, strict=True)
+    }
+    reaching = find_reaching_cells(cells, reach, {"f:a", "f:rare"})
+    assert list(order_cells(reaching, reach)) == [cells[1], cells[2], cells[0]]
+    further, _ = add_further_cells(reaching, reach, claims_of_registry)
+    assert {cell.cell.stage for cell in set(further) - set(cells)} == {1, 2}
 
 
 def test_cells_that_reach_rare_functions_of_a_file_come_first_if_its_class_attributes_change() -> None:
@@ -175,6 +242,7 @@ def test_compare_runs_the_cells_of_a_covering_array_that_reach_a_change(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     monkeypatch.setattr(changed_cells, "find_changed_functions", lambda *_: {"f:a": "f:a"})
     monkeypatch.setattr(changed_cells, "find_unmeasured_files", lambda *_: [])
+    monkeypatch.setattr(changed_cells, "read_changed_lines", lambda *_: "")
     options = CellOptions((), (2,), ("fp32",), ("mlp",), 60.0, "pooled", 1, None)
     request = replace(options.build_change_request(("training.grads",)), engines=("fsdp2",))
     selected = select_changed_cells(request, claims_of_registry, ChangeSelection("HEAD", path))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from suites.warm import programs
+from zharness.engines.registry import is_part_of_larger_distribution
 from zharness.errors import UsageError
 from zharness.run.changed_functions import (
     find_changed_functions,
@@ -19,6 +20,7 @@ from zharness.run.changed_functions import (
     name_known_functions,
     parse_diff,
     parse_functions,
+    read_changed_lines,
 )
 from zharness.run.engine_sources import MODULE_LEVEL, find_functions_of_lines, list_functions
 
@@ -273,9 +275,12 @@ def test_files_that_no_record_measures_are_named_and_run_every_cell(tmp_path: Pa
     }
 
 
-def find_changed(folder: Path, engine: str) -> dict[str, str]:
-    """Return what ``find_changed_functions`` returns for ``engine`` since HEAD in a process of ``folder``."""
-    code = f"import json; print(json.dumps(find_changed_functions({engine!r}, 'HEAD')))"
+def find_changed(folder: Path, engine: str, before: str = "pass") -> dict[str, str]:
+    """Return what ``find_changed_functions`` returns for ``engine`` since HEAD in a process of ``folder``.
+
+    ``before`` is code that runs before it.
+    """
+    code = f"import json; {before}; print(json.dumps(find_changed_functions({engine!r}, 'HEAD')))"
     shown = programs.run("-c", f"from zharness.run.changed_functions import *; {code}", folder=folder)
     assert shown.returncode == 0, shown.stderr
     found: dict[str, str] = json.loads(shown.stdout)
@@ -319,3 +324,20 @@ def test_code_that_no_record_measures_runs_every_cell_and_a_comment_does_not(tmp
     (package / "gone.py").unlink()
     found = find_changed(tmp_path, f"deepspeed@{tmp_path}" if is_checkout else "deepspeed")
     assert set(found) == {f"deepspeed/{name}.py:{MODULE_LEVEL}" for name in ("ops", "template", "gone")}
+
+
+def test_code_of_a_larger_distribution_that_no_record_measures_runs_no_cell(tmp_path: Path) -> None:
+    assert is_part_of_larger_distribution("fsdp2")
+    assert not is_part_of_larger_distribution("deepspeed")
+    write_files(tmp_path / "deepspeed", ("__init__.py", "runtime/engine.py", "ops.py"))
+    for name in ("runtime/engine.py", "ops.py"):
+        (tmp_path / "deepspeed" / name).write_text("def run():\n    return 2\n", encoding="utf-8")
+    as_torch = "from zharness.engines import registry; registry.ALREADY_IMPORTED = ('deepspeed',)"
+    assert set(find_changed(tmp_path, "deepspeed", as_torch)) == {"deepspeed/runtime/engine.py:run"}
+
+
+def test_changed_lines_are_the_old_and_the_new_ones_without_comments(tmp_path: Path) -> None:
+    write_files(tmp_path / "deepspeed", ("__init__.py", "runtime/engine.py", "ops.py"))
+    for name in ("runtime/engine.py", "ops.py"):
+        (tmp_path / "deepspeed" / name).write_text("# d\ndef run():\n    return bf16\n", encoding="utf-8")
+    assert read_changed_lines(f"deepspeed@{tmp_path}", "HEAD") == "    return 1\n    return bf16"

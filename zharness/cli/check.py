@@ -140,7 +140,8 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     type=OUTPUT,
     metavar="FILE",
     help="Write to FILE which functions of the engine's source each cell reaches; the run takes about 1.5 times as "
-    "long. Needs coverage.py (pip install 'zharness[coverage]').",
+    "long. With --continue, FILE keeps what it has of earlier cells. Needs coverage.py (pip install "
+    "'zharness[coverage]').",
 )
 @click.option(
     "--changed",

@@ -274,6 +274,11 @@ def find_checkout(text: str) -> Checkout | None:
     return read_checkout(Path(path), engine_info.module)
 
 
+def is_part_of_larger_distribution(text: str) -> bool:
+    """Return whether an engine is a small part of torch or zharness, most of whose files have nothing to do with it."""
+    return info(text).distribution in ALREADY_IMPORTED
+
+
 def is_checkout(text: str) -> bool:
     """Return whether ``text`` has the form ``NAME@PATH``. The path need not exist."""
     return _parse_engine_name(text)["checkout"] is not None

@@ -1,16 +1,22 @@
-"""Find cells beyond the matrix that may reach a change: those of a record, and with another option or window."""
+"""Find cells that may reach a change beyond those of the matrix that a record has.
+
+These are the other cells of the record, those of the matrix that it lacks, and cells with another option or window.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from zharness.cell import Cell
 from zharness.engines import EngineOption
 from zharness.engines.registry import split_release
 from zharness.law_kit.setting import Setting
-from zharness.laws import find_laws
+from zharness.laws import DTYPES, find_laws
 from zharness.run.cell_planner import CellPlanner, PlannedCell
 from zharness.run.configuration import cell_setting, is_config_file
 from zharness.run.plan import ClaimsLookup, Request
@@ -22,6 +28,12 @@ ENOUGH_CELLS = 500
 WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
 MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
 COMMON_KEYS = frozenset({"zero_optimization"})
+ACCUMULATION = "accumulation"  # stands for every window of several micro-batches
+MENTIONS = {
+    "bf16": re.compile("bf16|bfloat16", re.IGNORECASE),
+    "fp16": re.compile("fp16|(?<!b)float16", re.IGNORECASE),
+    ACCUMULATION: re.compile("gradient_accumulation|micro_step", re.IGNORECASE),
+}
 
 
 def plan_recorded_cells(
@@ -60,14 +72,39 @@ def plan_recorded_cells(
                     yield planned
 
 
+def estimate_reach(cells: Sequence[PlannedCell], reach: Mapping[str, CellReach]) -> dict[str, CellReach]:
+    """Return what those of ``cells`` that the record ``reach`` lacks may reach, by ``name_in_record``.
+
+    That is what at least half of the recorded cells of the same law and stage reach: the record may be part of a run,
+    or older than a model or a variant of the law. Cells of a law that the record lacks at their stage are left out.
+    """
+    recorded = dict[tuple[str, int], list[CellReach]]()
+    for name, each in reach.items():
+        cell = Cell.parse(name)
+        recorded.setdefault((cell.law, cell.stage), []).append(each)
+    lacking = {name_in_record(planned.cell): planned.cell for planned in cells}
+    similar = {name: recorded.get((cell.law, cell.stage)) for name, cell in lacking.items() if name not in reach}
+    return {name: average_reach(tuple(group)) for name, group in similar.items() if group}
+
+
+@cache
+def average_reach(group: tuple[CellReach, ...]) -> CellReach:
+    """Return what at least half of ``group`` reach, in the mean of their seconds; it failed if they all did."""
+    counts = Counter(name for each in group for name in each.functions)
+    functions = frozenset(name for name, count in counts.items() if 2 * count >= len(group))
+    verdict = next((each.verdict for each in group if not each.failed), group[0].verdict)
+    return CellReach(functions, sum(each.seconds for each in group) / len(group), verdict)
+
+
 def plan_further_cells(
-    reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned_options: Set[str] = frozenset()
+    reaching: Sequence[PlannedCell], claims: ClaimsLookup, mentioned: Set[str] = frozenset()
 ) -> Iterator[tuple[PlannedCell, PlannedCell]]:
-    """Yield runnable cells with another window or one option more, each behind the cell of ``reaching`` it comes from.
+    """Yield runnable cells with another window or dtype or one option more, each behind the cell it comes from.
 
     A record has each law under each option, but not each variant and model of the law, and not each option in each
     window and stage. The cells come in rounds, each of which gives every cell of ``reaching`` that can have it one
-    option or window: ``mentioned_options`` in the first rounds, then the windows. Only cells without options get one.
+    option, dtype or window: those ``mentioned`` in the first rounds, then the windows. Only cells without options get
+    an option or a dtype.
     """
     claimed = {
         (base.cell.engine, base.cell.stage): claims(base.cell.engine, base.cell.stage)
@@ -77,21 +114,29 @@ def plan_further_cells(
     options = dict.fromkeys(option for capabilities in claimed.values() for option in capabilities.engine_options)
     planners = {key: CellPlanner(capabilities) for key, capabilities in claimed.items()}
     laws = {name: find_laws((name,))[0] for name in {base.cell.law for base in reaching}}
-    mentioned = [option for option in options if option in mentioned_options]
-    for name in dict.fromkeys((*mentioned, *WINDOWS, *options)):
+    first = [name for name in (*DTYPES, *options) if name in mentioned]
+    for name in dict.fromkeys((*first, *WINDOWS, *options)):
         for base in reaching:
             key = (base.cell.engine, base.cell.stage)
-            extended = set_window(base.cell, name) if name in WINDOWS else add_option(base.cell, name)
-            if extended is None or key not in claimed or name not in (*WINDOWS, *claimed[key].engine_options):
+            extended = extend_cell(base.cell, name)
+            known = (*WINDOWS, *DTYPES, *claimed[key].engine_options) if key in claimed else ()
+            if extended is None or name not in known:
                 continue
             planned = planners[key].plan_cell(laws[base.cell.law], extended)
             if not planned.unsupported_reason:
                 yield base, planned
 
 
-def add_option(cell: Cell, name: str) -> Cell | None:
-    """Return ``cell`` with the option ``name``, or None if it has a setting already."""
-    return None if cell.engine_variant else replace(cell, engine_variant=name)
+def extend_cell(cell: Cell, name: str) -> Cell | None:
+    """Return ``cell`` with the window, dtype or option ``name``, or None if it has that one already.
+
+    A cell with options or a window gets no dtype or option.
+    """
+    if name in WINDOWS:
+        return set_window(cell, name)
+    if cell.engine_variant or cell.dtype == name:
+        return None
+    return replace(cell, dtype=name) if name in DTYPES else replace(cell, engine_variant=name)
 
 
 def set_window(cell: Cell, window: str) -> Cell | None:
@@ -105,14 +150,17 @@ def set_window(cell: Cell, window: str) -> Cell | None:
     return replace(cell, engine_variant=replace(Setting.parse(window), options=setting.options).label)
 
 
-def find_mentioned_options(options: Mapping[str, EngineOption], changed: Set[str]) -> frozenset[str]:
-    """Return the names of those ``options`` whose keys are in the name of a changed branch, as in its condition."""
-    text = "\n".join(changed)
-    return frozenset(
+def find_mentions(options: Mapping[str, EngineOption], text: str) -> frozenset[str]:
+    """Return the values of axes that ``text``, the branches and lines of a change, names.
+
+    These are the names of ``options`` whose keys it has, of dtypes, and ACCUMULATION for the windows.
+    """
+    mentioned = {
         name
         for name, option in options.items()
         if any(key.removeprefix("stage3_") in text for key in list_keys(option.options))
-    )
+    }
+    return frozenset(mentioned | {value for value, words in MENTIONS.items() if words.search(text)})
 
 
 def list_keys(options: Mapping[str, Any]) -> Iterator[str]:
@@ -124,25 +172,33 @@ def list_keys(options: Mapping[str, Any]) -> Iterator[str]:
             yield from list_keys(value)
 
 
-def sets_option(cell: Cell, names: Set[str]) -> bool:
-    """Return whether ``cell`` sets one of the options ``names``."""
-    return not names.isdisjoint(cell_setting(cell.engine_variant).options)
+def count_mentions(cell: Cell, mentioned: Set[str]) -> int:
+    """Return how many of the values ``mentioned``, as ``find_mentions`` returns them, ``cell`` has."""
+    setting = cell_setting(cell.engine_variant)
+    window = {ACCUMULATION} if setting.accumulation_steps > 1 else set[str]()
+    return len(mentioned & {*setting.options, cell.dtype, *window})
 
 
 def add_further_cells(
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
     claims: ClaimsLookup,
-    mentioned_options: Set[str] = frozenset(),
+    mentioned: Set[str] = frozenset(),
 ) -> tuple[dict[PlannedCell, frozenset[str]], dict[str, CellReach]]:
-    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does."""
+    """Return ``reaching`` and ``reach`` with further cells, up to ENOUGH_CELLS; they may reach what their base does.
+
+    Cells that failed when they were recorded do not count, and none comes from them.
+    """
     cells, measured = dict(reaching), dict(reach)
-    if len(cells) >= ENOUGH_CELLS:
+    bases = [cell for cell in reaching if not reach[name_in_record(cell.cell)].failed]
+    missing = ENOUGH_CELLS - len(bases)
+    if missing <= 0:
         return cells, measured
-    for base, planned in plan_further_cells(list(reaching), claims, mentioned_options):
+    for base, planned in plan_further_cells(bases, claims, mentioned):
         name = name_in_record(planned.cell)
         if name not in measured:
             cells[planned], measured[name] = reaching[base], reach[name_in_record(base.cell)]
-        if len(cells) >= ENOUGH_CELLS:
+            missing -= 1
+        if not missing:
             break
     return cells, measured

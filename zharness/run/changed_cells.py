@@ -11,9 +11,16 @@ from pathlib import Path
 from zharness.cell import is_cell_id
 from zharness.errors import UsageError
 from zharness.law_set import name_law_variant
-from zharness.run.candidate_cells import add_further_cells, find_mentioned_options, plan_recorded_cells, sets_option
+from zharness.laws import DTYPES
+from zharness.run.candidate_cells import (
+    add_further_cells,
+    count_mentions,
+    estimate_reach,
+    find_mentions,
+    plan_recorded_cells,
+)
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files
+from zharness.run.changed_functions import find_changed_functions, find_unmeasured_files, read_changed_lines
 from zharness.run.covering import Pair, list_pairs
 from zharness.run.engine_sources import MODULE_LEVEL
 from zharness.run.plan import ClaimsLookup, Request, plan
@@ -60,20 +67,27 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
                 f"{selection.reach_file} has none of the cells of {engine}; expected a record of this engine, by "
                 "`zharness check --record-reach` with the same --engine, --stage, --world-size, --dtype and --model"
             )
-        chosen = find_reaching_cells(own, reach, changed)
+        estimated = estimate_reach(own, reach)
+        known = {**reach, **estimated}
+        chosen = find_reaching_cells(own, known, changed)
         options = {
             name: option
             for stage in {cell.cell.stage for cell in own}
             for name, option in claims(engine, stage).engine_options.items()
         }
-        mentioned = find_mentioned_options(options, named.keys())
+        mentioned = find_mentions(options, "\n".join((*named, read_changed_lines(engine, selection.base))))
+        mentioned -= set(DTYPES) - {*request.dtypes, *request.array_dtypes}
         candidates, measured = (
-            (chosen, reach) if is_of_single_cells else add_further_cells(chosen, reach, claims, mentioned)
+            (chosen, known) if is_of_single_cells else add_further_cells(chosen, known, claims, mentioned)
         )
         cells += order_cells(candidates, measured, mentioned)
         unmeasured = frozenset(find_unmeasured_files(engine, selection.base))
-        sentence = describe_selection(engine, selection.base, changed, own, chosen, reach, unmeasured)
+        sentence = describe_selection(engine, selection.base, changed, own, chosen, known, unmeasured)
         added = len(candidates) - len(chosen)
+        likely = sum(name_in_record(cell.cell) in estimated for cell in chosen)
+        sentence += (
+            f"; of these, not in the record, but most cells of their laws reach them: {likely}" if likely else ""
+        )
         sentences.append(sentence + (f"; cells with another option or window: {added}" if added else ""))
     return ChangedCells(tuple(cells), "\n".join(sentences))
 
@@ -137,7 +151,8 @@ def find_reaching_cells(
         recorded = reach.get(name_in_record(cell.cell))
         if recorded is None:
             continue
-        found = recorded.functions & changed | modules & list_modules(recorded.functions) | everywhere
+        of_files = modules & list_modules(recorded.functions) if modules else frozenset[str]()
+        found = recorded.functions & changed | of_files | everywhere
         if found:
             reaching[cell] = found
     return reaching
@@ -168,14 +183,15 @@ def list_modules(functions: Set[str]) -> frozenset[str]:
 def order_cells(
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
-    mentioned_options: Set[str] = frozenset(),
+    mentioned: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
     """Yield the cells, at each point the most promising one.
 
-    A cell promises more if it sets one of ``mentioned_options``, which the change names; then, the fewer cells reach
-    the changed functions and branches that it reaches, the more pairs of its law variant, options, model and other
-    values no earlier cell has, and the shorter it is. Every function of a file that differs outside of functions counts
-    as changed: otherwise the cells that reach any would all promise the same.
+    Cells that failed when they were recorded come last. Of the others, those come first that have the most of the
+    values ``mentioned``, which the change names. Then a cell promises more, the fewer cells reach the changed functions
+    and branches that it reaches, the more pairs of its law variant, options, model and other values no earlier cell
+    has, and the shorter it is. Every function of a file that differs outside of functions counts as changed: otherwise
+    the cells that reach any would all promise the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
@@ -186,11 +202,11 @@ def order_cells(
         cell: list_pairs(cell.cell, name_law_variant(cell.cell.law, cell.cell.variant)) for cell in reaching
     }
 
-    def rate(cell: PlannedCell) -> tuple[bool, float, float]:
+    def rate(cell: PlannedCell) -> tuple[bool, int, float, float]:
         """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
-        rarity = sum(1 / counts[name] for name in touched[cell])
-        rate = rarity / max(MIN_SECONDS, reach[name_in_record(cell.cell)].seconds)
-        return not sets_option(cell.cell, mentioned_options), -rate * len(missing[cell]), -rate
+        recorded = reach[name_in_record(cell.cell)]
+        rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
+        return recorded.failed, -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
 
     # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
     # it still is when it is rated again.

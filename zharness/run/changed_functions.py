@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
 
-from zharness.engines.registry import find_checkout, info
+from zharness.engines.registry import find_checkout, info, is_part_of_larger_distribution
 from zharness.errors import UsageError
 from zharness.run.engine_sources import (
     MODULE_LEVEL,
@@ -141,27 +141,46 @@ def find_changed_functions(engine: str, base: str, recorded: Set[str] = frozense
     the condition of a branch changes, the branches that it had count too, and those that it has now are among the
     names. Comments do not count, and neither does what ``base`` has changed since then. Lines outside of all functions
     count as a function ``<module>`` of their file, and so do all lines of a file of the engine's packages that no
-    record measures. A file that was renamed counts as deleted under its old name and as new
-    under the new one. Raises UsageError as ``find_changed_source`` does.
+    record measures, unless the engine is a small part of its distribution. A file that was renamed counts as deleted
+    under its old name and as new under the new one. Raises UsageError as ``find_changed_source`` does.
     """
     source = find_changed_source(engine, base)
-    hunks_by_path = dict[str, list[Hunk]]()
-    for hunk in parse_diff(run_git(source.root, engine, *DIFF, source.start, "--", "*.py")):
-        hunks_by_path.setdefault(hunk.path, []).append(hunk)
     changed = dict[str, str]()
-    for path, hunks in hunks_by_path.items():
-        if not source.has(path):
-            continue
-        prefix = f"{source.name_in_record(path)}:"
-        change = FileChange(path, *source.read_both_sides(path), tuple(hunks))
-        if not source.is_measured(path):
-            if has_changed_code(change):
+    for change in iter_file_changes(source, engine):
+        prefix = f"{source.name_in_record(change.path)}:"
+        if not source.is_measured(change.path):
+            if not is_part_of_larger_distribution(engine) and has_changed_code(change):
                 changed[prefix + MODULE_LEVEL] = prefix + MODULE_LEVEL
             continue
         known = {name.removeprefix(prefix) for name in recorded if name.startswith(prefix)}
         names = name_changes(change, known)
         changed |= {prefix + name: prefix + counted for name, counted in names.items()}
     return changed
+
+
+def read_changed_lines(engine: str, base: str) -> str:
+    """Return the changed lines of the files that ``find_changed_functions`` names functions of, both old and new ones.
+
+    Comments are left out. Raises UsageError as ``find_changed_source`` does, and SyntaxError or TokenError if a file is
+    not valid Python.
+    """
+    source = find_changed_source(engine, base)
+    found = list[str]()
+    for change in iter_file_changes(source, engine):
+        if source.is_measured(change.path):
+            sides = zip((change.old_text, change.new_text), list_changed_lines(change), strict=True)
+            found += [text.splitlines()[line - 1] for text, lines in sides for line in sorted(lines)]
+    return "\n".join(found)
+
+
+def iter_file_changes(source: ChangedSource, engine: str) -> Iterator[FileChange]:
+    """Yield the Python files of ``source`` that differ from the commit at which it starts."""
+    hunks_by_path = dict[str, list[Hunk]]()
+    for hunk in parse_diff(run_git(source.root, engine, *DIFF, source.start, "--", "*.py")):
+        hunks_by_path.setdefault(hunk.path, []).append(hunk)
+    for path, hunks in hunks_by_path.items():
+        if source.has(path):
+            yield FileChange(path, *source.read_both_sides(path), tuple(hunks))
 
 
 def name_changes(change: FileChange, recorded: Set[str]) -> dict[str, str]:

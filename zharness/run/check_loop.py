@@ -28,7 +28,14 @@ from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.outcomes import outcome_name
 from zharness.run.plan import ARRAY_WORLD_SIZES, Plan, plan_with_coverage, shuffle_cells, validate_request
-from zharness.run.reach import observe_with_reach, write_reach
+from zharness.run.reach import (
+    CellReach,
+    ReachRecorder,
+    name_in_record,
+    observe_with_reach,
+    open_reach_recorder,
+    read_earlier_reach,
+)
 from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
 from zharness.run.stale_failures import describe_stale_failures
@@ -114,6 +121,16 @@ class RunOptions:
         if reach_folder is not None:
             observe = partial(observe_with_reach, str(reach_folder))
         return Runner(environments, self.timeout, self.seed, self.isolation, expected, self.withheld_policy, observe)
+
+    def read_earlier_reach(self) -> Mapping[str, CellReach]:
+        """Return what the earlier cells have reached, if the run records reach. Raises UsageError."""
+        return read_earlier_reach(self.reach_file, self.earlier_cells) if self.reach_file is not None else {}
+
+    def ran_earlier(self, planned: PlannedCell, earlier_reach: Mapping[str, CellReach]) -> bool:
+        """Return whether a cell has run before, and what it reaches is known if this run records that."""
+        if planned.cell not in self.earlier_cells or self.reach_file is None:
+            return planned.cell in self.earlier_cells
+        return bool(planned.unsupported_reason) or name_in_record(planned.cell) in earlier_reach
 
     def order_cells(self, cells: Sequence[PlannedCell]) -> Sequence[PlannedCell]:
         """Return the cells in the order in which they run, the cells of one pool of ranks one after the other.
@@ -216,21 +233,15 @@ def run_request(
         selected = select_changed_cells(request, runners[0].claims, options.changes) if options.changes else None
         cells = planned.cells if selected is None else selected.cells
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
-        rest = [cell for cell in cells if cell.cell not in options.earlier_cells]
+        earlier_reach = options.read_earlier_reach()
+        rest = [cell for cell in cells if not options.ran_earlier(cell, earlier_reach)]
         pin_runners_to_cores(runners, rest)
-
-        def save_reach(records: Sequence[Record]) -> None:
-            """Write what the cells of ``records`` have reached, if the options ask for it."""
-            if reach_folder is not None and options.reach_file is not None:
-                write_reach(reach_folder, records, options.reach_file)
-
+        sink = open_sink()
         finished = run_cells(options.order_cells(rest), runners, options.stop)
-        try:
-            records = collect_records(finished, open_sink(), rest)
-        except RunInterrupted as interrupted:
-            save_reach(interrupted.records)
-            raise
-        save_reach(records)
+        if reach_folder is not None and options.reach_file is not None:
+            recorder = stack.enter_context(open_reach_recorder(reach_folder, options.reach_file, earlier_reach))
+            finished = record_reach(finished, recorder)
+        records = collect_records(finished, sink, rest)
         missing_claims = describe_missing_claims(cells, runners[0].claims)
     if selected is not None or len(records) < len(cells):
         # The cells that did not run might need the expected failures that none has needed.
@@ -246,6 +257,13 @@ def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> li
     laws = sorted({cell.cell.law for cell in cells} - {record.cell.law for record in records})
     left = f"; these laws did not run: {', '.join(laws)}" if laws else ""
     return [f"STOPPED after {len(records)} of {len(cells)} cells{left}"]
+
+
+def record_reach(records: Iterable[Record], recorder: ReachRecorder) -> Iterator[Record]:
+    """Yield ``records``, after adding what their cells have reached to ``recorder``."""
+    for record in records:
+        recorder.add(record)
+        yield record
 
 
 def collect_records(finished: Iterable[Record], sink: RecordFile | None, cells: Sequence[PlannedCell]) -> list[Record]:

@@ -2,15 +2,18 @@
 
 The record is a file of JSON lines. The first line has the version of the format, which REACH_VERSION counts, and the
 names of all functions and of their branches, as in
-``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with the numbers of
-those that it reached. coverage.py measures on the ranks, which makes a run about 1.5 times as long.
+``deepspeed/runtime/engine.py:DeepSpeedEngine.step > if self.training``, and each other line a cell with its seconds,
+its verdict and the numbers of those that it reached. coverage.py measures on the ranks, which makes a run about 1.5
+times as long.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,20 +32,28 @@ from zharness.run.engine_sources import (
 )
 from zharness.run.files import write_atomically
 from zharness.run.observe_and_judge import observe
-from zharness.run.record import Record
+from zharness.run.record import Record, Verdict
 
 if TYPE_CHECKING:
     from coverage import Coverage
 
 REACH_VERSION = 2  # of the format; the first had no branches and no version. The cache keys of workflows have it too.
 
+SAVE_INTERVAL = 300.0  # seconds between two writings of a record whose run goes on
+
 
 @dataclass(frozen=True)
 class CellReach:
-    """The functions that the ranks of one cell reached, and the seconds that the cell took."""
+    """The functions that the ranks of one cell reached, the seconds that the cell took, and its verdict."""
 
     functions: frozenset[str]
     seconds: float
+    verdict: Verdict = Verdict.PASS
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the cell failed without a change, be it as expected, so that it cannot notice one."""
+        return self.verdict not in (Verdict.PASS, Verdict.CONTRACT)
 
 
 def observe_with_reach(
@@ -64,7 +75,8 @@ def observe_with_reach(
         data.set_query_context(cell.id)
         lines = {path: data.lines(path) or [] for path in data.measured_files()}
         content = json.dumps({"cell": cell.id, "lines": {path: reached for path, reached in lines.items() if reached}})
-        Path(folder, f"{os.getpid()}.{uuid4().hex}.json").write_text(content, encoding="utf-8")
+        # The recorder reads the folder while other cells run.
+        write_atomically(content, Path(folder, f"{os.getpid()}.{uuid4().hex}.json"))
 
 
 @cache
@@ -112,31 +124,87 @@ def is_top_level(path: Path, number: int) -> bool:
     return (folder / "__init__.py").is_file() and not (folder.parent / "__init__.py").is_file()
 
 
-def write_reach(folder: Path, records: Iterable[Record], path: Path) -> None:
-    """Write into the record ``path`` which functions have the lines that the ranks left in ``folder``.
+class ReachRecorder:
+    """Collects what cells reach while they run, and writes it into the record ``path`` every SAVE_INTERVAL seconds.
 
-    Raises UsageError if that fails.
+    Ranks leave the lines that they reach in ``folder``. ``earlier`` is what cells of earlier runs have reached, which
+    the record keeps. ``clock()`` returns the time in seconds.
     """
-    seconds = {record.cell.id: record.seconds for record in records}
-    reached = dict[str, set[str]]()
-    for file in folder.glob("*.json"):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        modules = list_source_modules(info(Cell.parse(content["cell"]).engine))
-        reached.setdefault(content["cell"], set()).update(
-            name
-            for source, lines in content["lines"].items()
-            for name in map(name_lines_of_file(source, modules).get, lines)
-            if name is not None
-        )
-    names = sorted(set().union(*reached.values()))
-    numbers = {name: number for number, name in enumerate(names)}
-    lines = [
-        {"cell": cell, "seconds": round(seconds[cell], 3), "functions": sorted(numbers[name] for name in functions)}
-        for cell, functions in reached.items()
-        if cell in seconds
-    ]
-    head = {"version": REACH_VERSION, "functions": names}
-    write_atomically("".join(json.dumps(line) + "\n" for line in (head, *lines)), path)
+
+    def __init__(
+        self, folder: Path, path: Path, earlier: Mapping[str, CellReach], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder = folder
+        self._path = path
+        self._clock = clock
+        self._saved = clock()
+        # Tuples: the sets of a whole covering array would take a quarter of a gigabyte.
+        self._functions = {cell: tuple(reach.functions) for cell, reach in earlier.items()}
+        self._outcomes = {cell: (reach.seconds, reach.verdict) for cell, reach in earlier.items()}
+        self._running = dict[str, set[str]]()
+
+    def add(self, record: Record) -> None:
+        """Add what the cell of ``record`` has reached, unless no rank has left anything of it."""
+        for file in self._folder.glob("*.json"):
+            content = json.loads(file.read_text(encoding="utf-8"))
+            cell = Cell.parse(content["cell"])
+            names = name_reached_lines(content["lines"], list_source_modules(info(cell.engine)))
+            self._running.setdefault(name_in_record(cell), set()).update(names)
+            file.unlink()
+        name = name_in_record(record.cell)
+        if name in self._running:
+            self._functions[name] = tuple(self._running.pop(name))
+            self._outcomes[name] = (record.seconds, record.verdict)
+        if self._clock() - self._saved >= SAVE_INTERVAL:
+            self.save()
+
+    def save(self) -> None:
+        """Write the record. Raises UsageError if that fails."""
+        names = sorted(set().union(*self._functions.values()))
+        numbers = {name: number for number, name in enumerate(names)}
+        lines = [
+            {
+                "cell": cell,
+                "seconds": round(self._outcomes[cell][0], 3),
+                "verdict": self._outcomes[cell][1].value,
+                "functions": sorted(numbers[name] for name in functions),
+            }
+            for cell, functions in self._functions.items()
+        ]
+        head = {"version": REACH_VERSION, "functions": names}
+        write_atomically("".join(json.dumps(line) + "\n" for line in (head, *lines)), self._path)
+        self._saved = self._clock()
+
+
+def name_reached_lines(lines: Mapping[str, Sequence[int]], modules: tuple[str, ...]) -> set[str]:
+    """Return the functions and branches that have ``lines``, the numbers of the lines of each source file."""
+    return {
+        name
+        for source, reached in lines.items()
+        for name in map(name_lines_of_file(source, modules).get, reached)
+        if name is not None
+    }
+
+
+@contextmanager
+def open_reach_recorder(folder: Path, path: Path, earlier: Mapping[str, CellReach]) -> Iterator[ReachRecorder]:
+    """Open a ReachRecorder, which writes the record when the ``with`` block ends, also if the block raises."""
+    recorder = ReachRecorder(folder, path, earlier)
+    try:
+        yield recorder
+    finally:
+        recorder.save()
+
+
+def read_earlier_reach(path: Path, earlier_cells: Set[Cell]) -> dict[str, CellReach]:
+    """Read what ``earlier_cells`` have reached, by ``name_in_record``; a run without any starts a new record.
+
+    Raises UsageError as ``read_reach`` does.
+    """
+    if not earlier_cells or not path.exists():
+        return {}
+    names = set(map(name_in_record, earlier_cells))
+    return {name: reach for name, reach in read_reach(path).items() if name in names}
 
 
 def name_in_record(cell: Cell) -> str:
@@ -158,7 +226,9 @@ def read_reach(path: Path) -> dict[str, CellReach]:
         require_version(head.get("version", 1), path)
         return {
             name_in_record(Cell.parse(line["cell"])): CellReach(
-                frozenset(names[number] for number in line["functions"]), line["seconds"]
+                frozenset(names[number] for number in line["functions"]),
+                line["seconds"],
+                Verdict(line.get("verdict", Verdict.PASS)),
             )
             for line in lines
         }
