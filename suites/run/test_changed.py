@@ -22,6 +22,7 @@ from zharness.run.candidate_cells import (
     count_mentions,
     estimate_reach,
     find_mentions,
+    find_named_laws,
     plan_further_cells,
 )
 from zharness.run.cell_planner import PlannedCell
@@ -150,6 +151,19 @@ def test_cells_count_the_values_that_a_change_names() -> None:
     cell = Cell("training.grads", "reference", 0, 2, "bf16", "mlp", engine_variant="overlap_comm+2_by_caller")
     assert count_mentions(cell, {"bf16", ACCUMULATION, "overlap_comm", "fp16", "tiny_buckets"}) == 3
     assert count_mentions(make_cell("training.grads").cell, {"bf16", ACCUMULATION}) == 0
+
+
+def test_laws_that_have_a_rare_word_of_the_changed_lines_come_first() -> None:
+    laws = {"precision.buffers_keep_dtype", "torch_func.vmap", *(f"training.grads_{number}" for number in range(4))}
+    text = "flat = torch.empty(size, dtypes[0], Grads)\nvmapped()"
+    assert find_named_laws(laws, text) == {"precision.buffers_keep_dtype"}
+    cells = [make_cell("training.grads"), make_cell("training.grads", 1), make_cell("torch_func.vmap", 1)]
+    reach = {
+        cell.cell.id: CellReach(frozenset({"f:a"}), seconds) for cell, seconds in zip(cells, (1, 1, 5), strict=True)
+    }
+    reaching = find_reaching_cells(cells, reach, {"f:a"})
+    assert list(order_cells(reaching, reach)) == cells
+    assert next(order_cells(reaching, reach, named_laws={"torch_func.vmap"})) == cells[2]
 
 
 def test_a_cell_that_a_record_lacks_reaches_what_most_cells_of_its_law_and_stage_do() -> None:
