@@ -29,6 +29,7 @@ from zharness.run.reach import CellReach, name_in_record, read_reach
 
 MAX_NAMED = 5  # functions in a sentence
 NAMED_LAW_FACTOR = 10  # for a cell whose law has a rare word of the changed lines in its name
+FAILED_FACTOR = 0.25  # for a cell that failed when it was recorded: it notices a change if it fails otherwise
 MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
 
 
@@ -192,11 +193,11 @@ def order_cells(
 ) -> Iterator[PlannedCell]:
     """Yield the cells, at each point the most promising one.
 
-    Cells that failed when they were recorded come last. Of the others, those come first that have the most of the
-    values ``mentioned``, which the change names. Then a cell promises more, the fewer cells reach the changed functions
-    and branches that it reaches, the more pairs of its law variant, options, model and other values no earlier cell
-    has, and the shorter it is; one of ``named_laws`` promises NAMED_LAW_FACTOR times as much. Every function of a file
-    that differs outside of functions counts as changed: otherwise the cells that reach any would all promise the same.
+    Those come first that have the most of the values ``mentioned``, which the change names. Then a cell promises more,
+    the fewer cells reach the changed functions and branches that it reaches, the more pairs of its law variant,
+    options, model and other values no earlier cell has, and the shorter it is. One of ``named_laws`` promises more, and
+    one that failed when it was recorded promises less. Every function of a file that differs outside of functions
+    counts as changed: otherwise the cells that reach any would all promise the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
@@ -207,12 +208,13 @@ def order_cells(
         cell: list_pairs(cell.cell, name_law_variant(cell.cell.law, cell.cell.variant)) for cell in reaching
     }
 
-    def rate(cell: PlannedCell) -> tuple[bool, int, float, float]:
+    def rate(cell: PlannedCell) -> tuple[int, float, float]:
         """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
         recorded = reach[name_in_record(cell.cell)]
         rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
         rate *= NAMED_LAW_FACTOR if cell.cell.law in named_laws else 1
-        return recorded.failed, -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
+        rate *= FAILED_FACTOR if recorded.failed else 1
+        return -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
 
     # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
     # it still is when it is rated again.
