@@ -108,7 +108,7 @@ def test_a_record_has_the_verdict_and_the_seconds_of_the_last_run_of_a_cell(tmp_
     path, cell = tmp_path / "reach.jsonl", Cell("training.grads", "ddp@/a", 0, 2, "fp32", "mlp")
     with open_reach_recorder(tmp_path, path, {name_in_record(cell): CellReach(frozenset({"f:a"}), 1.0)}) as recorder:
         (tmp_path / "1.json").write_text(json.dumps({"cell": cell.id, "lines": {}}), encoding="utf-8")
-        recorder.add(Record(cell, 0, Verdict.FAIL, "0", "2", seconds=2.0))
+        recorder.add(Record(cell, 0, Verdict.FAIL, "0", "2", seconds=9.0, rank_cpu_seconds=4.0))
     assert read_reach(path) == {name_in_record(cell): CellReach(frozenset(), 2.0, Verdict.FAIL)}
     assert read_reach(path)[name_in_record(cell)].failed
     assert not list(tmp_path.glob("*.json"))

@@ -27,6 +27,8 @@ from zharness.run.reach import CellReach, name_in_record
 ENOUGH_CELLS = 500
 WINDOWS = ("2_by_caller", "2_by_engine")  # in which cells run that have another window or none
 MIN_KEY_LENGTH = 8  # of a key that identifies an option in source; shorter ones are words such as "enabled"
+MIN_WORD_LENGTH = 4  # of a word that names a law
+MAX_LAWS_OF_WORD = 3  # more have words such as "grad" and "step"
 COMMON_KEYS = frozenset({"zero_optimization"})
 ACCUMULATION = "accumulation"  # stands for every window of several micro-batches
 MENTIONS = {
@@ -161,6 +163,22 @@ def find_mentions(options: Mapping[str, EngineOption], text: str) -> frozenset[s
         if any(key.removeprefix("stage3_") in text for key in list_keys(option.options))
     }
     return frozenset(mentioned | {value for value, words in MENTIONS.items() if words.search(text)})
+
+
+def find_named_laws(laws: Set[str], text: str) -> frozenset[str]:
+    """Return those of ``laws`` whose names have a word of ``text``, the changed lines, that few other names have.
+
+    ``dtype`` in a line stands for ``precision.buffers_keep_dtype``. Words are compared without a final s.
+    """
+    words_of_laws = {law: split_words(law.partition(".")[2]) for law in laws}
+    counts = Counter(word for words in words_of_laws.values() for word in words)
+    rare = {word for word in split_words(text) if len(word) >= MIN_WORD_LENGTH and counts[word] <= MAX_LAWS_OF_WORD}
+    return frozenset(law for law, words in words_of_laws.items() if words & rare)
+
+
+def split_words(text: str) -> set[str]:
+    """Return the words of identifiers in ``text``, in lower case and without a final s."""
+    return {word.removesuffix("s") for word in re.findall("[a-z0-9]+", text.lower())}
 
 
 def list_keys(options: Mapping[str, Any]) -> Iterator[str]:

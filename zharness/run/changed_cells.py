@@ -11,12 +11,13 @@ from pathlib import Path
 from zharness.cell import is_cell_id
 from zharness.errors import UsageError
 from zharness.law_set import name_law_variant
-from zharness.laws import DTYPES
+from zharness.laws import DTYPES, find_laws
 from zharness.run.candidate_cells import (
     add_further_cells,
     count_mentions,
     estimate_reach,
     find_mentions,
+    find_named_laws,
     plan_recorded_cells,
 )
 from zharness.run.cell_planner import PlannedCell
@@ -27,6 +28,8 @@ from zharness.run.plan import ClaimsLookup, Request, plan
 from zharness.run.reach import CellReach, name_in_record, read_reach
 
 MAX_NAMED = 5  # functions in a sentence
+NAMED_LAW_FACTOR = 10  # for a cell whose law has a rare word of the changed lines in its name
+FAILED_FACTOR = 0.25  # for a cell that failed when it was recorded: it notices a change if it fails otherwise
 MIN_SECONDS = 0.05  # of a cell; a measured time below it says nothing
 
 
@@ -75,12 +78,14 @@ def select_changed_cells(request: Request, claims: ClaimsLookup, selection: Chan
             for stage in {cell.cell.stage for cell in own}
             for name, option in claims(engine, stage).engine_options.items()
         }
-        mentioned = find_mentions(options, "\n".join((*named, read_changed_lines(engine, selection.base))))
+        lines = read_changed_lines(engine, selection.base)
+        mentioned = find_mentions(options, "\n".join((*named, lines)))
         mentioned -= set(DTYPES) - {*request.dtypes, *request.array_dtypes}
         candidates, measured = (
             (chosen, known) if is_of_single_cells else add_further_cells(chosen, known, claims, mentioned)
         )
-        cells += order_cells(candidates, measured, mentioned)
+        named_laws = find_named_laws({law.name for law in find_laws(())}, lines)
+        cells += order_cells(candidates, measured, mentioned, named_laws)
         unmeasured = frozenset(find_unmeasured_files(engine, selection.base))
         sentence = describe_selection(engine, selection.base, changed, own, chosen, known, unmeasured)
         added = len(candidates) - len(chosen)
@@ -184,14 +189,15 @@ def order_cells(
     reaching: Mapping[PlannedCell, frozenset[str]],
     reach: Mapping[str, CellReach],
     mentioned: Set[str] = frozenset(),
+    named_laws: Set[str] = frozenset(),
 ) -> Iterator[PlannedCell]:
     """Yield the cells, at each point the most promising one.
 
-    Cells that failed when they were recorded come last. Of the others, those come first that have the most of the
-    values ``mentioned``, which the change names. Then a cell promises more, the fewer cells reach the changed functions
-    and branches that it reaches, the more pairs of its law variant, options, model and other values no earlier cell
-    has, and the shorter it is. Every function of a file that differs outside of functions counts as changed: otherwise
-    the cells that reach any would all promise the same.
+    Those come first that have the most of the values ``mentioned``, which the change names. Then a cell promises more,
+    the fewer cells reach the changed functions and branches that it reaches, the more pairs of its law variant,
+    options, model and other values no earlier cell has, and the shorter it is. One of ``named_laws`` promises more, and
+    one that failed when it was recorded promises less. Every function of a file that differs outside of functions
+    counts as changed: otherwise the cells that reach any would all promise the same.
     """
     touched = {
         cell: functions | find_functions_of_modules(functions, reach[name_in_record(cell.cell)].functions)
@@ -202,11 +208,13 @@ def order_cells(
         cell: list_pairs(cell.cell, name_law_variant(cell.cell.law, cell.cell.variant)) for cell in reaching
     }
 
-    def rate(cell: PlannedCell) -> tuple[bool, int, float, float]:
+    def rate(cell: PlannedCell) -> tuple[int, float, float]:
         """Return how promising a cell is, negated: first by its pairs that are missing, then without them."""
         recorded = reach[name_in_record(cell.cell)]
         rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
-        return recorded.failed, -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
+        rate *= NAMED_LAW_FACTOR if cell.cell.law in named_laws else 1
+        rate *= FAILED_FACTOR if recorded.failed else 1
+        return -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
 
     # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
     # it still is when it is rated again.

@@ -44,7 +44,10 @@ SAVE_INTERVAL = 300.0  # seconds between two writings of a record whose run goes
 
 @dataclass(frozen=True)
 class CellReach:
-    """The functions that the ranks of one cell reached, the seconds that the cell took, and its verdict."""
+    """The functions that the ranks of one cell reached, its verdict, and the seconds that it took.
+
+    These are processor seconds of one rank, or those of the clock if a rank did not return.
+    """
 
     functions: frozenset[str]
     seconds: float
@@ -52,7 +55,7 @@ class CellReach:
 
     @property
     def failed(self) -> bool:
-        """Return whether the cell failed without a change, be it as expected, so that it cannot notice one."""
+        """Return whether the cell failed without a change, be it as expected."""
         return self.verdict not in (Verdict.PASS, Verdict.CONTRACT)
 
 
@@ -154,7 +157,9 @@ class ReachRecorder:
         name = name_in_record(record.cell)
         if name in self._running:
             self._functions[name] = tuple(self._running.pop(name))
-            self._outcomes[name] = (record.seconds, record.verdict)
+            cpu_seconds = record.rank_cpu_seconds  # of the clock, a busy machine makes ten times as many
+            seconds = record.seconds if cpu_seconds is None else cpu_seconds / record.cell.world_size
+            self._outcomes[name] = (seconds, record.verdict)
         if self._clock() - self._saved >= SAVE_INTERVAL:
             self.save()
 
