@@ -28,6 +28,7 @@ from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.user_model import build_fresh_model
 
 SEED = 0
+PROBED_STEPS, RANDOM_STEPS = 2, 4  # of which the used parameters are found; a forward that draws may differ more often
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
 # The cost of a cell, averaged over those that scripts/bench_model.py measures: forward-backward runs of each rank, in
 # fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
@@ -48,8 +49,10 @@ class ModelFacts:
     ``draws_random_numbers`` is true if the forward draws random numbers;
     ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
     names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
-    micro-batch gives no gradient although they require one. ``read_buffers`` are the names of buffers that a forward
-    writes and the next one reads, as those of observers for quantization; a batch norm in training mode reads none.
+    micro-batch gives no gradient although they require one; ``uneven_parameters`` are those of them that another
+    micro-batch gives one, so that ranks use different parameters in one step. ``read_buffers`` are the names of buffers
+    that a forward writes and the next one reads, as those of observers for quantization; a batch norm in training mode
+    reads none.
     """
 
     size: ModelSize
@@ -59,6 +62,7 @@ class ModelFacts:
     draws_random_numbers: bool
     inapplicable_laws: frozenset[str]
     unused_parameters: tuple[str, ...] = ()
+    uneven_parameters: tuple[str, ...] = ()
     read_buffers: tuple[str, ...] = ()
     shared_draws: str = ""
 
@@ -131,18 +135,22 @@ def measure_model(
     require_finite_weights(name, model)
     require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
-    require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
+    refuse_sparse_gradients(name, model)
+    require_deterministic_factory(name, list_state(model), list_state(build_fresh_model(name, SEED)))
     require_seeded_batches(spec)
     baseline = Baseline(
         spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
     )
-    with raise_as_usage_error(f"plain PyTorch on the model of {name}"):
+    with raise_as_usage_error(f"plain PyTorch on the model of {name}{describe_conversion(model, dtype)}"):
         first = baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer
         began = time.perf_counter()
         second = baseline.run_rank(0, 0)
         seconds = time.perf_counter() - began
     require_deterministic_results(name, first, second)
     is_random = has_random_forward(baseline, first)
+    uses = list_uses(baseline, first, RANDOM_STEPS if is_random else PROBED_STEPS)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    unused = tuple(name for name in trained if not all(name in used for used in uses))
     return ModelFacts(
         size=ModelSize.measure(model, dtype),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -151,11 +159,17 @@ def measure_model(
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
         read_buffers=find_read_buffers(baseline, first),
-        unused_parameters=find_unused_parameters(baseline, model, first),
+        unused_parameters=unused,
+        uneven_parameters=tuple(name for name in unused if any(name in used for used in uses)),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
         ),
     )
+
+
+def list_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the model's state dict, without the objects that ``get_extra_state`` adds to it."""
+    return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
@@ -217,6 +231,31 @@ def require_matching_dtype(name: str, model: nn.Module, dtype: str) -> None:
         raise UsageError(
             f"the trained parameters of {name} are {wanted[0]}, but they would be trained in {dtype}; give --dtype "
             f"{wanted[0]}, under which engines keep fp32 master weights, or return the model in fp32"
+        )
+
+
+def describe_conversion(model: nn.Module, dtype: str) -> str:
+    """Describe the low-precision parameters beside fp32 ones that cells train in ``dtype``, or return ''."""
+    low = [key for key, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_PRECISION_DTYPES.values()]
+    if dtype != "fp32" or not low:
+        return ""
+    return (
+        f" (whose parameter {low[0]!r} is not fp32, as others are, although every parameter is trained in fp32: cast "
+        "its inputs to its own dtype, as in x.to(self.layer.weight.dtype), not to a fixed one, or freeze it)"
+    )
+
+
+def refuse_sparse_gradients(name: str, model: nn.Module) -> None:
+    """Raise UsageError for an embedding with sparse gradients, which torch's AdamW refuses, by which laws train."""
+    sparse = [
+        key
+        for key, module in model.named_modules()
+        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    if sparse:
+        raise UsageError(
+            f"the module {sparse[0] or 'itself'!r} of the model of {name} has sparse gradients, which torch's AdamW "
+            "refuses, and so the laws that train with it; build it with sparse=False, which gives the same numbers"
         )
 
 
@@ -294,13 +333,14 @@ def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]
     return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))
 
 
-def find_unused_parameters(baseline: Baseline, model: nn.Module, first: LocalResult) -> tuple[str, ...]:
-    """Return the names of the trained parameters that get no gradient from a micro-batch of rank 0 or 1.
+def list_uses(baseline: Baseline, first: LocalResult, steps: int) -> list[set[str]]:
+    """Return the names of the parameters that get a gradient from each micro-batch of ranks 0 and 1 in ``steps`` steps.
 
-    ``first`` is the result of rank 0 on its first micro-batch.
+    ``first`` is the result of rank 0 on its first micro-batch. A branch that depends on the data, or on random numbers,
+    uses different parameters for different micro-batches.
     """
-    used = first.grads.keys() & baseline.run_rank(1, 0).grads.keys()
-    return tuple(name for name, p in model.named_parameters() if p.requires_grad and name not in used)
+    others = [(rank, step) for step in range(steps) for rank in (0, 1)][1:]
+    return [set(first.grads), *(set(baseline.run_rank(rank, step).grads) for rank, step in others)]
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:

@@ -1,0 +1,61 @@
+"""Models of users with a branch, a drawn branch, a weight computed by hooks, and a state that is no tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from suites.model.tiny import draw, score
+
+
+class Branching(nn.Module):
+    """A model that uses one of two weights, chosen by its inputs or by a random number."""
+
+    def __init__(self, is_drawn: bool) -> None:
+        super().__init__()
+        self.is_drawn = is_drawn
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(5, 8) / 3) for _ in range(2)])
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chosen = torch.rand(()) < 0.5 if self.is_drawn else inputs.sum() > 0
+        return self.last(inputs @ self.weights[int(chosen)])  # type: ignore[no-any-return]
+
+
+def branching() -> Any:
+    """Return a model whose branch depends on the data."""
+    return Branching(is_drawn=False), draw, score
+
+
+def drawing() -> Any:
+    """Return a model whose branch depends on a random number, as layer drop does."""
+    return Branching(is_drawn=True), draw, score
+
+
+def weight_norm_by_hooks() -> Any:
+    """Return a model whose weight is computed by the hook of torch's deprecated weight_norm."""
+    first = nn.utils.weight_norm(nn.Linear(5, 8))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3)), draw, score
+
+
+class Counting(nn.Linear):
+    """A layer whose state dict has a number of its own."""
+
+    forwards = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"forwards": self.forwards}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.forwards = state["forwards"]
+
+
+def extra_state() -> Any:
+    """Return a model with an extra state."""
+    return Counting(5, 3), draw, score
