@@ -1,4 +1,4 @@
-"""Models of users with a branch, a drawn branch, a weight computed by hooks, and a state that is no tensor."""
+"""Models of users with a branch, a drawn branch, computed weights, and a state that is no tensor."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def drawing() -> Any:
 def weight_norm_by_hooks() -> Any:
     """Return a model whose weight is computed by the hook of torch's deprecated weight_norm."""
     first = nn.utils.weight_norm(nn.Linear(5, 8))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3)), draw, score
+
+
+def spectral_norm() -> Any:
+    """Return a model whose forward writes buffers by a power iteration, from which the next forward starts."""
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8))
     return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3)), draw, score
 
 

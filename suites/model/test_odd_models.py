@@ -18,6 +18,7 @@ BRANCHES = ("weights.0", "weights.1")
 @pytest.mark.cells("ddp", checks=("training.grads", "state.resume"), models=(f"{ODD}:weight_norm_by_hooks",))
 @pytest.mark.cells("reference", stages=(3,), checks=("state.resume",), models=(f"{ODD}:extra_state",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("training.grads",), models=(f"{ODD}:weight_norm_by_hooks",))
+@pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ODD}:spectral_norm",))
 def test_an_odd_model_is_not_red(record: Record) -> None:
     assert not describe_problem(record), describe_problem(record)
 
@@ -30,6 +31,13 @@ def list_reasons(model: str, engine: str, stage: int) -> set[str]:
     facts = measure_model(check_request.model, "fp32", "")
     cells = plan_model_cells(check_request.build_request(), check_request, facts, lambda _engine, _stage: claims)
     return {cell.unsupported_reason for cell in cells}
+
+
+def test_a_converged_power_iteration_is_a_buffer_that_forwards_write_and_read() -> None:
+    facts = measure_model(f"{ODD}:spectral_norm", "fp32", "")
+    assert set(facts.read_buffers) == {"0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"}
+    (reason,) = {reason for reason in list_reasons("spectral_norm", "reference", 3) if "buffers" in reason}
+    assert "forward reads buffers that earlier forwards wrote (0.parametrizations" in reason
 
 
 @pytest.mark.parametrize("model", ["branching", "drawing"])

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +159,7 @@ def measure_model(
         machine_speed=measure_machine_speed(),
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
-        read_buffers=find_read_buffers(baseline, first),
+        read_buffers=find_read_buffers(baseline),
         unused_parameters=unused,
         uneven_parameters=tuple(name for name in unused if any(name in used for used in uses)),
         inapplicable_laws=frozenset(
@@ -319,18 +320,39 @@ def explain_shared_draws(baseline: Baseline) -> str:
     return ""
 
 
-def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]:
-    """Return the names of the buffers that a forward writes, if they change the loss of a later one.
+def find_read_buffers(baseline: Baseline) -> tuple[str, ...]:
+    """Return the names of the buffers that a forward writes, if other values of them change the loss of a forward.
 
-    ``first`` is the result of a first forward on rank 0's first micro-batch, which here follows another micro-batch.
+    A forward that writes a buffer may leave its numbers as they are, as the power iteration of spectral norm does once
+    it has converged, until the weights change. So a write is seen by the buffer's version, not by its numbers.
     """
     model = baseline.build_module()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batches = baseline.batch(0, 1), baseline.batch(0, 0)
-    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for batch in batches]
-    if tensors_equal(first.loss, losses[1]):
-        return ()
-    return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))
+    batch = baseline.batch(0, 0)
+    before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+    def compute_loss(module: nn.Module) -> Tensor:
+        """Return the loss of the micro-batch."""
+        return baseline.objective(baseline.compute_output(module, batch), batch).detach()
+
+    loss = compute_loss(model)
+    after = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    # Tensors are compared by identity: a forward may put another tensor into the place of a buffer.
+    written = [name for name in after if name not in before or any(map(is_not, after[name], before[name]))]
+    other = baseline.build_module()
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, buffer in other.named_buffers():
+            if name in written:
+                change_buffer(buffer, generator)
+    return () if not written or tensors_equal(loss, compute_loss(other)) else tuple(written)
+
+
+def change_buffer(buffer: Tensor, generator: torch.Generator) -> None:
+    """Add to each number of a buffer a random part of its own size, or 1 to each integer; bools stay."""
+    if buffer.is_floating_point() and buffer.numel():
+        buffer += torch.rand(buffer.shape, generator=generator).to(buffer) * (buffer.abs() + buffer.abs().mean())
+    elif buffer.dtype is not torch.bool and not buffer.is_complex():
+        buffer += 1
 
 
 def list_uses(baseline: Baseline, first: LocalResult, steps: int) -> list[set[str]]:
