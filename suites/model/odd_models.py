@@ -65,3 +65,19 @@ class Counting(nn.Linear):
 def extra_state() -> Any:
     """Return a model with an extra state."""
     return Counting(5, 3), draw, score
+
+
+class TransposedWeight(nn.Module):
+    """A layer whose weight is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight
+
+
+def transposed() -> Any:
+    """Return a model with a transposed weight."""
+    return TransposedWeight(), draw, score

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from suites.warm import programs
 from zharness import engines
+from zharness.cell import Cell
+from zharness.engines.registry import resolve_version
 from zharness.run import Record
+from zharness.run.matching_failures import describe_known_cause
 from zharness.run.model_check import ModelCheckRequest, plan_model_cells
 from zharness.run.model_facts import measure_model
 from zharness.run.model_limits import describe_uneven_ranks
@@ -46,6 +50,27 @@ def test_a_branch_is_found_that_ranks_take_differently(model: str) -> None:
     assert facts.uneven_parameters == BRANCHES
     assert "2 parameters (weights.0, weights.1)" in describe_uneven_ranks(facts)
     assert not measure_model("suites.model.zoo:unused", "fp32", "").uneven_parameters, "no rank uses them"
+
+
+def test_a_failure_of_a_known_bug_s_message_names_the_bug() -> None:
+    """The model of a user is none of those that the entries about DeepSpeed 0.19.8 name."""
+    cell = Cell("training.grads", "deepspeed", 2, 2, "fp32", f"{ODD}:transposed")
+    raised = "RuntimeError: self.stride(-1) must be 1 to view Float as Byte (different element sizes), but got 5"
+    known = describe_known_cause(cell, "0.19.8", "crash", raised, "")
+    assert known.startswith(
+        "deepspeed has a known bug with this message (deepspeedai/DeepSpeed#6571): initialize views"
+    )
+    assert not describe_known_cause(cell, "0.19.7", "crash", raised, ""), "this release has no such bug"
+    assert not describe_known_cause(cell, "0.19.8", "crash", "rank 1 was ended by a signal: SIGABRT, before", "")
+
+
+def test_a_model_around_which_an_engine_cannot_be_built_is_refused_with_the_known_bug() -> None:
+    if resolve_version("deepspeed") != "0.19.8":
+        pytest.skip("the bug is of DeepSpeed 0.19.8")
+    arguments = (f"{ODD}:transposed", "--engine", "deepspeed", "--stage", "1", "--only", "training.grads")
+    done = programs.run("-m", "zharness", "model", *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "_broadcast_model); deepspeed has a known bug with this message (" in done.stderr
 
 
 def test_an_engine_that_refuses_different_parameters_is_not_failed_for_them() -> None:

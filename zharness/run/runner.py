@@ -26,7 +26,12 @@ from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
-from zharness.run.matching_failures import find_failure_with_remedy, find_matching_failure, find_pool_failure
+from zharness.run.matching_failures import (
+    describe_known_cause,
+    find_failure_with_remedy,
+    find_matching_failure,
+    find_pool_failure,
+)
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
     apply_expected_failure,
@@ -144,7 +149,9 @@ class Runner:
         outcome = self._servers[cell.engine].submit(task)
         cause = outcome.cause
         if cause is not None and cause.end is RankEnd.RAISED:
-            raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
+            error = make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
+            known = describe_known_cause(cell, get_engine_version(cell.engine), Verdict.CRASH.value, str(error), "")
+            raise UsageError(f"{error}; {known}") if known else error
         return None if cause is None else make_failure_record(outcome, self._blank_record(cell))
 
     def run(self, planned: PlannedCell) -> Record:
@@ -183,6 +190,9 @@ class Runner:
                     cell, version, remedied.verdict.value, remedied.cause, remedied.details, user_failures
                 )
                 record = apply_remedy(record, expected, remedied, second)
+        if is_user_model(cell.model) and not record.is_expected:
+            known = describe_known_cause(cell, version, record.verdict.value, record.cause, record.details)
+            return replace(record, notes=(*record.notes, known)) if known else record
         return record
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record, isolation: Isolation) -> Record:
