@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from suites.model.tiny import draw, score
+from suites.model.zoo import draw_sequences, mean_square
+from suites.model.zoo_parts import draw_ids
 
 
 class Branching(nn.Module):
@@ -81,3 +83,45 @@ class TransposedWeight(nn.Module):
 def transposed() -> Any:
     """Return a model with a transposed weight."""
     return TransposedWeight(), draw, score
+
+
+class Causal(nn.Module):
+    """Attention with a mask that the forward makes in fp32, and a product under torch.autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
+        hidden = self.attention(inputs, inputs, inputs, attn_mask=mask)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = hidden * self.last.weight.sum()
+        return self.last(hidden.float())  # type: ignore[no-any-return]
+
+
+def causal() -> Any:
+    """Return a model whose forward names dtypes."""
+    return Causal(), draw_sequences, mean_square
+
+
+class Packing(nn.Module):
+    """A recurrent model that knows the number of its samples, since it has the length of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor([5, 4, 3, 2]), batch_first=True)
+        return self.last(self.layer(packed)[1][-1])  # type: ignore[no-any-return]
+
+
+def packing() -> Any:
+    """Return a model that does not run on a single sample."""
+    return Packing(), draw_sequences, mean_square
+
+
+def limited_norm() -> Any:
+    """Return a model whose forward scales rows of its weight down, in place."""
+    return nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 3)), draw_ids, mean_square

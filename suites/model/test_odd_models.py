@@ -23,6 +23,7 @@ BRANCHES = ("weights.0", "weights.1")
 @pytest.mark.cells("reference", stages=(3,), checks=("state.resume",), models=(f"{ODD}:extra_state",))
 @pytest.mark.cells("fsdp2", stages=(3,), checks=("training.grads",), models=(f"{ODD}:weight_norm_by_hooks",))
 @pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ODD}:spectral_norm",))
+@pytest.mark.cells("deepspeed", stages=(3,), checks=("training.kernels",), models=(f"{ODD}:causal", f"{ODD}:packing"))
 def test_an_odd_model_is_not_red(record: Record) -> None:
     assert not describe_problem(record), describe_problem(record)
 
@@ -50,6 +51,14 @@ def test_a_branch_is_found_that_ranks_take_differently(model: str) -> None:
     assert facts.uneven_parameters == BRANCHES
     assert "2 parameters (weights.0, weights.1)" in describe_uneven_ranks(facts)
     assert not measure_model("suites.model.zoo:unused", "fp32", "").uneven_parameters, "no rank uses them"
+
+
+def test_an_engine_with_masters_is_not_failed_for_weights_that_a_forward_edits() -> None:
+    assert measure_model(f"{ODD}:limited_norm", "fp32", "").edited_parameters == ("0.weight",)
+    reasons = list_reasons("limited_norm", "deepspeed", 2)
+    assert any("edits parameters in place (0.weight)" in reason for reason in reasons)
+    assert "" in reasons, "the gradients are compared"
+    assert list_reasons("limited_norm", "ddp", 0) == list_reasons("extra_state", "ddp", 0)
 
 
 def test_a_failure_of_a_known_bug_s_message_names_the_bug() -> None:

@@ -53,7 +53,8 @@ class ModelFacts:
     micro-batch gives no gradient although they require one; ``uneven_parameters`` are those of them that another
     micro-batch gives one, so that ranks use different parameters in one step. ``read_buffers`` are the names of buffers
     that a forward writes and the next one reads, as those of observers for quantization; a batch norm in training mode
-    reads none.
+    reads none. ``edited_parameters`` are the names of parameters that a forward writes in place, as an embedding with
+    ``max_norm`` does.
     """
 
     size: ModelSize
@@ -65,6 +66,7 @@ class ModelFacts:
     unused_parameters: tuple[str, ...] = ()
     uneven_parameters: tuple[str, ...] = ()
     read_buffers: tuple[str, ...] = ()
+    edited_parameters: tuple[str, ...] = ()
     shared_draws: str = ""
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
@@ -160,6 +162,7 @@ def measure_model(
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
         read_buffers=find_read_buffers(baseline),
+        edited_parameters=find_edited_parameters(baseline),
         unused_parameters=unused,
         uneven_parameters=tuple(name for name in unused if any(name in used for used in uses)),
         inapplicable_laws=frozenset(
@@ -345,6 +348,14 @@ def find_read_buffers(baseline: Baseline) -> tuple[str, ...]:
             if name in written:
                 change_buffer(buffer, generator)
     return () if not written or tensors_equal(loss, compute_loss(other)) else tuple(written)
+
+
+def find_edited_parameters(baseline: Baseline) -> tuple[str, ...]:
+    """Return the names of the parameters that a forward writes in place."""
+    model, batch = baseline.build_module(), baseline.batch(0, 0)
+    before = {name: parameter._version for name, parameter in model.named_parameters()}
+    baseline.compute_output(model, batch)
+    return tuple(name for name, parameter in model.named_parameters() if parameter._version != before[name])
 
 
 def change_buffer(buffer: Tensor, generator: torch.Generator) -> None:

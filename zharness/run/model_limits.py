@@ -29,6 +29,7 @@ def skip_unjudgeable(planned: PlannedCell, facts: ModelFacts, claims: ClaimsLook
         explain_shared_draws(planned, facts)
         or explain_read_buffers(planned, facts)
         or explain_uneven_ranks(planned, facts, claims)
+        or explain_edited_parameters(planned, facts, claims)
     )
     return replace(planned, unsupported_reason=reason)
 
@@ -61,6 +62,19 @@ def explain_uneven_ranks(planned: PlannedCell, facts: ModelFacts, claims: Claims
             f"alone; laws on users' models do not open this block, {UNEVEN_LAW} does"
         )
     return ""
+
+
+def explain_edited_parameters(planned: PlannedCell, facts: ModelFacts, claims: ClaimsLookup) -> str:
+    """Return a reason if a forward edits weights, which the engine refuses, and the law compares more than the first
+    gradients, or ''."""
+    law = get_law(planned.cell.law)
+    refusal = claims(planned.cell.engine, planned.cell.stage).refusal(Feature.IN_PLACE_EDITS)
+    if not facts.edited_parameters or not refusal or (law.is_gradient_law and not law.compares_later_forwards):
+        return ""
+    return (
+        f"the forward edits parameters in place ({facts.edited_parameters[0]}), as an embedding with max_norm does, "
+        f"which the engine refuses: {refusal}"
+    )
 
 
 def describe_uneven_ranks(facts: ModelFacts) -> str:
