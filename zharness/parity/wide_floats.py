@@ -40,7 +40,7 @@ def widen_named_dtypes() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _WideFloats():  # type: ignore[no-untyped-call]
+        with _WideFloats():
             yield
     finally:
         torch.set_default_dtype(default)

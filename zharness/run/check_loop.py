@@ -40,8 +40,6 @@ from zharness.run.record import RecordFile, open_record_file
 from zharness.run.runner import WithheldPolicy, pin_runners_to_cores, rank_pool
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
-from zharness.workload import model_spec
-from zharness.workload.user_model import is_user_model
 from zharness.world import Isolation
 from zharness.world.launch import detect_launch
 from zharness.world.server import RankEnvironment
@@ -237,7 +235,7 @@ def run_request(
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         earlier_reach = options.read_earlier_reach()
         rest = [cell for cell in cells if not options.ran_earlier(cell, earlier_reach)]
-        require_user_models(runners[0], rest)
+        runners[0].require_user_models(rest)
         pin_runners_to_cores(runners, rest)
         sink = open_sink()
         finished = run_cells(options.order_cells(rest), runners, options.stop)
@@ -251,18 +249,6 @@ def run_request(
         return RunResult(records, [], [*([selected.description] if selected else []), *describe_stop(records, rest)])
     unmatched_failures += find_stale_failures(request, options, records)
     return RunResult(records, unmatched_failures, [*describe_coverage(planned), *missing_claims])
-
-
-def require_user_models(runner: Runner, cells: Sequence[PlannedCell]) -> None:
-    """Build each model of a user once. Raises UsageError, before any cell runs, if its factory returns no model."""
-    names = dict.fromkeys(cell.cell.model for cell in cells if not cell.unsupported_reason)
-    for name in filter(is_user_model, names):
-        runner.call_in_judge(build_and_forget, name)
-
-
-def build_and_forget(name: str) -> None:
-    """Build the model ``name``; its factory's errors are UsageErrors."""
-    model_spec(name).model(0)
 
 
 def describe_stop(records: Sequence[Record], cells: Sequence[PlannedCell]) -> list[str]:

@@ -6,7 +6,7 @@ import importlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -43,6 +43,7 @@ from zharness.run.verdicts import (
     make_judged_record,
     note_pool_difference,
 )
+from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
@@ -129,6 +130,12 @@ class Runner:
         if cause is not None:
             raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
         return outcome.ranks[0].value
+
+    def require_user_models(self, cells: Iterable[PlannedCell]) -> None:
+        """Build each model of a user once. Raises UsageError, before any cell runs, if its factory returns no model."""
+        names = dict.fromkeys(cell.cell.model for cell in cells if not cell.unsupported_reason)
+        for name in filter(is_user_model, names):
+            self.call_in_judge(build_and_forget, name)
 
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
         """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``, which its pool keeps for its cells.
@@ -334,6 +341,11 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def build_and_forget(name: str) -> None:
+    """Build the model ``name``; the errors of its factory are UsageErrors."""
+    model_spec(name).model(0)
 
 
 def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]) -> None:
