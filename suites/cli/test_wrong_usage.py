@@ -142,7 +142,23 @@ WRONG: dict[str, tuple[str, ...]] = {
     "model no.such:factory": ("cannot import 'no.such'",),
     f"model {ODD}:on_meta": ("'weight'", "on the device meta", "build it without torch.device('meta')"),
     f"model {ODD}:exits": ("called sys.exit('no licence')", "remove the exit"),
-    f"model {ODD}:raises": ("raised KeyError: 'weights'",),
+    f"model {ODD}:raises": ("raised KeyError: 'weights' (raised by suites/cli/odd_factories.py, line ", "in raises)"),
+    f"model {ODD}:four_parts": (
+        "returned a tuple of (a Linear, a function, a function, an int)",
+        "expected a model; or",
+    ),
+    f"model {ODD}:a_class": ("returned the class Linear", "expected a model; or"),
+    f"model {ODD}:batch_without_argument": ("batch(generator) raised TypeError", "draws a micro-batch"),
+    f"model {ODD}:wrong_width": ("mat1 and mat2 shapes", "(raised by suites/cli/odd_factories.py", "in forward)"),
+    f"model {ODD}:bf16_layer": ("parameter 'last.weight' is not fp32", "x.to(self.layer.weight.dtype)"),
+    f"model {ODD}:sparse_embedding": ("has sparse gradients", "sparse=False"),
+    "model suites.cli.exits_at_import:factory": ("SystemExit: no GPU", "exits_at_import.py, line 5, in <module>"),
+    "check --engine suites.cli.exits_at_import:factory": ("SystemExit: no GPU", "package.module:factory"),
+    f"check training.grads --engine ddp --model {ODD}:a_class": ("returned the class Linear",),
+    f"check 'training.grads[ddp-zero0-w2-fp32-{ODD}:a_class]'": ("returned the class Linear",),
+    f"model {ODD}:z*": ("unknown factory of suites.cli.odd_factories 'z*'", "a function of suites.cli.odd_factories"),
+    f"model {TINY} --jobs abc": ("'abc' is not a valid integer (see",),
+    f"model {TINY} --config suites/cli/misspelt_scheduler.json": ("scheduler.type 'WarmupLr'", "mean 'WarmupLR'?"),
 }
 MAX_LINES = {
     "check --engine suites.meta.broken:returns_no_engine": 4,  # a line for each missing method

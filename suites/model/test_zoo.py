@@ -19,6 +19,7 @@ from zharness.laws import get_law
 from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.calibration import INDEPENDENCE_TOLERANCE, SampleRuns, calibrate
 from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, record_draws, replay_draws
+from zharness.raising_frame import describe_raising_frame
 from zharness.run import Record, Verdict
 from zharness.run.missing_claims import describe_missing_claims
 from zharness.run.model_check import ModelCheckRequest, announce_unused_parameters, plan_model_cells
@@ -27,7 +28,6 @@ from zharness.run.observe_and_judge import build_baseline
 from zharness.run.plan import Request, plan
 from zharness.run.pytest_cells import describe_problem
 from zharness.workload import model_spec
-from zharness.world.raising_frame import describe_raising_frame
 
 ZOO, PARTS = "suites.model.zoo", "suites.model.zoo_parts"
 BUFFERS = ("training.ranks_agree", "state.resume")

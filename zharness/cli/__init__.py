@@ -26,6 +26,7 @@ from zharness.cli.model import model
 from zharness.cli.options import (
     OUTPUT,
     SECONDS,
+    IntegerRange,
     NameChoice,
     NumberRange,
     add_law_option,
@@ -182,7 +183,7 @@ for command in (
     "--timeout", type=SECONDS, default=60.0, show_default=True, help="Time limit for the ranks of one cell, in seconds."
 )
 @click.option(
-    "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of cells to run at the same time."
+    "--jobs", type=IntegerRange(1), default=1, show_default=True, help="Number of cells to run at the same time."
 )
 @click.option(
     "--jsonl", type=OUTPUT, help="Write records to FILE, and skip the cells whose records are already in FILE."
@@ -232,7 +233,7 @@ def mutants(
 )
 @click.option(
     "--window",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     default=1,
     show_default=True,
     help="Number of micro-batches that are accumulated for one optimizer step.",
@@ -260,7 +261,7 @@ def mutants(
 )
 @click.option(
     "--batches",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     default=20,
     show_default=True,
     help="Number of batches to draw; each batch consists of 8 programs.",
@@ -274,7 +275,7 @@ def mutants(
 )
 @click.option(
     "--outputs",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     help="Maximum number of outputs that a drawn program keeps for later backwards at the same time.",
 )
 @click.option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from zharness.cli.options import OUTPUT, SECONDS, NameChoice, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, NameChoice, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def add_cell_options(command: Callable[..., int]) -> Callable[..., int]:
             help="fresh: fork new ranks for every cell. pooled: reuse ranks for the cells of one release and stage.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(1), help="Number of cells to run at the same time; by default one per core."
+            "--jobs", type=IntegerRange(1), help="Number of cells to run at the same time; by default one per core."
         ),
         click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON."),
     )

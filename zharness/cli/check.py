@@ -13,6 +13,7 @@ from zharness.cli.options import (
     LAW_SET_HELP,
     OUTPUT,
     SECONDS,
+    IntegerRange,
     NameChoice,
     parse_integer_option,
     parse_name_option,
@@ -107,7 +108,7 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
 )
 @click.option(
     "--depth",
-    type=click.IntRange(1, 4),
+    type=IntegerRange(1, 4),
     help="1: run each law under one setting. 2: also run cells that cover pairs of laws, options, accumulation "
     "windows, calls of backward, world sizes and dtypes. 3: cover these pairs for each variant of each law. 4: run "
     "each variant of each law under every setting of the covering array. The default is 2 if all laws run, else 1.",
@@ -125,7 +126,7 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
 @click.option(
     "--maxfail",
     "max_failures",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     help="Stop after this number of unexpected outcomes; by default every cell runs.",
 )
 @click.option(
@@ -163,7 +164,7 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     "repeated.",
 )
 @click.option("--shuffle", type=int, metavar="SEED", help="Run the cells in a random order that SEED determines.")
-@click.option("--jobs", type=click.IntRange(1), help="Number of cells to run at once; by default one per core.")
+@click.option("--jobs", type=IntegerRange(1), help="Number of cells to run at once; by default one per core.")
 @click.option("--jsonl", type=OUTPUT, help="Write the record of each cell to FILE, as one line of JSON.")
 @click.option("--html", type=OUTPUT, help="Write the results as one self-contained HTML page.")
 @click.option("--junitxml", type=OUTPUT, help="Write a JUnit XML report, as pytest does.")

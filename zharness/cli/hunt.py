@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from zharness.cli.cells import make_script_runner
-from zharness.cli.options import OUTPUT, SECONDS, parse_integer_option, parse_name_option
+from zharness.cli.options import OUTPUT, SECONDS, IntegerRange, parse_integer_option, parse_name_option
 from zharness.errors import UsageError
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -18,7 +18,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--minutes", type=float, help="Time after which no further program is drawn; default 10.")
 @click.option(
     "--draws",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     metavar="N",
     help="End after the N-th draw of the log; without --minutes, the time is not limited then.",
 )
@@ -48,7 +48,7 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
     "in them hides others.",
 )
 @click.option(
-    "--outputs", type=click.IntRange(1), help="Maximum number of outputs that a program keeps for later backwards."
+    "--outputs", type=IntegerRange(1), help="Maximum number of outputs that a program keeps for later backwards."
 )
 @click.option(
     "-o", "--output", type=FOLDER, metavar="DIR", help="Folder of the scripts and of the log; default hunt-ENGINE."

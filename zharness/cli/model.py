@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, parse_integer_option
+from zharness.cli.options import LAW_SET_HELP, OUTPUT, SECONDS, IntegerRange, parse_integer_option
 from zharness.cli.project_options import read_project_failures
 from zharness.law_set import list_later_changes
 from zharness.project_file import ProjectFile
@@ -37,7 +37,7 @@ from zharness.project_file import ProjectFile
     help="ZeRO stages to check; by default the stage that --config sets, or all stages of the engine.",
 )
 @click.option(
-    "--world-size", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks that train the model."
+    "--world-size", type=IntegerRange(1), default=2, show_default=True, help="Number of ranks that train the model."
 )
 @click.option(
     "--mesh",
@@ -54,7 +54,7 @@ from zharness.project_file import ProjectFile
 )
 @click.option(
     "--steps",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     default=3,
     show_default=True,
     help="Number of steps that the law model.configured trains.",
@@ -75,7 +75,7 @@ from zharness.project_file import ProjectFile
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(1),
+    type=IntegerRange(1),
     help="Number of cells to run at the same time; by default one per core, if memory allows.",
 )
 @click.option(

@@ -50,6 +50,12 @@ class NumberRange(click.FloatRange):
         return number
 
 
+class IntegerRange(click.IntRange):
+    """A range of integers whose error says that a text is no integer, where click says "no integer range"."""
+
+    name = "integer"
+
+
 SECONDS = NumberRange(min=1.0, max=86_400.0)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

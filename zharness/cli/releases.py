@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zharness.cli.cell_options import CellOptions, add_cell_options, reject_cell_options
-from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, add_law_option
+from zharness.cli.options import INPUT_FILE, OUTPUT, SECONDS, IntegerRange, add_law_option
 from zharness.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "means the release that is installed already. May be repeated.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(1), help="Number of scripts to run at the same time; by default one per core."
+    "--jobs", type=IntegerRange(1), help="Number of scripts to run at the same time; by default one per core."
 )
 @click.option("--timeout", type=SECONDS, default=300.0, show_default=True, help="Time limit for one run, in seconds.")
 @click.option("--jsonl", type=OUTPUT, help="Write the result of each run to FILE, as one line of JSON.")

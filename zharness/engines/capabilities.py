@@ -187,6 +187,8 @@ class Capabilities:
     - ``buffers`` is what the engine promises of the buffers that forwards write.
     - ``unused_parameters_option`` is the name of the entry of ``variants`` that the engine's documentation asks for if
       a loss does not use every parameter; it is empty if the engine needs none.
+    - ``uneven_block`` is the block, such as ``engine.uneven()``, inside which alone ranks may use different parameters;
+      it is empty if they may do so anywhere.
     - ``replicas`` is the number of ranks that own each element of a sharded weight, according to ``layout()``.
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
@@ -220,6 +222,7 @@ class Capabilities:
     order_settles: str = ""
     buffers: BufferPromise = BufferPromise.LOCAL
     unused_parameters_option: str = ""
+    uneven_block: str = ""
     replicas: int = 1
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()

@@ -62,7 +62,9 @@ def capabilities_at(stage: int) -> Capabilities:
     variants = {
         name: options for name, options in JSON_VARIANTS.items() if stage == 3 or name not in STAGE_3_JSON_VARIANTS
     }
-    return replace(CAPABILITIES, refuses=refuses, variants=variants)
+    # Stage 2 needs the same number of backwards on every rank, which a branch of the model does not change.
+    block = "engine.uneven()" if stage == 3 else ""
+    return replace(CAPABILITIES, refuses=refuses, variants=variants, uneven_block=block)
 
 
 class ReferenceEngine:

@@ -17,6 +17,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from zharness.engines.checkouts import Checkout, read_checkout
 from zharness.engines.protocol import Capabilities, EngineFactory
 from zharness.errors import MissingEngine, UsageError
+from zharness.raising_frame import describe_exception
 
 ENTRY_POINTS = "zharness.engines"
 # These packages are imported in every process that forks ranks, so no other release of them can be selected.
@@ -361,9 +362,9 @@ def _import_module(path: str, target: str) -> ModuleType:
     """Import the module of the engine ``target``. Raises UsageError if the import fails."""
     try:
         return importlib.import_module(path)
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything, or call sys.exit
         raise UsageError(
-            f"cannot import {path!r} for engine {target!r}: {type(error).__name__}: {error}; "
+            f"cannot import {path!r} for engine {target!r}: {describe_exception(error)}; "
             "expected package.module:factory, importable from the current directory"
         ) from error
 

@@ -20,6 +20,19 @@ from zharness.workload import Batch
 Buffers = Mapping[str, Tensor]
 
 
+def copy_buffers(module: nn.Module) -> Buffers:
+    """Return copies of the module's buffers by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def restore_buffers(module: nn.Module, saved: Buffers) -> None:
+    """Write the numbers of ``saved`` into the module's buffers; a buffer that has changed its shape stays."""
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in saved and buffer.shape == saved[name].shape:
+                buffer.copy_(saved[name])
+
+
 def compare_buffers(
     ctx: JudgeContext, step: int, params: Mapping[str, Tensor] | None, before: Sequence[Buffers], own_kernels: bool
 ) -> Iterator[Comparison]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from zharness.parity.baseline import Baseline, convert_to_float64, run_backward, run_local
 from zharness.parity.compare import build_mismatch
 from zharness.parity.comparison import Comparison, MismatchTensors, TensorLocation, Tier
-from zharness.parity.sample_draws import find_sample_dims, record_draws, replay_draws
+from zharness.parity.sample_draws import SharedDrawError, find_sample_dims, record_draws, replay_draws
+from zharness.parity.wide_floats import widen_named_dtypes
 from zharness.workload import Batch
 
 CALIBRATION_RUNS = 8
@@ -28,7 +29,6 @@ CALIBRATION_RUNS = 8
 # from wrong ones.
 LARGEST_FACTOR, SPREAD_FACTOR, SCALE_FACTOR = 2.0, 1.5, 4.0
 INDEPENDENCE_TOLERANCE = 2**-30  # far above float64's rounding, far below any dependence between samples
-BATCH_NORM_REFUSAL = "Expected more than 1 value per channel when training"  # of a batch of one sample
 UNIT_FLOOR = 0.1  # smallest unit of an element, as a share of the root mean square of s
 
 Grads = Mapping[str, Tensor]
@@ -99,7 +99,11 @@ class SampleRuns:
         if not draws:
             return cls(baseline, rank, step, loss_weights, draws)
         half = batch.map_tensors(lambda tensor: tensor[: max(1, batch.num_samples // 2)])
-        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, record_part(half)))
+        try:
+            drawn_by_half = record_part(half)
+        except Exception as error:
+            raise SharedDrawError(f"the model does not run on half of its samples ({type(error).__name__})") from error
+        return cls(baseline, rank, step, loss_weights, draws, find_sample_dims(draws, drawn_by_half))
 
     def compute_grads(self, rows: Tensor, wide: bool = False) -> Grads:
         """Return the gradients of the samples ``rows`` in a new plain model, in float64 if ``wide`` is set.
@@ -117,7 +121,17 @@ class SampleRuns:
                 return run_local(*convert_to_float64(model, chosen), self.baseline.objective).grads
             return plain_gradients(self.baseline, model, chosen)
 
-        return replay_draws(run, self.draws, rows, self.batch.num_samples, self.sample_dims)
+        def run_with_draws() -> Grads:
+            """Run the samples with the random numbers that they have in the whole micro-batch."""
+            return replay_draws(run, self.draws, rows, self.batch.num_samples, self.sample_dims)
+
+        try:
+            return run_with_draws()
+        except RuntimeError:  # tensors of two dtypes, if the forward makes a mask in fp32 or casts to it
+            if not wide:
+                raise
+            with widen_named_dtypes():
+                return run_with_draws()
 
     def _sum_over_ranks(self, chosen: Batch, wide: bool) -> Grads:
         """Return the sum of all ranks' gradients of their weighted losses, where ``chosen`` is this rank's batch."""
@@ -175,7 +189,7 @@ def calibrate_mean(baseline: Baseline, ranks: int, step: int = 0) -> Calibration
     )
     plain_grads = [
         {name: torch.stack([grads[name] for grads in runs]).mean(dim=0) for name in names}
-        for runs in zip(*(part.plain_grads for part in parts), strict=True)
+        for runs in zip(*(part.plain_grads for part in parts), strict=False)
     ]
     return build_calibration(oracle, squares, plain_grads, torch.finfo(baseline.dtype).eps)
 
@@ -193,10 +207,16 @@ class RecordedRuns:
 
 
 def record_runs(baseline: Baseline, rank: int, step: int, loss_weights: tuple[float, ...] = ()) -> RecordedRuns:
-    """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError."""
+    """Run one rank's micro-batch in float64 and in plain PyTorch. Raises SharedDrawError.
+
+    The plain runs permute the samples, whose sums then round in another order, unless their order counts.
+    """
     runs = SampleRuns.record(baseline, rank, step, loss_weights)
     oracle = dict(runs.compute_grads(torch.arange(runs.batch.num_samples), wide=True))
     squares = sum_squares_of_samples(runs, oracle)
+    rows = torch.arange(runs.batch.num_samples)
+    if squares is None and not are_near(runs.compute_grads(rows.flip(0), wide=True), oracle):
+        return RecordedRuns(oracle, None, [runs.compute_grads(rows)])  # a model may know a length for each position
     plain_grads = [run_permuted_plain(runs, number, squares is not None) for number in range(CALIBRATION_RUNS)]
     return RecordedRuns(oracle, squares, plain_grads)
 
@@ -240,8 +260,8 @@ def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
     """Return the sum of squares of what every sample alone adds to the float64 gradient ``oracle``.
 
     One sample's gradients are in memory at a time. The result is None if the mean of the samples' gradients is not
-    ``oracle``, as where samples depend on each other, or where the loss is not a mean over samples. Batch norm may
-    refuse a single sample; any other error of the model is raised.
+    ``oracle``, as where samples depend on each other, or where the loss is not a mean over samples, or if the model
+    refuses a single sample, as batch norm does, or a model that knows the number of samples.
     """
     count = runs.batch.num_samples
     means = {name: torch.zeros_like(truth) for name, truth in oracle.items()}
@@ -249,9 +269,9 @@ def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
     for row in torch.arange(count).chunk(count):
         try:
             grads = runs.compute_grads(row, wide=True)
-        except ValueError as refusal:
-            if BATCH_NORM_REFUSAL not in str(refusal):
-                raise
+        except SharedDrawError:
+            raise
+        except Exception:  # noqa: BLE001 - a user's model may raise anything; it has run on all samples together
             return None
         if grads.keys() != oracle.keys():
             return None
@@ -259,11 +279,14 @@ def sum_squares_of_samples(runs: SampleRuns, oracle: Grads) -> Grads | None:
             share = grad / count
             means[name] += share
             squares[name] += share.square_()
+    return squares if are_near(means, oracle) else None
+
+
+def are_near(grads: Grads, oracle: Grads) -> bool:
+    """Return whether float64 gradients are ``oracle`` but for rounding, and so do not depend on what was changed."""
     size = max((float(truth.abs().max()) for truth in oracle.values() if truth.numel()), default=0.0)
-    error = max(
-        (float((means[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel()), default=0.0
-    )
-    return squares if error <= INDEPENDENCE_TOLERANCE * size else None
+    differences = (float((grads[name] - truth).abs().max()) for name, truth in oracle.items() if truth.numel())
+    return max(differences, default=0.0) <= INDEPENDENCE_TOLERANCE * size
 
 
 def permute_samples(count: int, seed: int) -> Tensor:

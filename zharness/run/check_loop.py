@@ -235,6 +235,7 @@ def run_request(
         unmatched_failures = describe_unmatched_failures(cells, runners[0].claims, options.user_expected_failures)
         earlier_reach = options.read_earlier_reach()
         rest = [cell for cell in cells if not options.ran_earlier(cell, earlier_reach)]
+        runners[0].require_user_models(rest)
         pin_runners_to_cores(runners, rest)
         sink = open_sink()
         finished = run_cells(options.order_cells(rest), runners, options.stop)

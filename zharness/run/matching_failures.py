@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from zharness.cell import Cell
 from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_failures_for
 
+GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # the end of a process, whatever ended it
+
 
 def list_covering_entries(
     cell: Cell, version: str, user_failures: Sequence[ExpectedFailure], isolation: str = ""
@@ -44,6 +46,25 @@ def list_similar_entries(
         and entry.names_cause_in(cell, version)
         and entry.describes_failure(verdict, cause, details)
     ]
+
+
+def describe_known_cause(cell: Cell, version: str, verdict: str, cause: str, details: str) -> str:
+    """Return a sentence about a known bug of the engine that makes other cells fail as ``cell`` did, or ''.
+
+    Whether it is this bug is for a person to decide: the cell is not excused. Entries for options that the cell does
+    not set, and those whose cause is a rank that went away, say too little.
+    """
+    for entry in expected_failures_for(cell.engine, ()):
+        if (
+            (not entry.stages or cell.stage in entry.stages)
+            and not entry.engine_variants
+            and not entry.isolation
+            and entry.applies_to_version(version)
+            and not any(text in signature for signature in entry.signatures for text in GENERAL_CAUSES)
+            and entry.describes_failure(verdict, cause, details)
+        ):
+            return f"{cell.engine} has a known bug with this message ({entry.upstream}): {entry.reason}"
+    return ""
 
 
 def list_matchable_entries(

@@ -33,6 +33,7 @@ from zharness.run.model_files import (
     format_file_bytes,
     measure_free_space,
 )
+from zharness.run.model_limits import describe_uneven_ranks, skip_unjudgeable
 from zharness.run.model_memory import (
     IGNORE_OPTION,
     ModelSize,
@@ -45,14 +46,6 @@ from zharness.run.model_memory import (
 from zharness.run.plan import ClaimsLookup, select_stages, validate_request
 from zharness.run.record import RecordFile
 
-DROPOUT_REASON = (
-    "the engine has its own kernels, whose law runs plain PyTorch on single samples, each with the random numbers "
-    "that it has in the whole micro-batch; set the model's dropout to 0 to compare its gradients"
-)
-READ_BUFFERS_REASON = (
-    "plain PyTorch starts each forward from the engine's weights and from the model's first buffers, but the model's "
-    "forward reads buffers that earlier forwards wrote"
-)
 OpenSink = Callable[[], RecordFile | None]
 ReportStatus = Callable[[str], None]
 
@@ -197,6 +190,8 @@ def check_model_on(
     if file_problem:
         report_status(file_problem)
     request = announce_unused_parameters(request, facts, first.claims, report_status)
+    if facts.uneven_parameters:
+        report_status(f"{check_request.model}: {describe_uneven_ranks(facts)}")
     cells = plan_model_cells(request, check_request, facts, first.claims)
     failed_builds = build_engines(first, cells)
     cells = [skip_unbuildable_stage(cell, failed_builds) for cell in cells]
@@ -257,12 +252,12 @@ def require_estimated_to_fit(
     """
     (model,), (dtype,), (world_size,) = request.models, request.dtypes, request.world_sizes
     estimate: SizeEstimate = runner.call_in_judge(estimate_size, model, dtype)
-    if estimate.size is None:
+    if estimate.reason:
         report_status(
             f"{model}: its size is not known before it is built, because the factory does not run on tensors without "
             f"memory ({estimate.reason})"
         )
-    else:
+    elif estimate.size is not None:
         size = replace(estimate.size, is_calibrated=is_calibrated)
         require_or_warn(model, size, world_size, ignore_memory_limit, report_status)
     return estimate
@@ -292,7 +287,8 @@ def announce_unused_parameters(
     if not facts.unused_parameters:
         return request
     shown = ", ".join(facts.unused_parameters[:3]) + (" ..." if len(facts.unused_parameters) > 3 else "")
-    line = f"{request.models[0]}: the loss does not use {len(facts.unused_parameters)} parameters ({shown})"
+    often = "always " if facts.uneven_parameters else ""
+    line = f"{request.models[0]}: the loss does not {often}use {len(facts.unused_parameters)} parameters ({shown})"
     if not option or request.engine_variant:
         report_status(line)
         return request
@@ -320,21 +316,7 @@ def plan_model_cells(
     """Plan the cells with the requested number of steps, and leave out cells that test nothing for this model."""
     cells = [set_step_count(cell, check_request.steps) for cell in plan(request, claims)]
     relevant = [cell for cell in cells if is_relevant(cell.cell, facts, claims)]
-    return [skip_read_buffers(skip_random_forward(cell, facts), facts) for cell in relevant]
-
-
-def skip_random_forward(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
-    """Mark the cell as unsupported if it compares the engine's own kernels and samples share random numbers."""
-    if planned.unsupported_reason or not get_law(planned.cell.law).is_calibrated or not facts.shared_draws:
-        return planned
-    return replace(planned, unsupported_reason=f"{DROPOUT_REASON}: {facts.shared_draws}")
-
-
-def skip_read_buffers(planned: PlannedCell, facts: ModelFacts) -> PlannedCell:
-    """Mark the cell as unsupported if its law compares later forwards, which read buffers that earlier ones wrote."""
-    if planned.unsupported_reason or not facts.read_buffers or not get_law(planned.cell.law).compares_later_forwards:
-        return planned
-    return replace(planned, unsupported_reason=f"{READ_BUFFERS_REASON} ({facts.read_buffers[0]})")
+    return [skip_unjudgeable(cell, facts, claims) for cell in relevant]
 
 
 def set_step_count(planned: PlannedCell, steps: int) -> PlannedCell:

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.user_model import build_fresh_model
 
 SEED = 0
+PROBED_STEPS, RANDOM_STEPS = 2, 4  # of which the used parameters are found; a forward that draws may differ more often
 OTHER_RANKS = (1, 2, 3)  # several ranks, since a small data set may give two ranks the same rows by chance
 # The cost of a cell, averaged over those that scripts/bench_model.py measures: forward-backward runs of each rank, in
 # fp32 or under autocast; how often all bytes of the model are read and written, for weights, gradients and state; and
@@ -48,8 +50,11 @@ class ModelFacts:
     ``draws_random_numbers`` is true if the forward draws random numbers;
     ``shared_draws`` is then the reason why they cannot be assigned to samples, or empty. ``inapplicable_laws`` are the
     names of the laws that test nothing for this model. ``unused_parameters`` are the names of parameters that some
-    micro-batch gives no gradient although they require one. ``read_buffers`` are the names of buffers that a forward
-    writes and the next one reads, as those of observers for quantization; a batch norm in training mode reads none.
+    micro-batch gives no gradient although they require one; ``uneven_parameters`` are those of them that another
+    micro-batch gives one, so that ranks use different parameters in one step. ``read_buffers`` are the names of buffers
+    that a forward writes and the next one reads, as those of observers for quantization; a batch norm in training mode
+    reads none. ``edited_parameters`` are the names of parameters that a forward writes in place, as an embedding with
+    ``max_norm`` does.
     """
 
     size: ModelSize
@@ -59,7 +64,9 @@ class ModelFacts:
     draws_random_numbers: bool
     inapplicable_laws: frozenset[str]
     unused_parameters: tuple[str, ...] = ()
+    uneven_parameters: tuple[str, ...] = ()
     read_buffers: tuple[str, ...] = ()
+    edited_parameters: tuple[str, ...] = ()
     shared_draws: str = ""
 
     def estimate_time(self, cells: int, autocast_cells: int, world_size: int, jobs: int, cores: int) -> float:
@@ -131,18 +138,22 @@ def measure_model(
     require_finite_weights(name, model)
     require_real_parameters(name, model)
     require_matching_dtype(name, model, dtype)
-    require_deterministic_factory(name, dict(model.state_dict()), dict(build_fresh_model(name, SEED).state_dict()))
+    refuse_sparse_gradients(name, model)
+    require_deterministic_factory(name, list_state(model), list_state(build_fresh_model(name, SEED)))
     require_seeded_batches(spec)
     baseline = Baseline(
         spec, SEED, 1, DTYPES[dtype], LOSS_SCALES[dtype], configuration_for(engine_variant).autocast_dtype
     )
-    with raise_as_usage_error(f"plain PyTorch on the model of {name}"):
+    with raise_as_usage_error(f"plain PyTorch on the model of {name}{describe_conversion(model, dtype)}"):
         first = baseline.run_rank(0, 0)  # not timed: the first run of a process takes longer
         began = time.perf_counter()
         second = baseline.run_rank(0, 0)
         seconds = time.perf_counter() - began
     require_deterministic_results(name, first, second)
     is_random = has_random_forward(baseline, first)
+    uses = list_uses(baseline, first, RANDOM_STEPS if is_random else PROBED_STEPS)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    unused = tuple(name for name in trained if not all(name in used for used in uses))
     return ModelFacts(
         size=ModelSize.measure(model, dtype),
         trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -150,12 +161,19 @@ def measure_model(
         machine_speed=measure_machine_speed(),
         draws_random_numbers=is_random,
         shared_draws=explain_shared_draws(baseline) if is_random else "",
-        read_buffers=find_read_buffers(baseline, first),
-        unused_parameters=find_unused_parameters(baseline, model, first),
+        read_buffers=find_read_buffers(baseline),
+        edited_parameters=find_edited_parameters(baseline),
+        unused_parameters=unused,
+        uneven_parameters=tuple(name for name in unused if any(name in used for used in uses)),
         inapplicable_laws=frozenset(
             law.name for law in LAWS.values() if law.applies_to_module is not None and not law.applies_to_module(model)
         ),
     )
+
+
+def list_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the model's state dict, without the objects that ``get_extra_state`` adds to it."""
+    return {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def require_deterministic_factory(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
@@ -220,6 +238,31 @@ def require_matching_dtype(name: str, model: nn.Module, dtype: str) -> None:
         )
 
 
+def describe_conversion(model: nn.Module, dtype: str) -> str:
+    """Describe the low-precision parameters beside fp32 ones that cells train in ``dtype``, or return ''."""
+    low = [key for key, p in model.named_parameters() if p.requires_grad and p.dtype in LOW_PRECISION_DTYPES.values()]
+    if dtype != "fp32" or not low:
+        return ""
+    return (
+        f" (whose parameter {low[0]!r} is not fp32, as others are, although every parameter is trained in fp32: cast "
+        "its inputs to its own dtype, as in x.to(self.layer.weight.dtype), not to a fixed one, or freeze it)"
+    )
+
+
+def refuse_sparse_gradients(name: str, model: nn.Module) -> None:
+    """Raise UsageError for an embedding with sparse gradients, which torch's AdamW refuses, by which laws train."""
+    sparse = [
+        key
+        for key, module in model.named_modules()
+        if getattr(module, "sparse", False) is True and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    if sparse:
+        raise UsageError(
+            f"the module {sparse[0] or 'itself'!r} of the model of {name} has sparse gradients, which torch's AdamW "
+            "refuses, and so the laws that train with it; build it with sparse=False, which gives the same numbers"
+        )
+
+
 def require_seeded_batches(spec: ModelSpec) -> None:
     """Raise UsageError if one seed gives two different micro-batches, or if all seeds give the same micro-batch."""
     drawn = [collect_tensors(spec.micro_batch(SEED, rank, 0).inputs) for rank in (0, 0, *OTHER_RANKS)]
@@ -280,27 +323,57 @@ def explain_shared_draws(baseline: Baseline) -> str:
     return ""
 
 
-def find_read_buffers(baseline: Baseline, first: LocalResult) -> tuple[str, ...]:
-    """Return the names of the buffers that a forward writes, if they change the loss of a later one.
+def find_read_buffers(baseline: Baseline) -> tuple[str, ...]:
+    """Return the names of the buffers that a forward writes, if other values of them change the loss of a forward.
 
-    ``first`` is the result of a first forward on rank 0's first micro-batch, which here follows another micro-batch.
+    A forward that writes a buffer may leave its numbers as they are, as the power iteration of spectral norm does once
+    it has converged, until the weights change. So a write is seen by the buffer's version, not by its numbers.
     """
     model = baseline.build_module()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    batches = baseline.batch(0, 1), baseline.batch(0, 0)
-    losses = [baseline.objective(baseline.compute_output(model, batch), batch).detach() for batch in batches]
-    if tensors_equal(first.loss, losses[1]):
-        return ()
-    return tuple(name for name, buffer in model.named_buffers() if not has_same_numbers(before[name], buffer))
+    batch = baseline.batch(0, 0)
+    before = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+    def compute_loss(module: nn.Module) -> Tensor:
+        """Return the loss of the micro-batch."""
+        return baseline.objective(baseline.compute_output(module, batch), batch).detach()
+
+    loss = compute_loss(model)
+    after = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+    # Tensors are compared by identity: a forward may put another tensor into the place of a buffer.
+    written = [name for name in after if name not in before or any(map(is_not, after[name], before[name]))]
+    other = baseline.build_module()
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, buffer in other.named_buffers():
+            if name in written:
+                change_buffer(buffer, generator)
+    return () if not written or tensors_equal(loss, compute_loss(other)) else tuple(written)
 
 
-def find_unused_parameters(baseline: Baseline, model: nn.Module, first: LocalResult) -> tuple[str, ...]:
-    """Return the names of the trained parameters that get no gradient from a micro-batch of rank 0 or 1.
+def find_edited_parameters(baseline: Baseline) -> tuple[str, ...]:
+    """Return the names of the parameters that a forward writes in place."""
+    model, batch = baseline.build_module(), baseline.batch(0, 0)
+    before = {name: parameter._version for name, parameter in model.named_parameters()}
+    baseline.compute_output(model, batch)
+    return tuple(name for name, parameter in model.named_parameters() if parameter._version != before[name])
 
-    ``first`` is the result of rank 0 on its first micro-batch.
+
+def change_buffer(buffer: Tensor, generator: torch.Generator) -> None:
+    """Add to each number of a buffer a random part of its own size, or 1 to each integer; bools stay."""
+    if buffer.is_floating_point() and buffer.numel():
+        buffer += torch.rand(buffer.shape, generator=generator).to(buffer) * (buffer.abs() + buffer.abs().mean())
+    elif buffer.dtype is not torch.bool and not buffer.is_complex():
+        buffer += 1
+
+
+def list_uses(baseline: Baseline, first: LocalResult, steps: int) -> list[set[str]]:
+    """Return the names of the parameters that get a gradient from each micro-batch of ranks 0 and 1 in ``steps`` steps.
+
+    ``first`` is the result of rank 0 on its first micro-batch. A branch that depends on the data, or on random numbers,
+    uses different parameters for different micro-batches.
     """
-    used = first.grads.keys() & baseline.run_rank(1, 0).grads.keys()
-    return tuple(name for name, p in model.named_parameters() if p.requires_grad and name not in used)
+    others = [(rank, step) for step in range(steps) for rank in (0, 1)][1:]
+    return [set(first.grads), *(set(baseline.run_rank(rank, step).grads) for rank, step in others)]
 
 
 def build_and_close_engine(cell: Cell, salt: int, capabilities: Capabilities) -> None:

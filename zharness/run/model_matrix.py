@@ -109,7 +109,7 @@ def run_model_matrix(
             for request, found in check_models(requests, options, open_sink, get_environment, echo_error, refused):
                 finished += 1
                 records += found
-                reason = explain_uncompared_gradients(found, request.only)
+                reason = explain_uncompared_gradients(found, request.only) if found else ""  # empty if refused
                 unjudged += [f"{describe_combination(request, len(requests))}{reason}"] if reason else []
         except KeyboardInterrupt as interrupt:
             records += interrupt.records if isinstance(interrupt, RunInterrupted) else []

@@ -123,6 +123,7 @@ class ModelSize:
 class SizeEstimate:
     """The size of a model that was built without memory, or the reason why its factory cannot be run like that.
 
+    Both are missing if the factory returns something else than a model, which the full build says in full.
     ``modules`` are the names of the modules of ``MODEL_PACKAGES`` that the factory imported, in the order of import.
     """
 
@@ -163,8 +164,11 @@ def build_fake(name: str, factory: Callable[[], Any], dtype: str) -> SizeEstimat
                 size = ModelSize.measure(call_factory(name, factory).model, dtype)
             return SizeEstimate(size, modules=find_model_modules())
         except Exception as error:  # noqa: BLE001 - a factory may raise anything; the full build says what is wrong
-            lines = str(error).strip().splitlines() or [""]
-            reasons.append(f"{type(error.__cause__ or error).__name__}: {lines[0]}"[:200])
+            if isinstance(error, UsageError) and error.__cause__ is None:
+                return SizeEstimate(None)  # the factory returned something else than a model, which needs no memory
+            cause = error.__cause__ or error
+            lines = str(cause).strip().splitlines() or [""]
+            reasons.append(f"{type(cause).__name__}: {lines[0]}"[:200])
     return SizeEstimate(None, reasons[0], find_model_modules())
 
 

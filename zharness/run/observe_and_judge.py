@@ -32,6 +32,7 @@ from zharness.parity.contamination import read_process_conditions, require_clean
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
+from zharness.raising_frame import describe_exception
 from zharness.run.configuration import cell_setting, configuration_for, configuration_on, is_config_file
 from zharness.workload import ModelSpec, model_spec
 from zharness.workload.shipped_plans import read_shipped_plan
@@ -377,4 +378,4 @@ def raise_as_usage_error(subject: str) -> Iterator[None]:
     except (EngineContractError, UsageError) as error:  # these messages are written for the user
         raise UsageError(f"{subject}: {error}") from error
     except Exception as error:
-        raise UsageError(f"{subject} raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"{subject} raised {describe_exception(error)}") from error

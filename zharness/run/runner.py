@@ -6,7 +6,7 @@ import importlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -26,7 +26,12 @@ from zharness.run.claims import get_claims, get_engine_version, make_usage_error
 from zharness.run.configuration import is_config_file
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.locate import can_locate_divergence, locate_divergence, record_baseline_trace
-from zharness.run.matching_failures import find_failure_with_remedy, find_matching_failure, find_pool_failure
+from zharness.run.matching_failures import (
+    describe_known_cause,
+    find_failure_with_remedy,
+    find_matching_failure,
+    find_pool_failure,
+)
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
     apply_expected_failure,
@@ -38,6 +43,7 @@ from zharness.run.verdicts import (
     make_judged_record,
     note_pool_difference,
 )
+from zharness.workload import model_spec
 from zharness.workload.user_model import is_user_model, parse_user_model_name
 from zharness.world import Group, GroupOutcome, Isolation, RankEnd, RankServer, RankTask
 from zharness.world.cores import assign_cores
@@ -125,6 +131,12 @@ class Runner:
             raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
         return outcome.ranks[0].value
 
+    def require_user_models(self, cells: Iterable[PlannedCell]) -> None:
+        """Build each model of a user once. Raises UsageError, before any cell runs, if its factory returns no model."""
+        names = dict.fromkeys(cell.cell.model for cell in cells if not cell.unsupported_reason)
+        for name in filter(is_user_model, names):
+            self.call_in_judge(build_and_forget, name)
+
     def try_on_ranks(self, cell: Cell, function: Callable[[Cell, int, Capabilities], None]) -> Record | None:
         """Call ``function(cell, seed, capabilities)`` on the ranks of ``cell``, which its pool keeps for its cells.
 
@@ -144,7 +156,9 @@ class Runner:
         outcome = self._servers[cell.engine].submit(task)
         cause = outcome.cause
         if cause is not None and cause.end is RankEnd.RAISED:
-            raise make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
+            error = make_usage_error(cause, f"{cause.describe()}\n{outcome.describe()}")
+            known = describe_known_cause(cell, get_engine_version(cell.engine), Verdict.CRASH.value, str(error), "")
+            raise UsageError(f"{error}; {known}") if known else error
         return None if cause is None else make_failure_record(outcome, self._blank_record(cell))
 
     def run(self, planned: PlannedCell) -> Record:
@@ -183,6 +197,9 @@ class Runner:
                     cell, version, remedied.verdict.value, remedied.cause, remedied.details, user_failures
                 )
                 record = apply_remedy(record, expected, remedied, second)
+        if is_user_model(cell.model) and not record.is_expected:
+            known = describe_known_cause(cell, version, record.verdict.value, record.cause, record.details)
+            return replace(record, notes=(*record.notes, known)) if known else record
         return record
 
     def _record_refused(self, planned: PlannedCell, blank_record: Record, isolation: Isolation) -> Record:
@@ -324,6 +341,11 @@ class Runner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def build_and_forget(name: str) -> None:
+    """Build the model ``name``; the errors of its factory are UsageErrors."""
+    model_spec(name).model(0)
 
 
 def pin_runners_to_cores(runners: Sequence[Runner], cells: Sequence[PlannedCell]) -> None:

@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.optim import lr_scheduler
+
 from zharness.errors import ConfigError
 
 SCHEDULED_STEPS = 100  # steps for which a schedule is computed; the last rate holds for later steps
 LEAST_WARMUP_STEPS = 2  # DeepSpeed takes at least these, as log(1) is zero
+NOT_COMPUTED = ("OneCycle",)  # DeepSpeed's scheduler that changes momentum, too
 LAST_ITERATION = "last_batch_iteration"
 POSITIVE_INTEGERS = ("warmup_num_steps", "lr_range_test_step_size")
 NOT_NUMBERS = ("warmup_type", "lr_range_test_staircase")
@@ -24,7 +27,10 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
     ``name`` of the configuration, for a parameter that the scheduler does not have, lacks or refuses.
     """
     kind, params = str(section.get("type")), dict(section.get("params", {}))
-    if kind not in SCHEDULES or learning_rate == 0:
+    if kind not in SCHEDULES:
+        require_known_scheduler(name, section.get("type"))
+        return None
+    if learning_rate == 0:
         return None
     compute, known, required = SCHEDULES[kind]
     for key in params:
@@ -43,6 +49,15 @@ def schedule_factors(name: str, section: Params, learning_rate: float) -> tuple[
     if start != -1:
         rates[0] = learning_rate
     return tuple(rate / learning_rate for rate in rates)
+
+
+def require_known_scheduler(name: str, kind: Any) -> None:
+    """Raise ConfigError for a scheduler that neither DeepSpeed nor torch has; null stands for none."""
+    of_torch = {key for key, value in vars(lr_scheduler).items() if isinstance(value, type) and key.endswith("LR")}
+    known = [*SCHEDULES, *NOT_COMPUTED, *sorted(of_torch | {"ReduceLROnPlateau"})]
+    if kind is not None and not hasattr(lr_scheduler, str(kind)) and kind not in known:
+        remedy = "DeepSpeed takes its own schedulers and those of torch.optim.lr_scheduler"
+        raise ConfigError(f"config {name!r}: " + str(ConfigError.unknown_name("scheduler.type", kind, known, remedy)))
 
 
 def require_valid_values(name: str, params: Params) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zharness.errors import UsageError
+from zharness.raising_frame import describe_exception
 from zharness.workload.models import SAMPLES, Batch, ModelSpec
 from zharness.workload.nested_tensors import collect_tensors
 from zharness.workload.shrink_model import shrink_factory_result
@@ -136,7 +137,8 @@ def list_factories(pattern: str) -> list[str]:
     ]
     chosen = [f"{module_name}:{name}" for name in own if fnmatchcase(name, attribute)]
     if not chosen:
-        raise UsageError.unknown_name(f"factory of {module_name}", attribute, own or ["(the module defines none)"])
+        remedy = f"a factory is a function of {module_name} that needs no argument"
+        raise UsageError.unknown_name(f"factory of {module_name}", attribute, own, remedy)
     return chosen
 
 
@@ -173,16 +175,26 @@ class UserModel:
         """Return a copy of the model, with its weights initialized from the current seed of torch's generator."""
         model = self.get_parts(torch.initial_seed()).model
         try:
-            return copy.deepcopy(model)
+            return copy.deepcopy(model, copy_computed_attributes(model))
         except Exception as error:  # deepcopy of a user's module may raise anything
             raise UsageError(
-                f"{self.name}: the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}); laws "
+                f"{self.name}: the model cannot be copied by copy.deepcopy ({describe_exception(error)}); laws "
                 "need several copies, so its attributes must be parameters, buffers, modules and plain values"
             ) from error
 
     def batch(self, generator: torch.Generator) -> Batch:
-        """Draw a micro-batch from ``generator``, whose seed also becomes the seed for the forward."""
-        drawn = self.get_parts().draw(generator)
+        """Draw a micro-batch from ``generator``, whose seed also becomes the seed for the forward.
+
+        Raises UsageError if the batch function raises, or returns no rows.
+        """
+        draw = self.get_parts().draw
+        try:
+            drawn = draw(generator)
+        except Exception as error:  # a user's batch function may raise anything
+            raise UsageError(
+                f"{self.name}: batch(generator) raised {describe_exception(error)}; expected a function that draws a "
+                "micro-batch with the generator"
+            ) from error
         rows = {len(tensor) if tensor.dim() else 0 for tensor in collect_tensors(drawn)}
         if len(rows) != 1 or rows == {0}:
             raise UsageError(
@@ -201,6 +213,16 @@ class UserModel:
                 f"the loss is {describe_value(loss)}; expected a scalar tensor that requires a gradient{hint}"
             )
         return loss
+
+
+def copy_computed_attributes(model: nn.Module) -> dict[int, Tensor]:
+    """Return detached copies of the computed tensors among the modules' attributes, by id, as deepcopy's memo.
+
+    copy.deepcopy refuses a tensor with a history, such as the weight that torch.nn.utils.weight_norm computes from two
+    parameters, and computes again before each forward.
+    """
+    values = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): value.detach().clone() for value in values if isinstance(value, Tensor) and not value.is_leaf}
 
 
 def import_factory(name: str) -> Factory:
@@ -227,9 +249,9 @@ def import_user_module(module: str, name: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything, or call sys.exit
         raise UsageError(
-            f"cannot import {module!r} for the model {name!r}: {type(error).__name__}: {error}; "
+            f"cannot import {module!r} for the model {name!r}: {describe_exception(error)}; "
             "expected package.module:factory, importable from the current directory"
         ) from error
 
@@ -247,7 +269,7 @@ def call_factory(name: str, factory: Factory) -> UserModelParts:
             "parse command-line arguments elsewhere"
         ) from error
     except Exception as error:  # a user's factory may raise anything
-        raise UsageError(f"the factory {name} raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"the factory {name} raised {describe_exception(error)}") from error
     model, draw, score = (
         (*result, None, None)[:3] if isinstance(result, tuple) and 1 <= len(result) <= 3 else (result, None, None)
     )
@@ -296,5 +318,7 @@ def describe_value(obj: Any) -> str:
         return f"a {type(obj).__name__} of ({', '.join(map(describe_value, obj))})"
     if isinstance(obj, dict):
         return f"a dict of {', '.join(f'{key}: {describe_value(value)}' for key, value in obj.items())}"
+    if isinstance(obj, type):
+        return f"the class {obj.__name__}"
     name = type(obj).__name__
     return "None" if obj is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

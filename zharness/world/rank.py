@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, s
 from zharness.device import is_gpu_requested, local_device_index, rank_device, require_reproducible_kernels
 from zharness.device.cuda_errors import add_cuda_remedy
 from zharness.errors import WorldError
+from zharness.raising_frame import describe_raising_frame
 from zharness.world.cores import use_batch_scheduling
 from zharness.world.current_rank import CurrentRank, ExchangeMismatchError, set_current_rank
 from zharness.world.messages import (
@@ -42,7 +43,6 @@ from zharness.world.messages import (
 from zharness.world.orphans import die_with_parent
 from zharness.world.outcome import RankEnd, RankOutcome
 from zharness.world.process_group import form_process_group
-from zharness.world.raising_frame import describe_raising_frame
 from zharness.world.streams import phase_marker
 from zharness.world.task import MAX_CHECKED_WORLD_SIZE, CollectiveMode, Group, Isolation, RankTask
 

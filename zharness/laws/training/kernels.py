@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zharness.law_kit.buffers import copy_buffers, restore_buffers
 from zharness.law_kit.hints import hint_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
@@ -27,10 +28,13 @@ from zharness.parity.compare import attach_plain_values
 def observe_kernels(ctx: RankContext) -> None:
     """Run a backward for each rank, in which only this rank's loss counts, and a backward in which all losses count.
 
-    Each of the first backwards gives the local gradient of one rank, divided by the world size.
+    Each of the first backwards gives the local gradient of one rank, divided by the world size. Every forward starts
+    from the first buffers, as plain PyTorch's do.
     """
     engine = ctx.build_engine(optimizer=ZERO_LR_SGD)
+    first_buffers = copy_buffers(engine.module)
     for chosen in range(ctx.data_size + 1):
+        restore_buffers(engine.module, first_buffers)
         counts = chosen in (ctx.data_coordinate, ctx.data_size)
         engine.backward(ctx.loss(engine, 0, f"loss-{chosen}") * float(counts))
         ctx.record("grads", engine.full_grads(), chosen)

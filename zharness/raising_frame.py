@@ -11,7 +11,7 @@ import torch
 
 # Packages of zharness whose frames belong to an engine or an example, not to the harness.
 _ENGINE_PACKAGES = ("reference", "mutants")
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _INSTALLED = ("site-packages", "dist-packages")
@@ -26,6 +26,14 @@ def describe_raising_frame(frames: Sequence[traceback.FrameSummary]) -> str:
         return ""
     chosen = next((frame for frame in reversed(frames) if is_users_or_engines(Path(frame.filename))), frames[-1])
     return f"{shorten_path(Path(chosen.filename))}, line {chosen.lineno}, in {chosen.name}"
+
+
+def describe_exception(error: BaseException) -> str:
+    """Return type and message of ``error``, and the frame of the user's code, or else of torch's, that raised it."""
+    files = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    known = [frame for frame, file in files if is_users_or_engines(file) or file.is_relative_to(_TORCH)]
+    place = f" (raised by {describe_raising_frame(known)})" if known else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def is_users_or_engines(file: Path) -> bool:
