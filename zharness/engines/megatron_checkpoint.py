@@ -53,7 +53,7 @@ def has_optimizer_state(path: Path) -> bool:
 
     Raises CheckpointError on every rank if it is missing, or if its list of tensors is damaged.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     with raise_on_all_ranks(Comm()):
         if not (path / FOLDER_NAME).is_dir():
