@@ -45,6 +45,13 @@ WITHOUT_A_CAUSE = {
         "training.any_order",  # of 228 elements: the cause is unknown; and graphs, of which a CPU buffer keeps some
     },
     "deepspeed_releases": {"state.several_saves"},  # weights after a step whose forward used older ones
+    "megatron_fsdp": {
+        "backward.backward_in_forward",  # gradients of two ends of a backward, of which the judge knows one
+        "checkpointing.two_regions",  # as fsdp2's
+        "window.evaluated",  # only the root's weights are old, and the judge knows no groups
+        "access.write_param",  # the same
+        "precision.weights_of_two_dtypes",  # the cause is unknown
+    },
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
     "fsdp2_options": {
         "window.evaluated",  # only the root's weights are old, and the judge knows no groups

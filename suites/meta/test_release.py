@@ -117,6 +117,7 @@ def test_the_table_of_compatibility_has_what_the_workflows_test() -> None:
     for name in ("accelerate", "transformers"):
         assert rows[name] == [pins[name]]
     assert rows["Lightning Fabric"] == [pins["lightning-fabric"]]
+    assert rows["Megatron-FSDP"] == [pins["megatron-fsdp"]]
     assert read_version(ROOT) in page
 
 

@@ -205,6 +205,15 @@ BUILT_IN: dict[str, EngineInfo] = {
             sources=("torch.distributed.pipelining",),
         ),
         EngineInfo(
+            name="megatron_fsdp",
+            target="zharness.engines.megatron_fsdp:factory",
+            summary="Megatron-FSDP, stages 0 and 3, with stand-ins for torch.cuda on a CPU",
+            distribution="megatron-fsdp",
+            install='pip install "zharness[megatron]" -c constraints.txt',
+            warm_up="zharness.engines.megatron_fsdp:warm_up",
+            sources=("megatron_fsdp",),
+        ),
+        EngineInfo(
             name="deepspeed_pp",
             target="zharness.engines.deepspeed_pp:factory",
             summary="DeepSpeed's PipelineModule and DualPipeVModule, ZeRO stages 0 and 1, on a mesh with the axis pp",

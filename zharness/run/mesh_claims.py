@@ -144,7 +144,7 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     if law.mesh_support is MeshSupport.DATA_PARALLEL and cell.mesh.sizes:
         return f"{law.name} is not stated for the mesh {cell.mesh.label}: {law.mesh_support.value}"
     if not cell.mesh.sizes:  # a model needs no plan
-        return explain_other_form(law, cell, capabilities)
+        return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (
         explain_other_form(law, cell, capabilities)
         or explain_missing_plan(cell.model, cell.mesh)

@@ -1,0 +1,54 @@
+"""Read and write full tensors of Megatron-FSDP, which shards by rows wherever its flat buffers are cut.
+
+The rows of a weight that a rank has may be none, and the ranks have different numbers of them. torch's
+``DTensor.full_tensor`` and ``distribute_tensor`` expect the rows of ``torch.chunk``, so that neither works here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.comm import Comm, all_gather_objects
+from zharness.engines.protocol import Piece
+
+
+def find_pieces(params: Mapping[str, nn.Parameter]) -> dict[str, tuple[Piece, ...]]:
+    """Return the flat elements that each rank owns of each sharded parameter, which is a DTensor of the package.
+
+    Every rank of the world has an entry, which may be empty. A parameter that every rank has whole has none. This is
+    a collective.
+    """
+    from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+    own = {}
+    for name, param in params.items():
+        dtensor: Any = param.data
+        if any(placement.is_shard() for placement in dtensor.placements):
+            offsets = gather_and_compute_chunk_metadata(dtensor).offsets
+            start = offsets[0] * math.prod(param.shape[1:])
+            own[name] = (start, start + dtensor.to_local().numel())
+    views = all_gather_objects(own, Comm())
+    return {name: tuple(Piece(rank, *view[name]) for rank, view in enumerate(views)) for name in own}
+
+
+def gather(local: Tensor, shape: torch.Size, pieces: tuple[Piece, ...]) -> Tensor:
+    """Return the full tensor on CPU of which this rank has ``local``, its piece of ``pieces``. This is a collective."""
+    comm, longest = Comm(), max(piece.stop - piece.start for piece in pieces)
+    padded = torch.zeros(longest, dtype=local.dtype, device=local.device)
+    padded[: local.numel()] = local.flatten()
+    parts = comm.all_gather(padded.new_empty(len(pieces) * longest), padded).view(len(pieces), longest)
+    full = torch.empty(shape.numel(), dtype=local.dtype)
+    for piece in pieces:
+        full[piece.start : piece.stop] = parts[piece.rank, : piece.stop - piece.start].cpu()
+    return full.view(shape)
+
+
+def own_part(full: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
+    """Return this rank's piece of a full tensor, flat."""
+    piece = pieces[Comm().rank]
+    return full.flatten()[piece.start : piece.stop]
