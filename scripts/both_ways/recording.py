@@ -41,6 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selection = json.loads(os.environ["BOTH_WAYS_SELECTION"])
     size, seed, kept = selection["size"], selection["seed"], set(selection["only"])
     on_ranks = [item for item in items if is_on_ranks(item)]
+    Path(os.environ["BOTH_WAYS_ON_RANKS"]).write_text(json.dumps([find_test_name(item.nodeid) for item in on_ranks]))
     candidates = [item for item in on_ranks if not is_skipped(item)] or on_ranks or items
     names = sorted({find_test_name(item.nodeid) for item in candidates})
     if not kept and size and len({find_test_name(item.nodeid) for item in items}) > size:

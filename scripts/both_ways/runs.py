@@ -67,7 +67,8 @@ class FileRun:
     time limit in seconds. ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are
     missing. A file that could not be collected has the one outcome ``COLLECTION``. ``processes`` is the number of
     processes that DeepSpeed's own fixtures started for ranks, and 0 in the other ways, whose ranks are forked from one
-    server; None is unknown.
+    server; None is unknown. ``on_ranks`` has the tests of the file whose class starts ranks, of the sample or not, and
+    is None where that was not recorded.
     """
 
     path: str
@@ -80,6 +81,7 @@ class FileRun:
     limit: float = 0.0
     processes: int | None = None
     seed: int | None = None
+    on_ranks: list[str] | None = None
 
     def to_json(self) -> str:
         """Return the run as one line."""
@@ -156,13 +158,14 @@ def measure_run(
     installed plugins are not loaded: Hypothesis alone takes 0.3 CPU seconds of every run.
     """
     folder = tests.parent
-    outcomes, imports = folder / "outcomes.jsonl", folder / "imports"
+    outcomes, imports, on_ranks = folder / "outcomes.jsonl", folder / "imports", folder / "on_ranks.json"
     variables = {
         **environment,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "BOTH_WAYS_SELECTION": selection.to_json(),
         "BOTH_WAYS_OUTCOMES": str(outcomes),
         "BOTH_WAYS_IMPORTS": str(imports),
+        "BOTH_WAYS_ON_RANKS": str(on_ranks),
     }
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = monotonic()
@@ -176,7 +179,8 @@ def measure_run(
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     found, processes = read_outcomes(outcomes), count_rank_processes(imports)
     size, seed = selection.size, selection.seed
-    return FileRun(path, way, size, round(seconds, 1), round(cpu, 1), status, found, limit, processes, seed)
+    names = json.loads(on_ranks.read_text()) if on_ranks.exists() else None
+    return FileRun(path, way, size, round(seconds, 1), round(cpu, 1), status, found, limit, processes, seed, names)
 
 
 def count_rank_processes(imports: Path) -> int:

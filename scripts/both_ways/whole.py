@@ -66,15 +66,15 @@ def add_counts(one: Mapping[Any, tuple[int, ...]], other: Mapping[Any, tuple[int
 def choose_rechecks(run: FileRun, passes: int, seed: int) -> tuple[str, ...]:
     """Return the first failed and skipped test of each message, numbers in it apart, and ``passes`` passed by ``seed``.
 
-    A test outside of a class starts no ranks and runs the same in both ways, so that no pass or skip of one is taken.
+    A test that starts no ranks runs the same in both ways, so that no pass or skip of one is taken.
     """
     first: dict[tuple[str, str], str] = {}
+    on_ranks = set(run.on_ranks or ())
     for verdict in ("failed", "skipped"):
         for name in sorted(run.named(verdict)):
-            if verdict == "failed" or "::" in name:
+            if verdict == "failed" or name in on_ranks:
                 first.setdefault((verdict, _NUMBERS.sub("", run.outcomes[name][1])), name)
-    in_classes = sorted(name for name in run.named("passed") if "::" in name)
-    return (*first.values(), *draw_names(in_classes, passes, seed))
+    return (*first.values(), *draw_names(sorted(on_ranks.intersection(run.named("passed"))), passes, seed))
 
 
 def summarize_whole(runs: Runs, reasons: Reasons) -> WholeTables:
@@ -135,9 +135,9 @@ def describe_compared(verdict: str, same: int, tests: int, owner: str) -> str:
 
 
 def iter_compared(runs: Runs, verdict: str) -> Iterator[tuple[FileRun, str, str]]:
-    """Yield run, name and verdict with own classes of each test with ``verdict`` with the drop-in that ran so too."""
+    """Yield run, name and verdict with own classes of each test on ranks with ``verdict`` that ran both ways."""
     for (path, way), run in sorted(runs.items()):
-        for name in sorted(run.named(verdict)) if way is Way.DROP_IN else ():
+        for name in sorted({*run.named(verdict)}.intersection(run.on_ranks or ())) if way is Way.DROP_IN else ():
             if own := get_recheck(runs, path, name):
                 yield runs[path, Way.RECHECK], name, own
 

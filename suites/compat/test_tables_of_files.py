@@ -90,7 +90,7 @@ def test_whole_files_are_added_to_those_of_the_page(modules: Any, families: list
         "TestIt::test_c": ("skipped", ""),
     }
     for name in ("a", "b"):
-        swapped = runs.FileRun(f"test_{name}.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
+        swapped = runs.FileRun(f"test_{name}.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes, on_ranks=[*outcomes])
         recheck = runs.FileRun(f"test_{name}.py", runs.Way.RECHECK, 0, 9.0, 2.0, 1, outcomes)
         both = {(run.path, run.way): run for run in (swapped, recheck)}
         page.write_whole(page.read_whole() + whole.summarize_whole(both, reasons))
@@ -155,8 +155,10 @@ def test_failures_with_the_drop_in_alone_are_sorted_and_checked_with_own_fixture
 def test_drawn_passes_of_the_drop_in_are_compared_with_own_fixtures(modules: Any) -> None:
     runs, whole, draw_names = modules("runs"), modules("whole"), modules("recording").draw_names
     names = [f"TestIt::test_it[{number}]" for number in range(9)]
-    outcomes = {"test_b": ("failed", "no device")} | dict.fromkeys(["test_without_ranks", *names], ("passed", ""))
-    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes)
+    outcomes = {"test_b": ("failed", "no device")} | dict.fromkeys(
+        ["TestPlain::test_without_ranks", *names], ("passed", "")
+    )
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 1, outcomes, on_ranks=names)
     chosen = whole.choose_rechecks(swapped, passes=3, seed=25)
     assert chosen == ("test_b", *draw_names(names, 3, 25))
     assert set(whole.choose_rechecks(swapped, passes=20, seed=25)) == {"test_b", *names}
@@ -181,7 +183,8 @@ def test_a_skip_of_each_reason_with_the_drop_in_is_compared_with_own_fixtures(mo
         "TestIt::test_b": ("skipped", "Skipped: planted"),
         "test_without_ranks": ("skipped", "Skipped: no ranks"),
     }
-    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 0, outcomes)
+    on_ranks = [name for name in outcomes if "::" in name]
+    swapped = runs.FileRun("unit/a.py", runs.Way.DROP_IN, 0, 9.0, 2.0, 0, outcomes, on_ranks=on_ranks)
     assert whole.choose_rechecks(swapped, passes=3, seed=25) == ("TestIt::test_a[1]", "TestIt::test_b")
     own = {"TestIt::test_a[1]": ("skipped", "no device 3"), "TestIt::test_b": ("passed", "")}
     recheck = runs.FileRun("unit/a.py", runs.Way.RECHECK, 0, 9.0, 2.0, 0, own)

@@ -63,6 +63,7 @@ TABLES = [
         Table(SUMMARY.format("DeepSpeed", DRAWN), "deepspeed.toml", "below_two_drawn", folder="unit/"), id="drawn"
     ),
     pytest.param(Table(SUMMARY.format("PyTorch", ""), "pytorch.toml"), id="pytorch"),
+    pytest.param(Table(SUMMARY.format("PyTorch", DRAWN), "pytorch.toml", "below_two_drawn"), id="pytorch-drawn"),
 ]
 
 
