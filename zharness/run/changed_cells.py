@@ -214,7 +214,7 @@ def order_cells(
         rate = sum(1 / counts[name] for name in touched[cell]) / max(MIN_SECONDS, recorded.seconds)
         rate *= NAMED_LAW_FACTOR if cell.cell.law in named_laws else 1
         rate *= FAILED_FACTOR if recorded.failed else 1
-        return -count_mentions(cell.cell, mentioned), -rate * len(missing[cell]), -rate
+        return -count_mentions(cell.cell, mentioned), -rate * (1 + len(missing[cell])), -rate
 
     # A cell has fewer missing pairs after each choice, never more: the first of the heap is the most promising cell if
     # it still is when it is rated again.
