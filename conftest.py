@@ -15,7 +15,7 @@ os.environ.pop("GITHUB_STEP_SUMMARY", None)
 torch.set_num_threads(1)
 
 
-EXHAUSTIVE = "exhaustive: a test of 20 seconds or more; runs with --exhaustive"
+EXHAUSTIVE = "exhaustive: a long test, or one of a row of alike ones; runs with --exhaustive"
 
 
 def pytest_addoption(parser):

@@ -232,6 +232,7 @@ def test_two_agents_give_one_report_and_one_exit_status(tmp_path: Path) -> None:
     assert not done.leftovers
 
 
+@pytest.mark.exhaustive
 def test_two_machines_give_one_report_in_which_remote_ranks_are_judged(tmp_path: Path) -> None:
     folder = write_tests(tmp_path, TWO)
     if os.geteuid() or shutil.which("ip") is None:

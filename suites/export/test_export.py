@@ -125,6 +125,7 @@ def test_every_law_with_a_plain_side_gives_a_script_without_undefined_and_idle_n
         assert is_imported or asked_of_engines(text) <= find_methods(made, text), case.id
 
 
+@pytest.mark.exhaustive
 def test_every_other_law_gives_a_script_with_its_own_judge(tmp_path: Path) -> None:
     cases = cells_to_export(whole=True)
     assert len(cases) > 20

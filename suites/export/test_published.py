@@ -99,7 +99,8 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("base", ["FSDPTest", pytest.param("DTensorTestBase", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("base", ["FSDPTest", "DTensorTestBase"])
 def test_a_test_in_the_style_of_pytorch_fails_before_and_passes_after_the_fault_is_mended(
     base: str, tmp_path: Path
 ) -> None:

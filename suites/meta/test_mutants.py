@@ -30,6 +30,8 @@ SAMPLE = list(
     }.values()
 )
 
+LONG = {"mesh.other_mesh"}  # builds engines on every mesh
+
 # Killed, but blamed on the local gradient in some target: their numbers match no known fault of a reduction.
 MISNAMED = {
     "fsdp2_forgets_once",
@@ -53,7 +55,11 @@ def runner() -> Iterator[MutantRunner]:
         yield started
 
 
-@pytest.mark.parametrize(("mutant", "target"), SAMPLE, ids=describe_parameter)
+@pytest.mark.parametrize(
+    ("mutant", "target"),
+    [pytest.param(*each, marks=[pytest.mark.exhaustive] * (each[1].law in LONG)) for each in SAMPLE],
+    ids=describe_parameter,
+)
 def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:

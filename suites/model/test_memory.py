@@ -277,6 +277,7 @@ def test_judges_inherit_the_modules_that_are_imported_ahead(tmp_path: Path, monk
     assert name not in sys.modules, "the release may bring its own packages"
 
 
+@pytest.mark.exhaustive
 def test_packages_of_models_start_no_thread_when_they_are_imported() -> None:
     code = (
         "import os, torch; count = lambda: len(os.listdir('/proc/self/task')); before = count()\n"

@@ -103,7 +103,7 @@ PLUGINS = [
     pytest.param(("pytest_randomly",), (), id="randomly"),
     pytest.param(("random_order.plugin",), ("--random-order",), id="random-order"),
     pytest.param(("pytest_order",), (), id="order"),
-    pytest.param(("pytest_cov.plugin",), ("--cov=.",), id="cov"),
+    pytest.param(("pytest_cov.plugin",), ("--cov=.",), id="cov", marks=pytest.mark.exhaustive),
     pytest.param(("pytest_metadata.plugin", "pytest_html.plugin"), ("--html=page.html",), id="html"),
     pytest.param(
         ("pytest_metadata.plugin", "pytest_jsonreport.plugin"),
@@ -114,7 +114,7 @@ PLUGINS = [
     pytest.param(("pytest_instafail",), ("--instafail",), id="instafail"),
     pytest.param(("allure_pytest.plugin",), ("--alluredir=results",), id="allure"),
     pytest.param(("pytest_asyncio.plugin",), (), id="asyncio"),
-    pytest.param(("anyio.pytest_plugin",), (), id="anyio"),
+    pytest.param(("anyio.pytest_plugin",), (), id="anyio", marks=pytest.mark.exhaustive),
     pytest.param(("pytest_mock",), (), id="mock"),
     pytest.param(("teamcity.pytest_plugin",), ("--teamcity",), id="teamcity"),
     pytest.param(("pytest_repeat",), ("--count=2",), id="repeat"),
@@ -123,7 +123,7 @@ PLUGINS = [
     pytest.param(("pytest_bdd.plugin",), ("--gherkin-terminal-reporter",), id="bdd"),
     pytest.param(("pytest_mpi.plugin",), (), id="mpi-pytest"),
     pytest.param((), ("--junitxml=report.xml",), id="junitxml"),
-    pytest.param((), ("--doctest-modules",), id="doctest"),
+    pytest.param((), ("--doctest-modules",), id="doctest", marks=pytest.mark.exhaustive),
 ]
 
 
