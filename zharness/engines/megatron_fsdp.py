@@ -79,6 +79,8 @@ VARIANTS = {
     "first_step_kept": EngineOption(
         {KEEP_FIRST_STEP: True},
         changes_numbers="the optimizer has made the step on zero gradients of fully_shard_optimizer",
+        laws=frozenset({"training.optimizer_options-adamw_amsgrad"}),
+        laws_reason="nearly every law of optimizers fails by that step, and this one names it",
     ),
 }
 OPTIONS = {
