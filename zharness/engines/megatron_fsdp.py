@@ -94,7 +94,7 @@ CAPABILITIES = Capabilities(stages=frozenset({0, 3}), refuses=REFUSES, variants=
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with what Megatron-FSDP refuses at ``stage``."""
     if stage == 0:
-        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_0_REFUSES})
+        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_0_REFUSES}, scaled_sum=STAGE_0_REFUSES[Feature.SUM])
     models = dict.fromkeys(("fused", "changing"), READS_FREED)
     return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_3_REFUSES}, refuses_models=models)
 
