@@ -66,7 +66,7 @@ class FileRun:
     ``sample`` is the number of tests to which the run was limited, or 0, ``seed`` what drew them, and ``limit`` its
     time limit in seconds. ``status`` is -9 for a run that was killed at that limit; its tests that had not ended are
     missing. A file that could not be collected has the one outcome ``COLLECTION``. ``processes`` is the number of
-    processes that DeepSpeed's own fixtures started for ranks, and 0 in the other ways, whose ranks are forked from one
+    processes that the project's own classes started for ranks, and 0 in the other ways, whose ranks are forked from one
     server; None is unknown. ``on_ranks`` has the tests of the file whose class starts ranks, of the sample or not, and
     is None where that was not recorded.
     """
@@ -184,7 +184,7 @@ def measure_run(
 
 
 def count_rank_processes(imports: Path) -> int:
-    """Return how many processes besides pytest's own have imported DeepSpeed's fixtures; each wrote a line."""
+    """Return how many processes besides pytest's own wrote a line, by importing own classes or PyTorch's test file."""
     return max(len(imports.read_text().splitlines()) - 1, 0) if imports.exists() else 0
 
 

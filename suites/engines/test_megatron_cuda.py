@@ -59,7 +59,7 @@ def test_all_but_cuda_is_torch() -> None:
     stand_in: Any = TorchOnCpu()
     for name in ("Tensor", "distributed", "zeros", "no_grad", "float32", "nn", "device"):
         assert getattr(stand_in, name) is getattr(torch, name)
-    assert stand_in.cuda.is_available() is torch.cuda.is_available() is False
+    assert stand_in.cuda.is_available() is False
     with pytest.raises(AttributeError, match="no_such_name"):
         stand_in.no_such_name  # noqa: B018
 
@@ -132,4 +132,16 @@ def test_an_engine_has_them_from_its_first_call_to_close() -> None:
     assert isinstance(param_and_grad_buffer.torch, TorchOnCpu)
     assert vars(torch.cuda) == before
     engine.close()
+    assert param_and_grad_buffer.torch is torch
+
+
+@needs_package
+@pytest.mark.world_size(2)
+def test_an_engine_that_cannot_be_built_gives_torch_back() -> None:
+    from megatron_fsdp import param_and_grad_buffer
+
+    from zharness.engines import megatron_fsdp
+
+    with pytest.raises(KeyError, match=r"torch\.float64"):
+        megatron_fsdp.factory(nn.Sequential(nn.Linear(2, 2)).double(), EngineConfig(stage=3))
     assert param_and_grad_buffer.torch is torch

@@ -34,8 +34,15 @@ def test_a_choice_far_from_a_tie_is_certain() -> None:
 def test_the_first_token_that_rounding_may_route_otherwise_is_named() -> None:
     near = logits_of([0.1, 0.2], [0.5, 0.5 + ERROR], [0.3, 0.3]).find_near_tie(ERROR)
     assert near is not None
-    assert (near.token, near.error) == (1, 2 * ERROR)
+    assert (near.token, near.error) == (1, 3 * ERROR)
     assert 0 < near.margin <= near.error
+
+
+def test_logits_that_the_softmax_makes_equal_are_a_tie() -> None:
+    logits = torch.tensor([[0.0, 2.0**-26]], dtype=torch.float64)
+    softmax = torch.softmax(logits.float(), dim=1)
+    assert softmax[0, 0] == softmax[0, 1]
+    assert GateLogits(logits, logits.abs()).find_near_tie(ERROR) is not None
 
 
 def test_equal_logits_are_a_tie() -> None:

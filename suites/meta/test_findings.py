@@ -50,7 +50,7 @@ WITHOUT_A_CAUSE = {
         "checkpointing.two_regions",  # as fsdp2's
         "window.evaluated",  # only the root's weights are old, and the judge knows no groups
         "access.write_param",  # the same
-        "precision.weights_of_two_dtypes",  # the cause is unknown
+        "precision.weights_of_two_dtypes",  # all weights of a unit are wrong, and the judge has only the loss
     },
     "fsdp2": {"checkpointing.two_regions"},  # one region's gradient: the judge has only the sum of both
     "fsdp2_options": {

@@ -7,7 +7,7 @@ The calls are those of its documentation: ``fully_shard_model``, ``fully_shard_o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +79,8 @@ VARIANTS = {
     "first_step_kept": EngineOption(
         {KEEP_FIRST_STEP: True},
         changes_numbers="the optimizer has made the step on zero gradients of fully_shard_optimizer",
+        laws=frozenset({"training.optimizer_options-adamw_amsgrad"}),
+        laws_reason="nearly every law of optimizers fails by that step, and this one names it",
     ),
 }
 OPTIONS = {
@@ -92,7 +94,7 @@ CAPABILITIES = Capabilities(stages=frozenset({0, 3}), refuses=REFUSES, variants=
 def capabilities_at(stage: int) -> Capabilities:
     """Return CAPABILITIES with what Megatron-FSDP refuses at ``stage``."""
     if stage == 0:
-        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_0_REFUSES})
+        return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_0_REFUSES}, scaled_sum=STAGE_0_REFUSES[Feature.SUM])
     models = dict.fromkeys(("fused", "changing"), READS_FREED)
     return replace(CAPABILITIES, refuses={**REFUSES, **STAGE_3_REFUSES}, refuses_models=models)
 
@@ -117,13 +119,22 @@ def factory(model: nn.Module, config: EngineConfig) -> MegatronEngine:
 
     Raises ConfigError for an unsupported configuration.
     """
+    validate_config(config, CAPABILITIES, OPTIONS)
+    remove = STAND_INS.install() if next(model.parameters()).device.type == "cpu" else do_nothing
+    with ExitStack() as unless_built:
+        unless_built.callback(remove)
+        engine = shard(model, config, remove)
+        unless_built.pop_all()
+    return engine
+
+
+def shard(model: nn.Module, config: EngineConfig, remove_stand_ins: Callable[[], None]) -> MegatronEngine:
+    """Shard ``model`` in place and return the engine, which calls ``remove_stand_ins`` when it is closed."""
     from megatron_fsdp import fully_shard_model
     from torch.distributed.device_mesh import init_device_mesh
 
-    validate_config(config, CAPABILITIES, OPTIONS)
     device = next(model.parameters()).device
-    remove = STAND_INS.install() if device.type == "cpu" else do_nothing
-    names = {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     wrapped = fully_shard_model(
         model,
         device_mesh=init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("dp_shard", "tp")),
@@ -145,7 +156,7 @@ def factory(model: nn.Module, config: EngineConfig) -> MegatronEngine:
         full_tensor=identity,
         layout=find_pieces(params),
         drop_gradients=do_nothing,
-        release=partial(release, wrapped, remove),
+        release=partial(release, wrapped, remove_stand_ins),
         build_optimizer=partial(build_optimizer, wrapped, bool(config.options.get(KEEP_FIRST_STEP))),
     )
     return MegatronEngine(model, capabilities_at(config.stage), config, adapter, wrapped)

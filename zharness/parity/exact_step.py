@@ -31,7 +31,7 @@ def is_exact_step(
         return False
     options = {**optimizer_defaults(optimizer), **hyperparameters}
     factors = [float(options[key]) for key in ("lr", "momentum", "weight_decay")] + [1 - float(options["dampening"])]
-    nonzero = [abs(factor) for factor in factors if factor]
+    nonzero = [abs(factor) for factor in factors if factor]  # 1 - dampening may be negative
     inputs = [weight, grad] if momentum is None else [weight, grad, momentum]
     grid = find_grid(inputs)
     if not math.isfinite(grid) or any(math.frexp(factor)[0] != 0.5 for factor in nonzero):
@@ -39,15 +39,15 @@ def is_exact_step(
     info = torch.finfo(weight.dtype)
     finest = grid + sum(USES * min(0.0, math.log2(factor)) for factor in nonzero)
     largest = sum(float(tensor.abs().max()) for tensor in inputs if tensor.numel())
-    bound = largest * math.prod((1 + factor) ** USES for factor in factors)
+    bound = largest * math.prod((1 + factor) ** USES for factor in nonzero)
     bits = 1 - math.log2(info.eps)
     return finest >= math.log2(info.smallest_normal) and bound <= 2.0 ** (finest + bits)
 
 
 def find_grid(tensors: Sequence[Tensor]) -> float:
-    """Return the exponent of the largest power of two that divides every element.
+    """Return the exponent of the largest power of two, at most 1, that divides every element.
 
-    It is NaN if an element is not finite, and 0 if all elements are 0.
+    It is NaN if an element is not finite.
     """
     exponents = [0.0]
     for tensor in tensors:

@@ -1,7 +1,8 @@
 """Define a model of random weights whose gate chooses an expert for each token, and how near a choice is to a tie.
 
 The gate's logits are a product of two linear layers with the tokens. So their rounding error has a bound: each logit is
-a sum of products of at most three numbers, computed by two sums in succession (Higham, sections 3.1 and 3.5).
+a sum of products of at most three numbers, computed by two sums in succession (Higham, sections 3.1 and 3.5). The
+softmax, of which the largest element chooses, can make equal what is apart by a few roundings of 1, its largest exp.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class GateLogits:
     def find_near_tie(self, relative_error: float) -> NearTie | None:
         """Return the first token whose expert a rounding error may change, or None.
 
-        ``relative_error`` times ``absolute`` bounds the error of a logit.
+        ``relative_error`` times ``absolute`` bounds the error of a logit, and ``relative_error`` that of the softmax.
         """
         first = self.logits.argmax(dim=1, keepdim=True)
         margins = self.logits.gather(1, first) - self.logits
-        errors = relative_error * (self.absolute.gather(1, first) + self.absolute)
+        errors = relative_error * (1 + self.absolute.gather(1, first) + self.absolute)
         for token, expert in (margins <= errors).scatter(1, first, False).nonzero().tolist():
             return NearTie(token, float(margins[token, expert]), float(errors[token, expert]))
         return None
