@@ -1,8 +1,8 @@
-"""torch's clip_grad_norm_ does not have the norm of all gradients.
+"""A rank whose part of a weight is empty has no gradient of it, which torch's clip_grad_norm_ needs on every rank.
 
 id: megatron-clip-grad-norm
 engine: megatron_fsdp
-symptom: clip_grad_norm_ gives a wrong norm, raises or hangs at stage 3 where a rank's part of a weight is empty
+symptom: at stage 3 a rank with an empty part of a weight lacks its gradient, so that clip_grad_norm_ reduces others there
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
