@@ -2,7 +2,7 @@
 
 id: megatron-clip-grad-norm
 engine: megatron_fsdp
-symptom: at stage 3 a rank with an empty part of a weight lacks its gradient, so that clip_grad_norm_ reduces others there
+symptom: at stage 3 a rank with an empty part of a weight lacks its gradient, and clip_grad_norm_ reduces others there
 reported: no report known
 affects: >=0.6.1
 fixed: not yet
