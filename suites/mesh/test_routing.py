@@ -21,18 +21,18 @@ from zharness.workload.random_routed import SUMMED_TERMS, GateLogits, compute_ga
 ERROR = gamma(SUMMED_TERMS, torch.float32)
 
 
-def logits_of(*rows: list[float]) -> GateLogits:
+def make_logits(*rows: list[float]) -> GateLogits:
     """Return logits of tokens whose terms have the absolute sum 1."""
     logits = torch.tensor(rows, dtype=torch.float64)
     return GateLogits(logits, torch.ones_like(logits))
 
 
 def test_a_choice_far_from_a_tie_is_certain() -> None:
-    assert logits_of([0.1, 0.2], [0.5, -0.5]).find_near_tie(ERROR) is None
+    assert make_logits([0.1, 0.2], [0.5, -0.5]).find_near_tie(ERROR) is None
 
 
 def test_the_first_token_that_rounding_may_route_otherwise_is_named() -> None:
-    near = logits_of([0.1, 0.2], [0.5, 0.5 + ERROR], [0.3, 0.3]).find_near_tie(ERROR)
+    near = make_logits([0.1, 0.2], [0.5, 0.5 + ERROR], [0.3, 0.3]).find_near_tie(ERROR)
     assert near is not None
     assert (near.token, near.error) == (1, 3 * ERROR)
     assert 0 < near.margin <= near.error
@@ -46,7 +46,7 @@ def test_logits_that_the_softmax_makes_equal_are_a_tie() -> None:
 
 
 def test_equal_logits_are_a_tie() -> None:
-    assert logits_of([0.25, 0.25, 0.0, 0.0]).find_near_tie(0.0) is not None
+    assert make_logits([0.25, 0.25, 0.0, 0.0]).find_near_tie(0.0) is not None
 
 
 def test_the_bound_covers_the_rounding_of_torchs_gate() -> None:
@@ -68,7 +68,7 @@ def test_every_expert_gets_a_token() -> None:
 
 
 def test_a_cell_in_which_a_tie_could_flip_is_undetermined(monkeypatch: pytest.MonkeyPatch) -> None:
-    ties = logits_of([0.1, 0.2], [0.3, 0.3])
+    ties = make_logits([0.1, 0.2], [0.3, 0.3])
     monkeypatch.setattr(mesh_routing, "compute_gate_logits", lambda _model, _tokens: ties)
     baseline = SimpleNamespace(batch=lambda _rank, _step: SimpleNamespace(inputs=None), build_module=lambda: None)
     ctx: Any = SimpleNamespace(data_size=1, dtype=torch.float32, baseline=baseline, location=TensorLocation)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Resources
+from zharness.engines.torch_access import local_tensor
 
 
 def measure_resources(
@@ -53,10 +54,3 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the storages of ``tensors`` on this rank, including padding."""
     storages = (local_tensor(tensor.detach()).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or any other tensor unchanged."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

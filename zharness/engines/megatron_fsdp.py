@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from zharness.comm import Comm, all_gather_objects, is_true_on_any_rank
 from zharness.engines import optimizers
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS, LEAF, select_group_modules
-from zharness.engines.megatron_checkpoint import has_optimizer_state, load_state, save_state
+from zharness.engines.megatron_checkpoint import has_optimizer_state
 from zharness.engines.megatron_cuda import STAND_INS
 from zharness.engines.megatron_shards import find_pieces, gather, own_part
 from zharness.engines.protocol import Capabilities, EngineConfig, EngineOption, Feature, OptimizerSpec, Reduction
+from zharness.engines.torch_access import copy_into_shard, copy_shard, local_tensor
+from zharness.engines.torch_checkpoint import FOLDER_NAME, read_state, write_state
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
     TORCH_REFUSES,
@@ -189,10 +191,10 @@ def build_optimizer(
 @contextmanager
 def keep_values(wrapped: Any, params: Iterable[Tensor]) -> Iterator[None]:
     """Give ``params`` the values back at the end of the block that they had at its beginning."""
-    kept = [(param, to_local(param).clone()) for param in params]
+    kept = [(param, local_tensor(param).detach().clone()) for param in params]
     yield
     for param, value in kept:
-        copy_part(param, value.flatten())
+        write_own_part(param, value.flatten())
     if kept:
         wrapped.install_optimized_model_weights()
 
@@ -243,7 +245,7 @@ class MegatronEngine(TorchEngine):
         }
 
     def save(self, path: Path) -> None:
-        save_state(path, self._state())
+        write_state(path, self._state())
 
     def load(self, path: Path) -> None:
         if not has_optimizer_state(path):
@@ -251,14 +253,14 @@ class MegatronEngine(TorchEngine):
         elif not self._optimizer.state:
             self._make_state()
         state = self._state()
-        load_state(path, state)
+        read_state(path / FOLDER_NAME, state)
         self._wrapped.load_state_dict(state["model"], strict=False)
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
 
     def _make_state(self) -> None:
         """Make the optimizer's state, into which a checkpoint is read, by a step as fully_shard_optimizer makes it."""
-        params = [param for param in self._adapter.params.values() if to_local(param).numel()]
+        params = [param for param in self._adapter.params.values() if local_tensor(param).numel()]
         with keep_values(self._wrapped, params):
             for param in params:
                 param.grad = torch.zeros_like(param)
@@ -295,23 +297,23 @@ class MegatronEngine(TorchEngine):
         self._write(name, state.get(key), value)
 
     def read_grad_shard(self, name: str) -> Tensor:
-        return local_part(self._adapter.params[name].grad)
+        return copy_own_part(self._adapter.params[name].grad)
 
     def read_param_shard(self, name: str) -> Tensor:
-        return local_part(self._adapter.params[name])
+        return copy_own_part(self._adapter.params[name])
 
     def read_optimizer_state_shard(self, name: str, key: str) -> Tensor:
-        return local_part(self._optimizer.state.get(self._adapter.params[name], {}).get(key))
+        return copy_own_part(self._optimizer.state.get(self._adapter.params[name], {}).get(key))
 
     def write_grad_shard(self, name: str, value: Tensor) -> None:
-        copy_part(self._adapter.params[name].grad, value)
+        write_own_part(self._adapter.params[name].grad, value)
 
     def write_param_shard(self, name: str, value: Tensor) -> None:
-        copy_part(self._adapter.params[name], value)
+        write_own_part(self._adapter.params[name], value)
         self._wrapped.install_optimized_model_weights()
 
     def write_optimizer_state_shard(self, name: str, key: str, value: Tensor) -> None:
-        copy_part(self._optimizer.state.get(self._adapter.params[name], {}).get(key), value)
+        write_own_part(self._optimizer.state.get(self._adapter.params[name], {}).get(key), value)
 
     def _full_masters(self) -> dict[str, Tensor]:
         return {name: self._full(name, param) for name, param in self._adapter.params.items()}
@@ -334,13 +336,13 @@ class MegatronEngine(TorchEngine):
         """
         param, pieces = self._adapter.params[name], self._adapter.layout.get(name)
         if pieces is None:
-            return snapshot(to_local(param if tensor is None else tensor)).view(param.shape)
-        return gather(local_part(tensor), param.shape, pieces)
+            return snapshot(local_tensor(param if tensor is None else tensor)).view(param.shape)
+        return gather(copy_own_part(tensor), param.shape, pieces)
 
     def _write(self, name: str, tensor: Tensor | None, value: Tensor) -> None:
         """Copy this rank's part of a full tensor into its part of ``tensor``."""
         pieces = self._adapter.layout.get(name)
-        copy_part(tensor, value.flatten() if pieces is None else own_part(value, pieces))
+        write_own_part(tensor, value.flatten() if pieces is None else own_part(value, pieces))
 
 
 def is_split(tensor: Tensor) -> bool:
@@ -350,20 +352,12 @@ def is_split(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def to_local(tensor: Any) -> Tensor:
-    """Return the local tensor of a DTensor, or any other tensor unchanged."""
-    local: Tensor = tensor.to_local() if is_split(tensor) else tensor
-    return local.detach()
-
-
-def local_part(tensor: Tensor | None) -> Tensor:
+def copy_own_part(tensor: Tensor | None) -> Tensor:
     """Return a flat copy on CPU of this rank's part of ``tensor``, which is empty if the rank has none."""
-    return torch.empty(0) if tensor is None else to_local(tensor).flatten().to("cpu", copy=True)
+    return torch.empty(0) if tensor is None else copy_shard(tensor)
 
 
-@torch.no_grad()
-def copy_part(tensor: Tensor | None, value: Tensor) -> None:
+def write_own_part(tensor: Tensor | None, value: Tensor) -> None:
     """Copy a flat tensor into this rank's part of ``tensor``, if the rank has one."""
     if tensor is not None:
-        local = to_local(tensor)
-        local.copy_(value.view(local.shape))
+        copy_into_shard(tensor, value)

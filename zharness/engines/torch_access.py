@@ -162,17 +162,17 @@ def reduce_partial_sums(tensor: Tensor) -> Tensor:
 
 def copy_shard(tensor: Tensor) -> Tensor:
     """Return a flat copy on CPU of this rank's part of ``tensor``, which is all of it unless it is a DTensor."""
-    return _local_part(tensor).detach().flatten().to("cpu", copy=True)
+    return local_tensor(tensor).detach().flatten().to("cpu", copy=True)
 
 
 @torch.no_grad()
 def copy_into_shard(target: Tensor, value: Tensor) -> None:
     """Copy a flat tensor into this rank's part of ``target``."""
-    local = _local_part(target)
+    local = local_tensor(target)
     local.copy_(value.reshape(local.shape))
 
 
-def _local_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, or any other tensor unchanged."""
     from torch.distributed.tensor import DTensor
 

@@ -111,10 +111,17 @@ def param_group_sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def save_shards(path: Path, engine_state: EngineState, by_parameter: bool = False) -> None:
-    """Write each rank's shards with torch.distributed.checkpoint into a folder that is renamed when complete.
+    """Write each rank's shards with ``write_state``.
 
     With ``by_parameter``, options of the optimizer are saved for each parameter, as each rank has other parameters.
-    Raises CheckpointError on every rank if the shards cannot be written.
+    """
+    write_state(path, sharded_state_dict(engine_state, by_parameter))
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` with torch.distributed.checkpoint into a folder that is renamed when complete.
+
+    Raises CheckpointError on every rank if it cannot be written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -125,7 +132,7 @@ def save_shards(path: Path, engine_state: EngineState, by_parameter: bool = Fals
             path.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
     try:
-        save(sharded_state_dict(engine_state, by_parameter), checkpoint_id=partial)
+        save(state, checkpoint_id=partial)
     except CheckpointException as error:  # a BaseException, which a caller's `except Exception` would not catch
         raise CheckpointError(f"save to {path}: {error}") from error
     with raise_on_all_ranks(comm):
@@ -150,9 +157,7 @@ def load_shards(path: Path, engine_state: EngineState, by_parameter: bool = Fals
     as users of FSDP2 do. That reader loads ``.metadata`` with plain pickle (pytorch/pytorch#189308), so load no
     checkpoint that you did not write.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
 
     with raise_on_all_ranks(Comm()):
         # The second folder exists if a save was interrupted between its two renames.
@@ -162,12 +167,7 @@ def load_shards(path: Path, engine_state: EngineState, by_parameter: bool = Fals
             raise missing_checkpoint_error(path, FOLDER_NAME)
     # Load into clones: a damaged file would leave the engine's own tensors partly overwritten.
     state = clone_tensors(sharded_state_dict(engine_state, by_parameter))
-    try:
-        load(state, checkpoint_id=saved_folder)
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"load from {path}: damaged, or another engine's ({error}); expected a checkpoint that this engine saved"
-        ) from error
+    read_state(saved_folder, state)
     set_state_dict(
         engine_state.module,
         engine_state.optimizer,
@@ -176,6 +176,23 @@ def load_shards(path: Path, engine_state: EngineState, by_parameter: bool = Fals
         options=state_dict_options(by_parameter),
     )
     engine_state.schedule.load_state_dict(state["schedule"])
+
+
+def read_state(folder: Path, state: dict[str, Any]) -> None:
+    """Read the folder of a checkpoint into the tensors of ``state``.
+
+    Raises CheckpointError on every rank if the checkpoint is damaged.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        load(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"load from {folder.parent}: damaged, or another engine's ({error}); "
+            "expected a checkpoint that this engine saved"
+        ) from error
 
 
 def missing_checkpoint_error(path: Path, name: str) -> CheckpointError:

@@ -28,9 +28,9 @@ def judge_routing(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def describe_near_tie(ctx: JudgeContext) -> str:
     """Return which token's expert rounding may change, or "" if the choice of every token is certain."""
+    model = ctx.baseline.build_module()
     for coordinate in range(ctx.data_size):
-        inputs = ctx.baseline.batch(coordinate, 0).inputs
-        logits = compute_gate_logits(ctx.baseline.build_module(), inputs)
+        logits = compute_gate_logits(model, ctx.baseline.batch(coordinate, 0).inputs)
         near = logits.find_near_tie(gamma(SUMMED_TERMS, ctx.dtype))
         if near is not None:
             return (

@@ -170,10 +170,10 @@ def find_named_laws(laws: Set[str], text: str) -> frozenset[str]:
 
     ``dtype`` in a line stands for ``precision.buffers_keep_dtype``. Words are compared without a final s.
     """
-    words_of_laws = {law: split_words(law.partition(".")[2]) for law in laws}
-    counts = Counter(word for words in words_of_laws.values() for word in words)
+    words_by_law = {law: split_words(law.partition(".")[2]) for law in laws}
+    counts = Counter(word for words in words_by_law.values() for word in words)
     rare = {word for word in split_words(text) if len(word) >= MIN_WORD_LENGTH and counts[word] <= MAX_LAWS_OF_WORD}
-    return frozenset(law for law, words in words_of_laws.items() if words & rare)
+    return frozenset(law for law, words in words_by_law.items() if words & rare)
 
 
 def split_words(text: str) -> set[str]:
