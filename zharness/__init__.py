@@ -3,7 +3,8 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, environment, device, mesh, names, toml_text, comm, step_summary, torch_private, raising_frame
+    0  errors, environment, device, mesh, names, toml_text, comm, step_summary, torch_private
+    0  distributed_tensor, raising_frame
     1  cell, world, workload, reference, law_set, project_file
     2  engines
     3  pytest_ranks, parity

@@ -20,6 +20,7 @@ FLOORS = {
     "names": 0,
     "toml_text": 0,
     "torch_private": 0,
+    "distributed_tensor": 0,
     "raising_frame": 0,
     "comm": 0,
     "device": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +54,16 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name not in known:
         raise UsageError.unknown_name("optimizer", name, sorted(known))
     return known[name]
+
+
+def reason_not_in_torch(spec: OptimizerSpec) -> str:
+    """Return the reason why the installed torch's optimizer takes no argument of ``spec``, or '' if it takes all.
+
+    Raises UsageError for an unknown optimizer.
+    """
+    parameters = signature(optimizer_class(spec.name)).parameters
+    unknown = [name for name in spec.args if name not in parameters]
+    return f"{spec.name} of torch {torch.__version__} takes no {', '.join(unknown)}" if unknown else ""
 
 
 def schedule(optimizer: torch.optim.Optimizer, spec: OptimizerSpec) -> torch.optim.lr_scheduler.LambdaLR:

@@ -129,7 +129,7 @@ def _full_state_dict_options(strict: bool = True) -> Any:
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy the full tensor ``value`` into ``target``, which may be a DTensor. This is a collective for a DTensor."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from zharness.distributed_tensor import DTensor, distribute_tensor
 
     local = value.to(target.device, target.dtype)
     if isinstance(target, DTensor):
@@ -142,7 +142,7 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor (collective), or any other tensor, such as a step count, unchanged."""
-    from torch.distributed.tensor import DTensor
+    from zharness.distributed_tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -152,7 +152,7 @@ def reduce_partial_sums(tensor: Tensor) -> Tensor:
 
     Sequence parallelism leaves the gradient of a norm's weight as partial sums, which torch's optimizers reduce.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from zharness.distributed_tensor import DTensor, Replicate
 
     if not isinstance(tensor, DTensor):
         return tensor
@@ -174,6 +174,6 @@ def copy_into_shard(target: Tensor, value: Tensor) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, or any other tensor unchanged."""
-    from torch.distributed.tensor import DTensor
+    from zharness.distributed_tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -53,6 +53,11 @@ TORCH_REFUSES: Mapping[Feature, str] = {
         "only DeepSpeed has configuration sections for the dtypes of masters, gradients and optimizer state; torch's "
         "engines keep the model's dtype (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)"
     ),
+    **(
+        {}
+        if optimizers.MATRIX
+        else {Feature.MUON: f"torch {torch.__version__} has no torch.optim.Muon; use torch 2.9 or newer"}
+    ),
 }
 
 

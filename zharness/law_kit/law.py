@@ -8,7 +8,7 @@ from enum import Enum
 
 from torch import nn
 
-from zharness.engines.protocol import CallForm, Feature
+from zharness.engines.protocol import CallForm, Feature, OptimizerSpec
 from zharness.errors import UsageError
 from zharness.law_kit.default_training import TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
@@ -48,6 +48,7 @@ class Variant:
     the variant applies. ``training_run`` is the training of several steps whose curves a report shows, or None.
     ``is_step_count`` says that the name is the number of steps of the configured training; every other positive number
     is then the name of a variant too. ``schedules`` are the schedules of a pipeline that the engine has to have.
+    ``optimizer`` is the optimizer whose arguments the installed torch has to know, or None.
     """
 
     name: str = ""
@@ -58,6 +59,7 @@ class Variant:
     training_run: TrainingRun | None = field(default=None, hash=False)
     is_step_count: bool = False
     schedules: tuple[str, ...] = ()
+    optimizer: OptimizerSpec | None = field(default=None, hash=False)
 
     def get_training_run(self, training: TrainingConfig) -> TrainingRun | None:
         """Return the training run whose curves a report shows, or None if the variant has none.

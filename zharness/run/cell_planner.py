@@ -7,6 +7,7 @@ from functools import cache
 
 from zharness.cell import Cell
 from zharness.engines import Capabilities, Feature
+from zharness.engines.optimizers import reason_not_in_torch
 from zharness.engines.options import find_exclusion
 from zharness.laws import LOSS_SCALES, Law, find_laws
 from zharness.mesh import Mesh
@@ -88,6 +89,9 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
         return f"{cell.engine} supports only the dtypes {', '.join(sorted(capabilities.dtypes))}"
     if cell.dtype not in law.dtypes:
         return f"{law.name} applies only to the dtypes {', '.join(law.dtypes)}"
+    optimizer = law.get_variant(cell.variant).optimizer
+    if optimizer and (reason := reason_not_in_torch(optimizer)):
+        return reason
     required = (*law.required_features(cell.variant), *cell_setting(cell.engine_variant).required_features())
     if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.dtype] != 1:
         return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"

@@ -148,7 +148,10 @@ LAWS = (
         judge_optimizer_options,
         weights_stay_integers=False,
         dtypes=("fp32",),
-        variants=tuple(Variant(name, FEATURES.get(name, ()), compares_engine_with_itself=True) for name in RUNS),
+        variants=tuple(
+            Variant(name, FEATURES.get(name, ()), compares_engine_with_itself=True, optimizer=run.optimizer)
+            for name, run in RUNS.items()
+        ),
         steps=LawSteps(observe_optimizer_options),
         kept_because="the only law that sets these options: an engine that builds the optimizer anew may drop one",
         mesh_support=MeshSupport.ANY,

@@ -24,12 +24,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from zharness.errors import CheckpointError
 
-try:
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-except ImportError:  # public since torch 2.5
-    from torch.distributed._tensor import DTensor, Replicate, Shard  # type: ignore[attr-defined]
-
-__all__ = ["DTensor", "Replicate", "Shard"]  # re-exported; the names defined here are public too
 _DCP = "torch.distributed.checkpoint"
 # The names that torch 2.6 to 2.13 write into .metadata: data classes without behaviour, and their constants.
 ALLOWED_METADATA_NAMES = frozenset(

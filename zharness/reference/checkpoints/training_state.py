@@ -24,7 +24,7 @@ from zharness.reference.layout import ModelParam, ShardPlacement, StagePlacement
 from zharness.reference.parameters import Parameters
 
 if TYPE_CHECKING:
-    from zharness.reference.checkpoints.dcp import DTensor
+    from zharness.distributed_tensor import DTensor
 
 # The states that torch.optim keeps as one number per parameter; the last three are NAdam's and ASGD's.
 SCALAR_STATE_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -247,7 +247,7 @@ class TrainingState:
 
         ``values`` may have any shape.
         """
-        from zharness.reference.checkpoints.dcp import DTensor, Replicate, Shard
+        from zharness.distributed_tensor import DTensor, Replicate, Shard
 
         placement = Shard(0) if self._is_sharded else Replicate()
         flat = torch.Size([self._model_params[name].layout.numel])
@@ -338,7 +338,7 @@ def _reshape_like_leaf(leaf: Tensor, local_tensor: Tensor | None) -> Tensor:
 
     ``local_tensor`` is None if ``leaf`` has no elements on this rank.
     """
-    from zharness.reference.checkpoints.dcp import DTensor
+    from zharness.distributed_tensor import DTensor
 
     if local_tensor is None:
         return torch.empty_like(leaf)
