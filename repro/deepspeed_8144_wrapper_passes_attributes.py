@@ -4,7 +4,7 @@ id: 8144
 engine: deepspeed
 symptom: ZeRO-3 with a wrapper that passes attributes on: 'Linear' object has no attribute 'ds_grads_remaining'
 reported: https://github.com/deepspeedai/DeepSpeed/pull/8144
-affects: >=0.17.6,<=0.19.2
+affects: >=0.17.0,<=0.19.2
 fixed: 0.19.3
 broken: 0.19.1
 ranks: 1

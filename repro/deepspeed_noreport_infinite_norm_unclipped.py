@@ -4,7 +4,7 @@ id: infinite-norm-unclipped
 engine: deepspeed
 symptom: get_global_grad_norm() is 1 where the norm is infinite, and gradient_clipping leaves the gradients as they are
 reported: no report known
-affects: >=0.17.6,<=0.19.7
+affects: >=0.17.0,<=0.19.7
 fixed: 0.19.8
 broken: 0.19.5
 ranks: 1

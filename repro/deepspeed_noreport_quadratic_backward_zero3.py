@@ -4,7 +4,7 @@ id: quadratic-backward-zero3
 engine: deepspeed
 symptom: a backward of many small parameters takes long: twice the parameters, three times the calls and more
 reported: no report known
-affects: ==0.16.4
+affects: >=0.16.4,<=0.17.0
 fixed: 0.18.8
 broken: 0.16.4
 ranks: 1
