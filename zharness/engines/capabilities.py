@@ -194,6 +194,7 @@ class Capabilities:
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
     - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``reduce_dtypes_on_cp`` replaces ``reduce_dtypes`` for the dtypes that it names, on a mesh with the axis cp.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
@@ -228,6 +229,7 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    reduce_dtypes_on_cp: Mapping[str, str] = field(default_factory=dict)
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
     engine_windows: str = ""
@@ -286,7 +288,8 @@ class Capabilities:
             found = replace(self, replicas=mesh.size(REPLICATE))
         if CONTEXT in mesh.axes:
             reason = "parts of a sequence have parts of a gradient, which are added over ranks"
-            found = replace(found, own_kernels=dict.fromkeys(self.stages, reason))
+            reduce_dtypes = {**self.reduce_dtypes, **self.reduce_dtypes_on_cp}
+            found = replace(found, own_kernels=dict.fromkeys(self.stages, reason), reduce_dtypes=reduce_dtypes)
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
