@@ -94,7 +94,7 @@ CAPABILITIES = Capabilities(
     },
     refuses_on_tp=REFUSES_ON_TP,
     # seq_parallel_communication_data_type, 'Default value is fp32' (constants.py), in place of communication_data_type
-    reduce_dtypes_on_cp={"bf16": "fp32", "fp32": "fp32"},
+    sent_dtypes_on_cp={"bf16": "fp32", "fp32": "fp32"},
     plan_words=frozenset(LAYER_SPECS),
 )
 

@@ -2,7 +2,7 @@
 
 Ulysses leaves four things to its caller, which this adapter does: each rank of a cp group runs the model on its part
 of the sequence, and draws random numbers of its own for it, the outputs of the parts are joined, so that every rank has
-the whole loss, and attention runs in ``DistributedAttention``, which exchanges parts of the sequence for heads and back.
+the whole loss, and attention runs in ``DistributedAttention``, which exchanges parts of the sequence for heads.
 """
 
 from __future__ import annotations

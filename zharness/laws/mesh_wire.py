@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -42,12 +44,13 @@ def observe_wire(ctx: RankContext) -> None:
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
 
-    Gradients have the reduce dtype, weights and activations that of the cell. On each rank of tp the parameters have P
-    elements: their gradients are reduced once over the shards, P elements with padding, and once over the copies, as
-    many as a shard has. Weights are gathered at most twice. Along tp only gradients of which each rank has a part are
-    reduced, once: those of layers that run on a part of the sequence. Activations are sent along tp once in each
-    direction for a layer of the plan, and along cp as ``range_of_exchanges`` says. The ranks of dp_shard and cp
-    together are the shards, as each has a part of every gradient. Nothing else is sent along two axes at once.
+    Gradients have the reduce dtype, or on cp the one that the engine claims, weights and activations that of the cell.
+    On each rank of tp the parameters have P elements: their gradients are reduced once over the shards, P elements with
+    padding, and once over the copies, as many as a shard has. Weights are gathered at most twice. Along tp only
+    gradients of which each rank has a part are reduced, once: those of layers that run on a part of the sequence. The
+    ranks of dp_shard and cp together are the shards, because each rank of cp has a part of every gradient. Activations
+    are sent along tp once in each direction for a layer of the plan, and along cp as ``range_of_exchanges`` says.
+    Nothing else is sent along two axes at once.
     """
     for rank, record in enumerate(ctx.rank_records("sent")):
         sent = {Sent.parse(name): elements for name, elements in record.items()}
@@ -57,7 +60,7 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
     """Check that no element was sent in another dtype than the policy's."""
-    policy = {GRADIENTS: ctx.reduce_dtype, WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
+    policy = {GRADIENTS: find_sent_dtype(ctx), WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
     for message, elements in sent.items():
         right = str(policy[message.content]).removeprefix("torch.")
         place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, 0, rank)
@@ -65,6 +68,12 @@ def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iter
         yield add_hint(
             compare_bitwise(place, expected, elements), f"{message.content} are sent in {message.dtype}, not in {right}"
         )
+
+
+def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
+    """Return the dtype in which the engine says that it sends gradients."""
+    sent = ctx.claims.sent_dtypes_on_cp if CONTEXT in ctx.mesh.axes else {}
+    return next((DTYPES[sent[name]] for name in sent if DTYPES[name] == ctx.dtype), ctx.reduce_dtype)
 
 
 def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
