@@ -93,11 +93,13 @@ class SequenceParts:
     """Calls a model with this rank's part of each sequence, and joins the parts of its output.
 
     ``group`` has the ranks that split a sequence, and ``replaced`` the attention of ``model`` by name, before Ulysses.
+    ``join`` returns the whole output for this rank's part and the group.
     """
 
     group: Any
     model: nn.Module
     replaced: Mapping[str, nn.Module]
+    join: Callable[[Tensor, Any], Tensor] = JoinParts.apply
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the whole output of ``forward`` on the whole tensors ``args`` and ``kwargs``. This is a collective."""
@@ -105,7 +107,7 @@ class SequenceParts:
         named = {name: self._split(each) for name, each in kwargs.items()}
         with draw_for_part(dist.get_rank(self.group)):
             output = forward(*parts, **named)
-        return JoinParts.apply(output, self.group)  # type: ignore[no-untyped-call]
+        return self.join(output, self.group)
 
     def restore_attention(self) -> None:
         """Give the model its own attention back, which needs no other ranks."""

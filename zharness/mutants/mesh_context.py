@@ -55,7 +55,13 @@ class OverUlysses(Around):
         return torch.cat(whole.chunk(self.size, dim=1)[::-1], dim=1)
 
 
-@mutant(FaultKind.SCALE, on_context(), on_context(world_size=4), origin=Origin.MESH)
+@mutant(
+    FaultKind.SCALE,
+    on_context(),
+    on_context(world_size=4),
+    on_context(law="mesh.mean_gradient", model="random_context"),
+    origin=Origin.MESH,
+)
 class DividesByTheRanksOfASequence(OverUlysses):
     """The gradients are divided by the number of ranks, as if each had a micro-batch of its own."""
 

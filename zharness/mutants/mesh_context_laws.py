@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
@@ -168,6 +169,23 @@ class AveragesTheMeansOfParts(OverUlysses):
             [part * sum(counts) / (self.size * max(count, 1.0)) for part, count in zip(parts, counts, strict=True)],
             dim=1,
         )
+
+
+@mutant(FaultKind.SCALE, on_token_loss(Part.REDUCTION), origin=Origin.MESH)
+class GathersOutputsByTorch(OverUlysses):
+    """The output is gathered by torch's all_gather, as DeepSpeed's tutorial gathers losses.
+
+    Its backward adds up the gradients of all ranks of a sequence.
+    """
+
+    def spoil(self) -> None:
+        seams_engines.replace_join(self.right, gather_by_torch)
+
+
+def gather_by_torch(part: Tensor, group: Any) -> Tensor:
+    """Return the parts of all ranks of ``group``, joined along the sequence."""
+    parts = torch.distributed.nn.functional.all_gather(part.contiguous(), group=group)  # type: ignore[no-untyped-call]
+    return torch.cat(parts, dim=1)
 
 
 @mutant(FaultKind.CONTRIBUTION, on_token_loss(Part.LOCAL_GRADIENT), origin=Origin.MESH)

@@ -268,3 +268,9 @@ def sequence_group() -> Any:
 def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
     """Apply the decorator ``wrap`` to the function that computes the norm of ZeRO's stages 1 and 2."""
     engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)
+
+
+def replace_join(engine: DeepSpeedEngine, join: Callable[[Tensor, Any], Tensor]) -> None:
+    """Replace the function that joins the parts of the output over the ranks of a group."""
+    if engine._sequence_parts is not None:
+        engine._sequence_parts = replace(engine._sequence_parts, join=join)
