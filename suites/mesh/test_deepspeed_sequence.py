@@ -13,12 +13,16 @@ import torch.distributed as dist
 from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.cell import Cell
 from zharness.engines import deepspeed
+from zharness.engines.deepspeed_sequence import draw_for_part
 from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
+from zharness.kill_matrix import MutantRunner
 from zharness.mesh import Mesh
+from zharness.mutants import PATH
 from zharness.run import PlannedCell, Runner, Verdict
 from zharness.run.mesh_claims import explain_unclaimed_mesh
 from zharness.workload import model_spec
+from zharness.workload.generators import fork_seeded_generators
 
 pytest.importorskip("deepspeed")
 
@@ -29,6 +33,31 @@ CELLS = {
     "mesh.one_hot[deepspeed-zero1-w4.cp2-fp32-context]": Verdict.PASS,
     "mesh.mean_gradient[deepspeed-zero1-w2.cp2-fp32-random_context]": Verdict.PASS,
     "resources.close[deepspeed-zero1-w2.cp2-fp32-context]": Verdict.PASS,
+    "mesh.wire[deepspeed-zero0-w4.cp2-bf16-context]": Verdict.PASS,
+    "mesh.wire[deepspeed-zero3-w2.cp2-fp32-context]": Verdict.PASS,
+    "mesh.wire[deepspeed{reduce_bf16}-zero2-w2.cp2-fp32-context]": Verdict.PASS,
+    "mesh.dropout[deepspeed-zero2-w4.cp2-fp32-dropped_context]": Verdict.PASS,
+    "mesh.dropout[deepspeed-zero1-w2.cp2-fp32-dropped_context-recomputed]": Verdict.PASS,
+    "mesh.dropout[deepspeed-zero3-w4.cp2-fp32-dropped_context-masks]": Verdict.PASS,
+    "mesh.token_loss[deepspeed-zero1-w4.cp2-fp32-context_tokens]": Verdict.PASS,
+    "mesh.token_loss[deepspeed-zero3-w2.cp2-fp32-context_tokens]": Verdict.FAIL,
+}
+# What is broken, and what the first divergence says of it.
+CAUSES = {
+    "mesh.training[{}attends_within_each_part-zero0-w4.cp2-fp32-context]": "rank 0 is dp_shard 0, cp 0",
+    "mesh.wire[{}exchanges_keys_again-zero0-w4.cp2-fp32-context]": "elements of activations along cp",
+    "mesh.dropout[{}recomputes_the_last_part_with_a_new_mask-zero0-w4.cp2-fp32-dropped_context-recomputed]": (
+        "the recomputation drew another mask; rank 1 is dp_shard 0, cp 1"
+    ),
+    "mesh.dropout[{}drops_the_same_of_each_part_of_a_sequence-zero0-w2.cp2-fp32-dropped_context-masks]": (
+        "that of another rank along cp; rank 0 is cp 0"
+    ),
+    "mesh.token_loss[{}gathers_outputs_by_torch-zero1-w2.cp2-fp32-context_tokens]": (
+        "it is 2 x the right gradient; rank 0 is cp 0"
+    ),
+    "mesh.clip[{}clips_by_the_norm_of_the_own_shard-zero2-w4.cp2-fp32-context]": (
+        "is the norm of what rank 0 has (dp_shard 0, cp 0)"
+    ),
 }
 CP2 = Mesh.parse("cp2")
 
@@ -44,11 +73,37 @@ def test_a_cell_passes_or_fails_as_the_findings_say(runner: Runner, case: str, v
     check_cell(runner, case, verdict)
 
 
-def test_the_first_divergence_names_the_axis_and_the_coordinate() -> None:
-    cell = Cell.parse("mesh.training[zharness.mutants:attends_within_each_part-zero0-w4.cp2-fp32-context]")
-    with start_runner(cell.engine) as runner:
-        cause = runner.run(PlannedCell(cell)).cause
-    assert "rank 0 is dp_shard 0, cp 0" in cause or "rank 1 is dp_shard 0, cp 1" in cause
+@pytest.fixture(scope="module")
+def broken() -> Iterator[MutantRunner]:
+    with MutantRunner() as started:
+        yield started
+
+
+@pytest.mark.parametrize(("case", "hint"), CAUSES.items(), ids=CAUSES)
+def test_the_first_divergence_names_the_axis_and_the_coordinate(broken: MutantRunner, case: str, hint: str) -> None:
+    assert hint in broken.run(PlannedCell(Cell.parse(case.format(PATH)))).cause
+
+
+def test_each_part_of_a_sequence_draws_numbers_of_its_own_from_those_that_come_next() -> None:
+    with fork_seeded_generators(7):
+        state = torch.get_rng_state()
+        with draw_for_part(0):
+            pass
+        assert torch.equal(torch.get_rng_state(), state), "without a draw the generator is where it was"
+        drawn = []
+        for place in (0, 1, 0):
+            torch.set_rng_state(state)
+            with draw_for_part(place):
+                drawn.append(torch.rand(8))
+            after = torch.get_rng_state()
+            with draw_for_part(place):
+                drawn.append(torch.rand(8))
+        first, second, other, other_second, again, _ = drawn
+        assert torch.equal(first, again)
+        assert not any(map(torch.equal, (first, first, other), (second, other, other_second)))
+        torch.set_rng_state(state)
+        torch.randint(1 << 30, ())
+        assert torch.equal(torch.get_rng_state(), after), "every part leaves the generator in one state"
 
 
 @pytest.mark.parametrize(("axes", "others"), [("cp2,tp2", "tp"), ("cp2,ep2", "ep"), ("rep2,cp2", "dp_replicate")])

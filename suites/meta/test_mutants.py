@@ -1,6 +1,6 @@
 """Mutants are killed by the laws that are meant to kill them, and the first divergence names what was broken.
 
-This runs one target for each law. `zharness mutants --scope targets` runs and judges all targets in the same way.
+This runs one target for each law and mesh. `zharness mutants --scope targets` runs and judges all targets so.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from zharness.laws import LAWS, get_law
 from zharness.mutants import MUTANTS, Mutant, Origin, Target
 from zharness.run import PlannedCell, Verdict
 from zharness.run.cell_planner import unsupported_reason
+from zharness.run.mesh_claims import applies_to_model
 
 SERIES = list(Origin)
 BY_AGE = sorted(MUTANTS.values(), key=lambda mutant: SERIES.index(mutant.origin))
 KILLS = [
     (mutant, target) for mutant in BY_AGE if mutant.is_broken_on(compute_device_type()) for target in mutant.targets
 ]
-# Of a law's mutants the newest, since it was written when the law killed the others. The laws of any order differ by
-# their variant, so there it is one for each variant.
+# Of a law's mutants on each mesh the newest, since it was written when the law killed the others. The laws of any order
+# differ by their variant, so there it is one for each variant.
 SAMPLE = list(
     {
-        (target.law, target.variant if target.law.endswith(".any_order") else ""): (mutant, target)
+        (target.law, target.variant if target.law.endswith(".any_order") else "", target.mesh): (mutant, target)
         for mutant, target in KILLS
     }.values()
 )
@@ -46,7 +47,7 @@ MISNAMED = {
 def describe_parameter(value: Mutant | Target) -> str:
     if isinstance(value, Mutant):
         return value.name
-    return "-".join(filter(None, (value.law, value.model, value.variant, value.dtype)))
+    return "-".join(filter(None, (value.law, value.model, value.mesh, value.variant, value.dtype)))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_mutant_is_killed_and_the_first_divergence_is_named(
     runner: MutantRunner, mutant: Mutant, target: Target
 ) -> None:
     cell = make_target_cell(mutant, target)
-    assert target.model in get_law(target.law).models
+    assert applies_to_model(get_law(target.law), target.model, cell.mesh)
     assert not unsupported_reason(get_law(cell.law), cell, mutant.claims(cell.stage))
     record = runner.run(PlannedCell(cell))
     assert record.verdict.is_broken, record.cause or record.verdict

@@ -194,6 +194,8 @@ class Capabilities:
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
     - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``sent_dtypes_on_cp`` maps a dtype of the model to the dtype in which gradients are sent on a mesh with the axis
+      cp, if that is wider than the dtype in which their sum is then stored.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
@@ -228,6 +230,7 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    sent_dtypes_on_cp: Mapping[str, str] = field(default_factory=dict)
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
     engine_windows: str = ""

@@ -93,6 +93,8 @@ CAPABILITIES = Capabilities(
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
     refuses_on_tp=REFUSES_ON_TP,
+    # seq_parallel_communication_data_type, 'Default value is fp32' (constants.py), in place of communication_data_type
+    sent_dtypes_on_cp={"bf16": "fp32", "fp32": "fp32"},
     plan_words=frozenset(LAYER_SPECS),
 )
 

@@ -1,14 +1,15 @@
 """Split sequences over the axis cp with DeepSpeed's Ulysses.
 
-Ulysses leaves three things to its caller, which this adapter does: each rank of a cp group runs the model on its part
-of the sequence, the outputs of the parts are joined, so that every rank has the whole loss, and attention runs in
-``DistributedAttention``, which exchanges parts of the sequence for heads and back.
+Ulysses leaves four things to its caller, which this adapter does: each rank of a cp group runs the model on its part
+of the sequence, and draws random numbers of its own for it, the outputs of the parts are joined, so that every rank has
+the whole loss, and attention runs in ``DistributedAttention``, which exchanges parts of the sequence for heads.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
 from zharness.mesh import CONTEXT
+from zharness.workload.generators import fork_seeded_generators
 
 SEQUENCE_DIM = 1  # of inputs, outputs, queries, keys and values; the first dimension is that of samples
 HEADS_DIM = 2  # of queries, keys and values
@@ -69,22 +71,43 @@ def take_part(whole: Tensor, group: Any) -> Tensor:
     return whole.chunk(size, dim=SEQUENCE_DIM)[dist.get_rank(group)].contiguous()
 
 
+@contextmanager
+def draw_for_part(place: int) -> Iterator[None]:
+    """Seed torch's generators for the part number ``place`` inside the block, from the numbers that come next.
+
+    Ranks that are seeded alike, as all ranks of a sequence are, would drop the same elements of each part. Afterwards
+    the generator of the CPU is where it was, or one number further if the block drew any.
+    """
+    with torch.random.fork_rng(devices=[]):
+        seed = int(torch.randint(1 << 30, ()))
+    with fork_seeded_generators(seed + place):
+        seeded = torch.get_rng_state()
+        yield
+        has_drawn = not torch.equal(torch.get_rng_state(), seeded)
+    if has_drawn:
+        torch.randint(1 << 30, ())
+
+
 @dataclass(frozen=True)
 class SequenceParts:
     """Calls a model with this rank's part of each sequence, and joins the parts of its output.
 
     ``group`` has the ranks that split a sequence, and ``replaced`` the attention of ``model`` by name, before Ulysses.
+    ``join`` returns the whole output for this rank's part and the group.
     """
 
     group: Any
     model: nn.Module
     replaced: Mapping[str, nn.Module]
+    join: Callable[[Tensor, Any], Tensor] = JoinParts.apply
 
     def call(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the whole output of ``forward`` on the whole tensors ``args`` and ``kwargs``. This is a collective."""
         parts = [self._split(each) for each in args]
         named = {name: self._split(each) for name, each in kwargs.items()}
-        return JoinParts.apply(forward(*parts, **named), self.group)  # type: ignore[no-untyped-call]
+        with draw_for_part(dist.get_rank(self.group)):
+            output = forward(*parts, **named)
+        return self.join(output, self.group)
 
     def restore_attention(self) -> None:
         """Give the model its own attention back, which needs no other ranks."""

@@ -1,4 +1,4 @@
-"""Define the law mesh.dropout: gradients fit the masks, which ranks of tp share if their activations are whole."""
+"""Define the law mesh.dropout: gradients fit the masks, which ranks share where their activations are whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
-from zharness.mesh import TENSOR
+from zharness.mesh import CONTEXT, TENSOR
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import Baseline, LocalResult, run_local
 from zharness.parity.certificate import Exactness, certify_exactness
@@ -107,7 +107,8 @@ def judge_masks(ctx: JudgeContext, at: int, ranks: Sequence[int]) -> Iterator[Co
                 yield add_hint(compare_bitwise(place, plain[name], masks), hint)
             else:
                 repeats = any(other is not record and torch.equal(other[name], masks) for other in records)
-                hint = f"each mask of this part of the sequence is that of another rank along {TENSOR}"
+                axis = CONTEXT if CONTEXT in ctx.mesh.axes else TENSOR
+                hint = f"each mask of this part of the sequence is that of another rank along {axis}"
                 yield add_hint(compare_bitwise(place, scalar(0), scalar(float(repeats))), hint)
 
 
@@ -146,7 +147,8 @@ def take_mask(mask: Tensor, _activations: Tensor) -> Tensor:
 
 def certify_any_mask(ctx: JudgeContext) -> Exactness:
     """Return whether tier X applies under every mask: the largest one bounds the sums of all others."""
-    spec = replace(ctx.baseline.spec, build=partial(DroppedHeads, keep_everything))
+    model: Any = ctx.baseline.spec.build  # a class of models with dropout, which takes the function that draws masks
+    spec = replace(ctx.baseline.spec, build=partial(model, keep_everything))
     return certify_exactness(replace(ctx.baseline, spec=spec), range(1), ctx.dtype)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature
+from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
@@ -22,7 +24,7 @@ from zharness.law_kit.observed_collectives import (
 )
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
+from zharness.mesh import CONTEXT, DATA_SHARD, REPLICATE, TENSOR
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_range
 
 SHARED_INPUT = ("query", "key", "value")  # an engine may send their input, and its gradient, once for all of them
@@ -42,11 +44,13 @@ def observe_wire(ctx: RankContext) -> None:
 def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the dtype of every message with the policy's, and the elements along each axis with the formula.
 
-    Gradients have the reduce dtype, weights and activations that of the cell. On each rank of tp the parameters have P
-    elements: their gradients are reduced once over the shards, P elements with padding, and once over the copies, as
-    many as a shard has. Weights are gathered at most twice. Along tp only gradients of which each rank has a part are
-    reduced, once: those of layers that run on a part of the sequence. Activations are sent along tp alone, once in each
-    direction for a layer of the plan. Nothing is sent along two axes at once.
+    Gradients have the reduce dtype, or on cp the one that the engine claims, weights and activations that of the cell.
+    On each rank of tp the parameters have P elements: their gradients are reduced once over the shards, P elements with
+    padding, and once over the copies, as many as a shard has. Weights are gathered at most twice. Along tp only
+    gradients of which each rank has a part are reduced, once: those of layers that run on a part of the sequence. The
+    ranks of dp_shard and cp together are the shards, because each rank of cp has a part of every gradient. Activations
+    are sent along tp once in each direction for a layer of the plan, and along cp as ``range_of_exchanges`` says.
+    Nothing else is sent along two axes at once.
     """
     for rank, record in enumerate(ctx.rank_records("sent")):
         sent = {Sent.parse(name): elements for name, elements in record.items()}
@@ -56,7 +60,7 @@ def judge_wire(ctx: JudgeContext) -> Iterator[Comparison]:
 
 def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
     """Check that no element was sent in another dtype than the policy's."""
-    policy = {GRADIENTS: ctx.reduce_dtype, WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
+    policy = {GRADIENTS: find_sent_dtype(ctx), WEIGHTS: ctx.dtype, ACTIVATIONS: ctx.dtype}
     for message, elements in sent.items():
         right = str(policy[message.content]).removeprefix("torch.")
         place = ctx.location(f"{message.content} along {message.axes}", Part.REDUCTION, 0, rank)
@@ -66,20 +70,28 @@ def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iter
         )
 
 
+def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
+    """Return the dtype in which the engine says that it sends gradients."""
+    sent = ctx.claims.sent_dtypes_on_cp if CONTEXT in ctx.mesh.axes else {}
+    return next((DTYPES[sent[name]] for name in sent if DTYPES[name] == ctx.dtype), ctx.reduce_dtype)
+
+
 def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:
     """Compare the elements along each axis with the formula."""
     shape = ctx.mesh.shape(ctx.world_size)
-    shards, copies = shape[DATA_SHARD], shape[REPLICATE]
+    shards, copies = shape[DATA_SHARD] * shape[CONTEXT], shape[REPLICATE]
+    over_shards = ",".join(axis for axis in (DATA_SHARD, CONTEXT) if shape[axis] > 1) or DATA_SHARD
     params = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
     sizes = measure_parameters(params, ctx.baseline.spec.tp_plan, shape[TENSOR], shards)
     padded = sizes.local + sizes.padding
     ranges = {
         (GRADIENTS, TENSOR): (sizes.partial, sizes.partial),
-        (GRADIENTS, DATA_SHARD): (sizes.local, padded) if shards > 1 else (0, 0),
+        (GRADIENTS, over_shards): (sizes.local, padded) if shards > 1 else (0, 0),
         (GRADIENTS, REPLICATE): (sizes.local / shards, padded / shards) if copies > 1 else (0, 0),
-        (WEIGHTS, DATA_SHARD): (0, 2 * padded / shards) if shards > 1 else (0, 0),
+        (WEIGHTS, over_shards): (0, 2 * padded / shards) if shards > 1 else (0, 0),
         (WEIGHTS, TENSOR): (0, 0),
         (ACTIVATIONS, TENSOR): range_of_activations(ctx, params),
+        (ACTIVATIONS, CONTEXT): range_of_exchanges(ctx),
     }
     sent_pairs = {(message.content, message.axes) for message in sent}
     for content, axis in (*ranges, *sorted(sent_pairs - set(ranges))):
@@ -96,12 +108,34 @@ def range_of_activations(ctx: JudgeContext, shapes: Mapping[str, Sequence[int]])
     return sum(sent.values()) - sum(sent.get(module, 0.0) for module in SHARED_INPUT[1:]), sum(sent.values())
 
 
+def range_of_exchanges(ctx: JudgeContext) -> tuple[float, float]:
+    """Return the least and the largest number of elements of activations that a rank of cp may send.
+
+    Attention exchanges parts of the sequence for heads, and back: its inputs and its output once, and their gradients.
+    The output of the model may be gathered, for a loss of the whole sequence.
+    """
+    size, elements = ctx.mesh.size(CONTEXT), 0
+    if size == 1:
+        return 0, 0
+    model = ctx.baseline.build_module()
+
+    def count(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Add the elements of one attention."""
+        nonlocal elements
+        elements += sum(each.numel() for each in (*inputs, output))
+
+    for name in ctx.baseline.spec.cp_plan:
+        model.get_submodule(name).register_forward_hook(count)
+    output = ctx.baseline.batch(0, 0).feed(model)
+    return 2 * elements / size, (2 * elements + output.numel()) / size
+
+
 LAWS = (
     Law(
         name="mesh.wire",
         statement="what ranks send along each axis has the dtype of the policy, and gradients are reduced once on each",
         tier=Tier.EXACT,
-        models=("heads", "sequence"),
+        models=("heads", "sequence", "context"),
         observe=observe_wire,
         judge=judge_wire,
         features=(Feature.VISIBLE_COLLECTIVES,),

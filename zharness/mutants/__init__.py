@@ -41,6 +41,8 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     memory,
     mesh,
     mesh_context,
+    mesh_context_laws,
+    mesh_context_norms,
     mesh_copies,
     mesh_dropout,
     mesh_experts,

@@ -20,10 +20,18 @@ LOSS_TIMES_SIZE = "https://github.com/huggingface/transformers/issues/46775"
 
 
 def on_context(
-    part: Part = Part.REDUCTION, law: str = "mesh.training", parameter: str = "*", world_size: int = 2
+    part: Part = Part.REDUCTION,
+    law: str = "mesh.training",
+    parameter: str = "*",
+    world_size: int = 2,
+    model: str = "context",
 ) -> Target:
     """Return a target on ranks of which two neighbours split a sequence."""
-    return Target(law, part, "context", parameter=parameter, world_size=world_size, mesh="cp2")
+    return Target(law, part, model, parameter=parameter, world_size=world_size, mesh="cp2")
+
+
+ON_TOKENS = on_context(law="mesh.token_loss", model="context_tokens")
+ON_PART = on_context(Part.LOCAL_GRADIENT, "mesh.token_loss", model="context_tokens")
 
 
 class OverUlysses(Around):
@@ -47,7 +55,13 @@ class OverUlysses(Around):
         return torch.cat(whole.chunk(self.size, dim=1)[::-1], dim=1)
 
 
-@mutant(FaultKind.SCALE, on_context(), on_context(world_size=4), origin=Origin.MESH)
+@mutant(
+    FaultKind.SCALE,
+    on_context(),
+    on_context(world_size=4),
+    on_context(law="mesh.mean_gradient", model="random_context"),
+    origin=Origin.MESH,
+)
 class DividesByTheRanksOfASequence(OverUlysses):
     """The gradients are divided by the number of ranks, as if each had a micro-batch of its own."""
 
@@ -55,7 +69,14 @@ class DividesByTheRanksOfASequence(OverUlysses):
         seams_engines.count_sequence_ranks_as_data(self.right)
 
 
-@mutant(FaultKind.SCALE, on_context(), on_context(law="mesh.one_hot"), origin=Origin.MESH, imitates=LOSS_TIMES_SIZE)
+@mutant(
+    FaultKind.SCALE,
+    on_context(),
+    on_context(law="mesh.one_hot"),
+    ON_TOKENS,
+    origin=Origin.MESH,
+    imitates=LOSS_TIMES_SIZE,
+)
 class MultipliesTheLossByTheRanksOfASequence(OverUlysses):
     """Backward runs on the loss times the number of ranks that split a sequence."""
 
@@ -75,7 +96,7 @@ class ReducesOverTheDataAlone(OverUlysses):
         seams_engines.set_sequence_data_group(groups[self.place])
 
 
-@mutant(FaultKind.CONTRIBUTION, on_context(Part.LOCAL_GRADIENT), origin=Origin.MESH)
+@mutant(FaultKind.CONTRIBUTION, on_context(Part.LOCAL_GRADIENT), ON_PART, origin=Origin.MESH)
 class LosesTheGradientOfTheLastPart(OverUlysses):
     """The loss of the last part of a sequence has no gradient."""
 

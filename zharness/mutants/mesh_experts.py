@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zharness.engines import EngineConfig
+from zharness.mesh import EXPERT
+from zharness.mutants import seams_engines
 from zharness.mutants.around import Around
-from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.mutant import FaultKind, Origin, Target, deepspeed, mutant
 from zharness.parity import Part
 
 
@@ -66,3 +71,132 @@ class RoundsTheTokensOfTheGate(OverGates):
 
     def hook(self, gate: nn.Module) -> None:
         gate.register_forward_pre_hook(lambda _module, inputs: (inputs[0].bfloat16().float(), *inputs[1:]))
+
+
+def on_experts(
+    part: Part = Part.REDUCTION, law: str = "mesh.training", parameter: str = "*", world_size: int = 2
+) -> Target:
+    """Return a target on ranks of which two neighbours split four experts."""
+    return Target(law, part, "routed", parameter=parameter, world_size=world_size, mesh="ep2")
+
+
+class OverExperts(Around):
+    """The base class of mutants of experts, which are right where no axis splits them."""
+
+    over = "deepspeed"
+    stages: ClassVar[tuple[int, ...]] = (0, 1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.size = config.mesh.size(EXPERT)
+        self.place = config.mesh.coordinates(dist.get_rank(), dist.get_world_size()).get(EXPERT, 0)
+        for module in self.module.modules() if self.size > 1 else ():
+            if type(module).__name__ == "MOELayer":
+                self.spoil(module)
+
+    def spoil(self, layer: Any) -> None:
+        """Break one of DeepSpeed's layers of experts, which has a ``gate`` and this rank's ``experts``."""
+
+
+@mutant(
+    FaultKind.SCALE,
+    on_experts(parameter="moe.experts.*"),
+    on_experts(parameter="moe.experts.*", world_size=4),
+    origin=Origin.MESH,
+    imitates=deepspeed(6545),
+)
+class MultipliesExpertGradientsByTheirRanks(OverExperts):
+    """The gradients of experts are divided by the ranks with the same experts, and not by all that send them tokens."""
+
+    def spoil(self, layer: Any) -> None:
+        for parameter in layer.experts.parameters():
+            parameter.register_hook(lambda grad: self.size * grad)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_experts(parameter="first.*"),
+    origin=Origin.MESH,
+    imitates="https://github.com/pytorch/torchtitan/issues/4054",
+)
+class LosesTheGradientBelowExperts(OverExperts):
+    """The tokens of the last rank of the experts give the layers below no gradient."""
+
+    def spoil(self, layer: Any) -> None:
+        if self.place == self.size - 1:
+            layer.register_forward_pre_hook(lambda _module, inputs: (inputs[0].detach() + 0 * inputs[0], *inputs[1:]))
+
+
+@mutant(
+    FaultKind.RANKS,
+    on_experts(Part.GATHER, parameter="moe.gate.weight"),
+    origin=Origin.MESH,
+    imitates="https://github.com/pytorch/torchtitan/issues/2387",
+)
+class StepsTheGateOfOneRankAlone(OverExperts):
+    """A step updates the gate, of which all ranks have a copy, on the first rank of the experts alone."""
+
+    stages = (0,)
+    gates: tuple[nn.Parameter, ...] = ()
+
+    def spoil(self, layer: Any) -> None:
+        self.gates += tuple(layer.gate.parameters())
+
+    def step(self) -> None:
+        kept = [gate.detach().clone() for gate in self.gates]
+        self.right.step()
+        with torch.no_grad():
+            for gate, weight in zip(self.gates, kept, strict=True) if self.place else ():
+                gate.copy_(weight)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_experts(law="mesh.norm", parameter="norm"),
+    on_experts(Part.OPTIMIZER, "mesh.clip"),
+    origin=Origin.MESH,
+    imitates=deepspeed(8475),
+)
+class NormHasTheExpertsOfOneRankAlone(OverExperts):
+    """The norm of each rank has that rank's experts, and those of no other, so that ranks clip differently."""
+
+    stages = (1, 2)
+
+    def spoil(self, layer: Any) -> None:
+        self.experts_of_a_rank = len(layer.experts.deepspeed_experts)
+        seams_engines.wrap_global_norm(self.right, lambda _right: lambda: self.norm)
+
+    def step(self) -> None:
+        grads = self.right.full_grads() if self.size > 1 else {}
+        squares = [grad.square().sum() for name, grad in grads.items() if self.has_here(name)]
+        self.norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        self.right.step()
+
+    def has_here(self, name: str) -> bool:
+        """Return whether this rank has the parameter, which may be one of an expert."""
+        _, is_expert, rest = name.partition(".experts.")
+        return not is_expert or int(rest.partition(".")[0]) // self.experts_of_a_rank == self.place
+
+
+@mutant(FaultKind.SHARDS, on_experts(Part.FORWARD), origin=Origin.MESH)
+class ReturnsTokensInReversedOrder(OverExperts):
+    """The outputs of experts come back for the tokens of a rank in reversed order."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.register_forward_hook(lambda _module, _inputs, output: output.flip(0))
+
+
+@mutant(FaultKind.SHARDS, on_experts(Part.FORWARD), origin=Origin.MESH)
+class SendsTokensToTheOtherRanksExperts(OverExperts):
+    """The tokens of an expert are sent to the expert with its place on the rank at the other end of the group."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.experts.register_forward_hook(lambda _module, _inputs, output: output.flip(0))
+
+
+@mutant(FaultKind.CONTRIBUTION, on_experts(Part.FORWARD), origin=Origin.MESH)
+class DropsTokensOverTheCapacity(OverExperts):
+    """An expert drops the tokens above the mean number of tokens of an expert."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.gate.drop_tokens, layer.gate.min_capacity = True, 1

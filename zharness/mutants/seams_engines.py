@@ -246,7 +246,7 @@ def deferred_modules(model: nn.Module) -> list[DeferredModule]:
     return find_deferred_modules(model)
 
 
-# DeepSpeedEngine, with sequence parallelism
+# DeepSpeedEngine, with sequence parallelism or experts
 
 
 def count_sequence_ranks_as_data(engine: DeepSpeedEngine) -> None:
@@ -258,3 +258,19 @@ def count_sequence_ranks_as_data(engine: DeepSpeedEngine) -> None:
 def set_sequence_data_group(group: Any) -> None:
     """Make DeepSpeed reduce gradients over the ranks of ``group``."""
     importlib.import_module(SEQUENCE_STATE)._SEQUENCE_DATA_PARALLEL_GROUP = group  # type: ignore[attr-defined]
+
+
+def sequence_group() -> Any:
+    """Return the process group of the ranks that split this rank's sequence."""
+    return importlib.import_module(SEQUENCE_STATE).get_sequence_parallel_group()
+
+
+def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
+    """Apply the decorator ``wrap`` to the function that computes the norm of ZeRO's stages 1 and 2."""
+    engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)
+
+
+def replace_join(engine: DeepSpeedEngine, join: Callable[[Tensor, Any], Tensor]) -> None:
+    """Replace the function that joins the parts of the output over the ranks of a group."""
+    if engine._sequence_parts is not None:
+        engine._sequence_parts = replace(engine._sequence_parts, join=join)

@@ -6,14 +6,23 @@ the order of the sequence's parts matters: without a mask, attention does not kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zharness.workload.exact_heads import FEATURES, HEADS, ExactHeads, make_scores_small, token_loss
+from zharness.workload.exact_heads import (
+    FEATURES,
+    HEADS,
+    DroppedHeads,
+    ExactHeads,
+    draw_mask,
+    make_scores_small,
+    token_loss,
+)
 from zharness.workload.exact_mlp import random_ternary
+from zharness.workload.exact_tokens import VOCABULARY, TokenModel, mean_cross_entropy
 
 TOKENS = 4
 WIDTH, OUTPUTS = 12, 5  # of the model with random weights
@@ -58,6 +67,26 @@ class ExactContext(ExactHeads):
         return self.out(self.attention(query, key, value).flatten(2))  # type: ignore[no-any-return]
 
 
+class DroppedContext(ExactContext, DroppedHeads):
+    """The model ``ExactContext`` with dropout behind attention and behind the feed-forward layer."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor] = draw_mask) -> None:
+        super().__init__()
+        self.drop_attention.draw = self.drop_mlp.draw = draw
+
+
+class ContextTokens(ExactContext, TokenModel):
+    """The model ``ExactContext`` whose output are logits, integers of which those of one token all differ.
+
+    The embedding passes its input on, so that float32 holds the sums of larger logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.embed.weight.copy_(torch.eye(FEATURES))
+
+
 class RandomContext(nn.Module):
     """A layer norm, causal attention and GELU between two linear layers; it maps (batch, 4, 12) to (batch, 4, 5)."""
 
@@ -84,6 +113,17 @@ def draw_exact(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor
     return random_ternary(shape, generator), random_ternary(shape, generator)
 
 
+def draw_seeded(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Draw inputs and targets, and a seed for the dropout in the forward."""
+    return *draw_exact(samples, generator), int(torch.randint(1 << 30, (), generator=generator))
+
+
+def draw_tokens(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw inputs with elements in {-1, 0, 1}, and a token as the target of each place."""
+    inputs = random_ternary((samples, TOKENS, FEATURES), generator)
+    return inputs, torch.randint(VOCABULARY, (samples, TOKENS), generator=generator)
+
+
 def draw_random(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw normally distributed inputs and targets."""
     inputs = torch.randn(samples, TOKENS, WIDTH, generator=generator)
@@ -101,6 +141,28 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
             "loss": token_loss,
             "exact": True,
             "stands_in_for": "exact",
+        },
+    ),
+    (
+        draw_seeded,
+        {
+            "name": "dropped_context",
+            "summary": "the model context with dropout of activations that cp splits along the sequence",
+            "build": DroppedContext,
+            "loss": token_loss,
+            "exact": True,
+            "stands_in_for": "dropped_sequence",
+        },
+    ),
+    (
+        draw_tokens,
+        {
+            "name": "context_tokens",
+            "summary": "the model context with a sharp cross-entropy over its tokens",
+            "build": ContextTokens,
+            "loss": mean_cross_entropy,
+            "exact": True,
+            "stands_in_for": "tokens",
         },
     ),
     (

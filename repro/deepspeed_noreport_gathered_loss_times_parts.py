@@ -1,0 +1,101 @@
+"""With the loss of the tutorial of Ulysses, gradients are multiplied by the ranks of a sequence at stages 0 to 2.
+
+id: gathered-loss-times-parts
+engine: deepspeed
+symptom: a loss that is gathered over n ranks of a sequence gives n times the gradient, and at stage 3 the right one
+reported: no report known
+affects: >=0.19.8
+fixed: not yet
+ranks: 2
+law: mesh.token_loss
+signature: at stages 0, 1 and 2 by
+ok: repro: a loss that is gathered over a sequence has the gradient of the mean over all tokens OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_gathered_loss_times_parts.py
+
+DeepSpeed's tutorial of Ulysses gathers the losses of all parts with torch.distributed.nn.functional.all_gather, and
+weighs each with the tokens of its part. Every rank then calls backward on the whole loss, and the backward of that
+all_gather adds up the gradients of all ranks. DeepSpeed's stages 0 to 2 sum over the parts of a sequence and divide by
+the ranks of the data alone, which is right for a loss that each rank takes of its own part. So the gradient is as many
+times too large as a sequence has ranks. Stage 3 divides by these ranks once more (zero3-divides-by-sequence-parts), so
+that with this loss it alone is right. DeepSpeed's own test of the tutorial (test_ulysses_sp_hf.py) compares gradients
+at stage 2 with an absolute tolerance of 1e-3.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+OK = "repro: a loss that is gathered over a sequence has the gradient of the mean over all tokens OK."
+TOKENS = ([1.0, 1.0, 1.0], [10.0])  # of each rank
+RIGHT = sum(map(sum, TOKENS)) / sum(map(len, TOKENS))
+
+
+def gather_loss(loss, tokens):
+    """Return the mean over the tokens of all parts, as the tutorial computes it."""
+    group = parallel_state_sp.get_sequence_parallel_group()
+    losses = torch.distributed.nn.functional.all_gather(loss, group=group)
+    counts = torch.distributed.nn.functional.all_gather(tokens, group=group)
+    return sum(losses[rank] * counts[rank] for rank in range(len(losses))) / sum(counts)
+
+
+def measure_step(device, stage):
+    """Return how far a step with a learning rate of 1 moves a weight, whose gradient is the mean of all tokens."""
+    model = nn.Linear(1, 1, bias=False).to(device)
+    nn.init.zeros_(model.weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=parallel_state_sp)[0]
+    part = torch.tensor(TOKENS[dist.get_rank()], device=device).unsqueeze(1)
+    engine.backward(gather_loss(engine(part).mean(), torch.tensor(float(len(part)), device=device)))
+    engine.step()
+    with deepspeed.zero.GatheredParameters([model.weight], enabled=stage == 3):
+        return -model.weight.item()
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    parallel_state_sp.initialize_sequence_parallel(dist.get_world_size())
+    steps = [measure_step(device, stage) for stage in range(4)]
+    dist.barrier()
+    is_right = all(step == RIGHT for step in steps)
+    if dist.get_rank() == 0:
+        if is_right:
+            print(OK, flush=True)
+        else:
+            line = f"the weight moved at stages 0, 1 and 2 by {steps[0]:g}, {steps[1]:g} and {steps[2]:g}"
+            line += f", and at stage 3 by {steps[3]:g}; the mean of all tokens is {RIGHT:g}"
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+    dist.destroy_process_group()
+    sys.exit(0 if is_right else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Define mutants of the norm and of clipping on the axis cp of sequences. They are DeepSpeed's Ulysses, and need it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.mutants import seams_engines
+from zharness.mutants.mesh_context import OverUlysses, on_context
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.parity import Part
+
+
+class OverSequenceNorm(OverUlysses):
+    """The base class of mutants with another norm, by which DeepSpeed clips, and which it reports."""
+
+    stages = (1, 2)
+
+    def spoil(self) -> None:
+        seams_engines.wrap_global_norm(self.right, lambda right: lambda: self.changed_norm(right()))
+
+    def changed_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm that replaces ``norm``."""
+        raise NotImplementedError
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_context(law="mesh.norm", parameter="norm"),
+    on_context(law="mesh.norm", parameter="norm", world_size=4),
+    on_context(Part.OPTIMIZER, "mesh.clip"),
+    origin=Origin.MESH,
+)
+class NormCountsEachRankOfASequence(OverSequenceNorm):
+    """The norm adds the squares of the same gradient once for each rank of a sequence."""
+
+    def changed_norm(self, norm: Tensor) -> Tensor:
+        return norm * math.sqrt(self.size)
+
+
+class OverNormOfParts(OverSequenceNorm):
+    """The base class of mutants whose norm is that of gradients which are not yet summed over the sequence."""
+
+    def spoil(self) -> None:
+        super().spoil()
+        self.squares = torch.zeros(())
+        for parameter in self.module.parameters():
+            parameter.register_hook(self.add_squares)  # type: ignore[no-untyped-call]
+
+    def add_squares(self, grad: Tensor) -> None:
+        """Add the squares of one gradient of this rank's part."""
+        self.squares += grad.square().sum()
+
+
+@mutant(FaultKind.CLIPPING, on_context(law="mesh.norm", parameter="norm"), origin=Origin.MESH)
+class NormOfGradientsBeforeTheirSum(OverNormOfParts):
+    """The norm adds the squares of the gradients of all parts, which are not yet summed over the sequence."""
+
+    def changed_norm(self, norm: Tensor) -> Tensor:
+        total = self.squares.clone()
+        dist.all_reduce(total)
+        return total.sqrt().to(norm.dtype) * self.size / dist.get_world_size()
+
+
+class WithoutReportedNorm(OverSequenceNorm):
+    """The base class of mutants that report no norm, so that only clipping shows which one they compute."""
+
+    def grad_norm(self) -> None:
+        """Return no norm."""
+
+
+@mutant(FaultKind.CLIPPING, on_context(Part.OPTIMIZER, "mesh.clip"), origin=Origin.MESH)
+class ClipsByTheNormOfOnePart(WithoutReportedNorm, OverNormOfParts):
+    """Each rank of a sequence clips its shard by the norm of the gradient of its own part, and no norm is reported."""
+
+    def changed_norm(self, norm: Tensor) -> Tensor:
+        return self.squares.sqrt().to(norm.dtype)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_context(Part.OPTIMIZER, "mesh.clip"),
+    on_context(Part.OPTIMIZER, "mesh.clip", world_size=4),
+    origin=Origin.MESH,
+)
+class ClipsByTheNormOfTheOwnShard(WithoutReportedNorm):
+    """Each rank clips its shard of the gradient by the norm of that shard alone, and no norm is reported."""
+
+    def changed_norm(self, norm: Tensor) -> Tensor:
+        return self.owned_squares.sqrt().to(norm.dtype)
+
+    def step(self) -> None:
+        grads, rank = self.right.full_grads(), dist.get_rank()
+        pieces = {name: [p for p in each if p.rank == rank] for name, each in self.right.layout().items()}
+        flat = {name: grads[name].flatten() for name in pieces if name in grads}
+        owned = [flat[name][p.start : p.stop] for name in flat for p in pieces[name]]
+        self.owned_squares = torch.stack([part.square().sum() for part in owned]).sum()
+        self.right.step()
