@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zharness.engines.protocol import Piece
-from zharness.law_kit.clipping import hint_other_norm
+from zharness.law_kit.clipping import INFINITE_NORM_HINT, NO_GRADIENT_HINT, hint_missing_norm, hint_other_norm
 from zharness.law_kit.hints import (
     OLD_GRADIENT_ADDED_HINT,
     UNREDUCED_PARTS_HINT,
@@ -22,7 +22,7 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.scenario_baseline import make_plain_participant
-from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, hint_old_gradient
+from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, describe_counted_terms, hint_old_gradient
 from zharness.law_kit.window_judge import (
     OLD_WEIGHTS_HINT,
     PlainRanks,
@@ -101,6 +101,51 @@ def test_the_hint_names_the_gradients_that_have_the_norm() -> None:
     assert hinted.mismatch is not None
     assert hinted.mismatch.hint == "old"
     assert hint_other_norm(wrong, {}) == wrong
+
+
+@pytest.mark.parametrize(
+    ("norms", "hint"),
+    [
+        ((2.0, torch.inf), INFINITE_NORM_HINT),
+        ((torch.inf, 2.0), ""),
+        ((torch.nan, torch.inf), ""),
+        ((2.0, 0.0), NO_GRADIENT_HINT),
+        ((2.0, torch.nan), "the engine reports none"),
+        ((2.0, 3.0), ""),
+    ],
+)
+def test_the_hint_names_a_norm_that_is_infinite_or_missing(norms: tuple[float, float], hint: str) -> None:
+    place = TensorLocation(name="norm", part=Part.REDUCTION, step=0)
+    hinted = hint_missing_norm(compare_bitwise(place, *map(torch.tensor, norms)))
+    assert hinted.mismatch is not None
+    assert hinted.mismatch.hint == hint
+
+
+TERMS = [torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64), torch.tensor([1.0, 4.0, 0.0], dtype=torch.float64)]
+
+
+@pytest.mark.parametrize(
+    ("factors", "added", "hint"),
+    [
+        ((1.0, 2.0), 0.0, "1 of 2 terms count 2 times"),
+        ((0.5, 1.0), 0.0, "1 of 2 terms count 0.5 times"),
+        ((1 / 3, 1.0), 2.0**-24, "1 of 2 terms count 0.3333333 times"),  # rounded to float32
+        ((3.0, 4.0), 0.0, "2 terms count 3, 4 times"),
+        ((3.0, 4.0), 0.25, ""),
+        ((3.0, 4.0), torch.inf, ""),
+    ],
+)
+def test_the_hint_names_how_often_the_terms_of_a_sum_count(
+    factors: tuple[float, float], added: float, hint: str
+) -> None:
+    found = factors[0] * TERMS[0] + factors[1] * TERMS[1] + torch.tensor([0.0, 0.0, added])
+    described = describe_counted_terms(found, TERMS[0] + TERMS[1], TERMS)
+    assert described == (f"it is the sum in which {hint}" if hint else "")
+
+
+def test_terms_that_depend_on_each_other_have_no_hint_of_several_factors() -> None:
+    terms = [TERMS[0], 2 * TERMS[0]]
+    assert describe_counted_terms(TERMS[1], 3 * TERMS[0], terms) == ""
 
 
 def make_context(**records: torch.Tensor) -> Any:

@@ -17,6 +17,7 @@ from zharness.parity import Comparison, Part, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, gamma
 
 NO_GRADIENT_HINT = "it is the norm of no gradient"
+INFINITE_NORM_HINT = "it is infinite, and the gradients are finite"
 
 CLIP_ROUNDINGS = 3  # torch.nn.utils.clip_grad_norm_ rounds the norm, norm + 1e-6, and the quotient
 
@@ -67,11 +68,14 @@ NEVER_CLIPS = 2.0**40  # far above every norm, so that norms are computed and no
 
 
 def hint_missing_norm(comparison: Comparison) -> Comparison:
-    """Add a hint to a mismatch of a norm that the engine did not report (NaN), or that is the norm of no gradient."""
-    if comparison.mismatch is not None and math.isnan(comparison.mismatch.actual):
+    """Add a hint to a mismatch of a norm that is not reported (NaN), that is infinite, or that is of no gradient."""
+    mismatch = comparison.mismatch
+    if mismatch is not None and math.isnan(mismatch.actual):
         return add_hint(comparison, "the engine reports none")
-    if comparison.mismatch is not None and comparison.mismatch.actual == 0:
+    if mismatch is not None and mismatch.actual == 0:
         return add_hint(comparison, NO_GRADIENT_HINT)
+    if mismatch is not None and math.isinf(mismatch.actual) and math.isfinite(mismatch.expected):
+        return add_hint(comparison, INFINITE_NORM_HINT)
     return comparison
 
 

@@ -24,6 +24,7 @@ DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discard
 ZERO_GRADIENT_HINT = "it is 0 x the right gradient"
 AS_EVERY_GRADIENT = ", as is every other gradient"
 MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
+ROUNDINGS = 4  # that the hint about terms allows an engine, each one eps of its largest element
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
 
@@ -115,17 +116,31 @@ def hint_counted_term(
     found = ctx.rank_records(label, engine_index)[mismatch.seen_on].get(name)
     if found is None or any(name not in grads for grads in rank_grads):
         return comparison
-    error = found.double() - scale * torch.stack([grads[name].double() for grads in rank_grads]).mean(dim=0)
+    right = scale * torch.stack([grads[name].double() for grads in rank_grads]).mean(dim=0)
     means = [torch.stack([term.double() for term in terms]).mean(dim=0) for terms in zip(*rank_terms, strict=False)]
     sums = [scale * torch.stack(alike).sum(dim=0) for alike in group_equal_terms(means)]
-    for size in range(1, len(sums)) if len(sums) <= MAX_TERMS else ():
-        for chosen in combinations(sums, size):
-            factor = fit_multiple(error, torch.stack(chosen).sum(dim=0))
+    hint = describe_counted_terms(found.double(), right, sums)
+    return add_hint(comparison, hint) if hint else comparison
+
+
+def describe_counted_terms(found: Tensor, right: Tensor, terms: Sequence[Tensor]) -> str:
+    """Return a hint that says how often each of ``terms`` counts in ``found``; '' if ``found`` is not a sum of them.
+
+    Each counts once in ``right``. All tensors are float64.
+    """
+    if len(terms) > MAX_TERMS or not all(bool(tensor.isfinite().all()) for tensor in (found, *terms)):
+        return ""
+    error, rounding = found - right, ROUNDINGS * torch.finfo(torch.float32).eps * float(found.abs().max())
+    for size in range(1, len(terms)):
+        for chosen in combinations(terms, size):
+            factor = fit_multiple(error, torch.stack(chosen).sum(dim=0), rounding)
             if factor is not None:
-                return add_hint(
-                    comparison, f"it is the sum in which {size} of {len(sums)} terms count {1 + factor:.7g} times"
-                )
-    return comparison
+                return f"it is the sum in which {size} of {len(terms)} terms count {1 + factor:.7g} times"
+    factors = fit_factors(error, terms, rounding)
+    if not factors:
+        return ""
+    counts = ", ".join(f"{1 + factor:.5g}" for factor in factors)
+    return f"it is the sum in which {len(terms)} terms count {counts} times"
 
 
 def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -140,12 +155,25 @@ def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-def fit_multiple(error: Tensor, term: Tensor) -> float | None:
-    """Return the factor by which ``error`` is a multiple of ``term``, up to its rounding, or None if it is none."""
+def fit_multiple(error: Tensor, term: Tensor, rounding: float) -> float | None:
+    """Return the factor by which ``error`` is a multiple of ``term``, up to ``rounding``, or None if it is none."""
     norm = float((term * term).sum())
     factor = float((error * term).sum()) / norm if norm else 0.0
-    rounding = torch.finfo(torch.float32).eps * error.abs().max()
     return factor if factor and bool(((error - factor * term).abs() <= rounding).all()) else None
+
+
+def fit_factors(error: Tensor, terms: Sequence[Tensor], rounding: float) -> list[float]:
+    """Return the factors by which ``error`` is a sum of several ``terms``, up to ``rounding``.
+
+    The list is empty if ``error`` is no such sum, or if terms that depend on each other leave the factors open.
+    """
+    if len(terms) < 2:
+        return []
+    columns = torch.stack([term.flatten() for term in terms], dim=1)
+    if len(columns) <= len(terms) or int(torch.linalg.matrix_rank(columns)) < len(terms):
+        return []
+    factors = torch.linalg.lstsq(columns, error.flatten()).solution
+    return factors.tolist() if bool(((columns @ factors - error.flatten()).abs() <= rounding).all()) else []
 
 
 def split_reduction_terms(
