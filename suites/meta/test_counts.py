@@ -31,7 +31,7 @@ COUNTED = re.compile(
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
     "343 cells of 93 laws in 94 s",
-    "347 cells of 28 laws on 2 ranks and as many on 4",
+    "367 cells of 31 laws on 2 ranks and as many on 4",
     "15 combinations run 20 laws or more",
     "was permuted by five mutants",
     "record it 5 mutants",  # the number of a floor
