@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -168,18 +169,39 @@ def test_the_hint_names_a_gradient_from_before_zero_grad(old: list[float], hint:
     assert hint_old_gradient(ctx, explained, 0) is explained
 
 
-@pytest.mark.parametrize(("weight_after", "is_old"), [(10.0 - 3.0 - 5.0, True), (10.0 - 3.0, False)])
-def test_the_hint_names_a_forward_with_the_weights_from_before_the_last_step(weight_after: float, is_old: bool) -> None:
-    # The two micro-batches of a window have the gradients 3 and 4 at the old weights, and 7 and 5 at the right ones.
-    old, right = (WindowResult([[{"weight": torch.tensor([grad])}] for grad in row], []) for row in ((3, 4), (7, 5)))
-    plain: Any = SimpleNamespace(run_window=lambda window, weights: old)
-    ctx = make_context(params=torch.tensor([[20.0], [10.0], [weight_after]]))
-    place = TensorLocation(name="weight", part=Part.OPTIMIZER, step=1)
-    wrong = compare_bitwise(place, torch.tensor([-2.0]), torch.tensor([weight_after]))
+@pytest.mark.parametrize(
+    ("old_names", "hint"),
+    [
+        (("own", "layer.weight", "layer.bias"), OLD_WEIGHTS_HINT),
+        (("layer.weight",), f"{OLD_WEIGHTS_HINT}, except vectors"),
+        (("own",), f"{OLD_WEIGHTS_HINT}, of parameters outside of submodules alone"),
+        (("layer.weight", "layer.bias"), ""),
+        ((), ""),
+    ],
+)
+def test_the_hint_names_a_forward_with_the_weights_from_before_the_last_step(
+    old_names: tuple[str, ...], hint: str
+) -> None:
+    # The gradient of ``own`` is a sum of the weights, each of which a step has changed, times different factors.
+    shapes = {"own": (1,), "layer.weight": (1, 1), "layer.bias": (1,)}
+    old, new = ({name: torch.full(shape, float(at)) for name, shape in shapes.items()} for at in (1, 0))
+    shares = {"own": 1.0, "layer.weight": 3.0, "layer.bias": 9.0}
+
+    def run_window(window: int, weights: Mapping[str, torch.Tensor]) -> WindowResult:
+        grad = sum(share * weights[name].sum() for name, share in shares.items())
+        return WindowResult([[{"own": torch.as_tensor(grad).reshape(1)}], [{"own": torch.tensor([5.0])}]], [])
+
+    plain: Any = SimpleNamespace(run_window=run_window)
+    used = {name: old[name] if name in old_names else new[name] for name in shapes}
+    update = sum_terms("own", run_window(1, used))
+    records = [old, new, {**new, "own": (new["own"] - update).float()}]
+    ctx: Any = SimpleNamespace(rank_records=lambda label, at=0: [records[at]], data_size=1)
+    place = TensorLocation(name="own", part=Part.OPTIMIZER, step=1)
+    wrong = compare_bitwise(place, torch.tensor([99.0]), records[2]["own"])
     scenario = WindowScenario(lambda participant, window, micro: None, micro_batches=2)
-    hinted = hint_old_weights(ctx, wrong, scenario, plain, "params", right)
+    hinted = hint_old_weights(ctx, wrong, scenario, plain, "params", run_window(1, new))
     assert hinted.mismatch is not None
-    assert (hinted.mismatch.hint == OLD_WEIGHTS_HINT) is is_old
+    assert hinted.mismatch.hint == hint
 
 
 @pytest.mark.parametrize("is_first_order", [True, False])
