@@ -23,7 +23,12 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.scenario_baseline import make_plain_participant
-from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, describe_counted_terms, hint_old_gradient
+from zharness.law_kit.scenario_judge import (
+    OLD_GRADIENT_KEPT_HINT,
+    describe_counted_terms,
+    hint_old_gradient,
+    reduce_at_each_end,
+)
 from zharness.law_kit.window_judge import (
     OLD_WEIGHTS_HINT,
     PlainRanks,
@@ -147,6 +152,15 @@ def test_the_hint_names_how_often_the_terms_of_a_sum_count(
 def test_terms_that_depend_on_each_other_have_no_hint_of_several_factors() -> None:
     terms = [TERMS[0], 2 * TERMS[0]]
     assert describe_counted_terms(TERMS[1], 3 * TERMS[0], terms) == ""
+
+
+def test_an_end_of_a_backward_reduces_again_what_is_left_in_the_buffers() -> None:
+    # The second end adds what the first one reduced in the part that a rank owns (11), and the other rank's term there.
+    terms = [[torch.tensor([1.0, 1.0]), torch.tensor([100.0, 100.0])], [torch.tensor([10.0, 10.0]), torch.zeros(2)]]
+    owned = [(0, 0, 1), (1, 1, 2)]
+    assert reduce_at_each_end(terms, owned, 1.0).tolist() == [11 + (11 + 100 + 10), 11 + (1 + 100 + 11)]
+    assert reduce_at_each_end([row[:1] for row in terms], owned, 0.5).tolist() == [5.5, 5.5]
+    assert reduce_at_each_end([terms[0], []], owned, 1.0).tolist() == [0.0, 0.0]
 
 
 def make_context(**records: torch.Tensor) -> Any:
