@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,12 @@ from zharness.law_kit.hints import (
 )
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.scenario_baseline import make_plain_participant
-from zharness.law_kit.scenario_judge import OLD_GRADIENT_KEPT_HINT, describe_counted_terms, hint_old_gradient
+from zharness.law_kit.scenario_judge import (
+    OLD_GRADIENT_KEPT_HINT,
+    describe_counted_terms,
+    hint_old_gradient,
+    reduce_at_each_end,
+)
 from zharness.law_kit.window_judge import (
     OLD_WEIGHTS_HINT,
     PlainRanks,
@@ -148,6 +154,15 @@ def test_terms_that_depend_on_each_other_have_no_hint_of_several_factors() -> No
     assert describe_counted_terms(TERMS[1], 3 * TERMS[0], terms) == ""
 
 
+def test_an_end_of_a_backward_reduces_again_what_is_left_in_the_buffers() -> None:
+    # The second end adds what the first one reduced in the part that a rank owns (11), and the other rank's term there.
+    terms = [[torch.tensor([1.0, 1.0]), torch.tensor([100.0, 100.0])], [torch.tensor([10.0, 10.0]), torch.zeros(2)]]
+    owned = [(0, 0, 1), (1, 1, 2)]
+    assert reduce_at_each_end(terms, owned, 1.0).tolist() == [11 + (11 + 100 + 10), 11 + (1 + 100 + 11)]
+    assert reduce_at_each_end([row[:1] for row in terms], owned, 0.5).tolist() == [5.5, 5.5]
+    assert reduce_at_each_end([terms[0], []], owned, 1.0).tolist() == [0.0, 0.0]
+
+
 def make_context(**records: torch.Tensor) -> Any:
     """Return a stand-in for the context of a judge: one rank recorded ``weight`` under each label at each step."""
     return SimpleNamespace(rank_records=lambda label, at=0: [{"weight": records[label][at]}], data_size=1)
@@ -168,18 +183,39 @@ def test_the_hint_names_a_gradient_from_before_zero_grad(old: list[float], hint:
     assert hint_old_gradient(ctx, explained, 0) is explained
 
 
-@pytest.mark.parametrize(("weight_after", "is_old"), [(10.0 - 3.0 - 5.0, True), (10.0 - 3.0, False)])
-def test_the_hint_names_a_forward_with_the_weights_from_before_the_last_step(weight_after: float, is_old: bool) -> None:
-    # The two micro-batches of a window have the gradients 3 and 4 at the old weights, and 7 and 5 at the right ones.
-    old, right = (WindowResult([[{"weight": torch.tensor([grad])}] for grad in row], []) for row in ((3, 4), (7, 5)))
-    plain: Any = SimpleNamespace(run_window=lambda window, weights: old)
-    ctx = make_context(params=torch.tensor([[20.0], [10.0], [weight_after]]))
-    place = TensorLocation(name="weight", part=Part.OPTIMIZER, step=1)
-    wrong = compare_bitwise(place, torch.tensor([-2.0]), torch.tensor([weight_after]))
+@pytest.mark.parametrize(
+    ("old_names", "hint"),
+    [
+        (("own", "layer.weight", "layer.bias"), OLD_WEIGHTS_HINT),
+        (("layer.weight",), f"{OLD_WEIGHTS_HINT}, except vectors"),
+        (("own",), f"{OLD_WEIGHTS_HINT}, of parameters outside of submodules alone"),
+        (("layer.weight", "layer.bias"), ""),
+        ((), ""),
+    ],
+)
+def test_the_hint_names_a_forward_with_the_weights_from_before_the_last_step(
+    old_names: tuple[str, ...], hint: str
+) -> None:
+    # The gradient of ``own`` is a sum of the weights, each of which a step has changed, times different factors.
+    shapes = {"own": (1,), "layer.weight": (1, 1), "layer.bias": (1,)}
+    old, new = ({name: torch.full(shape, float(at)) for name, shape in shapes.items()} for at in (1, 0))
+    shares = {"own": 1.0, "layer.weight": 3.0, "layer.bias": 9.0}
+
+    def run_window(window: int, weights: Mapping[str, torch.Tensor]) -> WindowResult:
+        grad = sum(share * weights[name].sum() for name, share in shares.items())
+        return WindowResult([[{"own": torch.as_tensor(grad).reshape(1)}], [{"own": torch.tensor([5.0])}]], [])
+
+    plain: Any = SimpleNamespace(run_window=run_window)
+    used = {name: old[name] if name in old_names else new[name] for name in shapes}
+    update = sum_terms("own", run_window(1, used))
+    records = [old, new, {**new, "own": (new["own"] - update).float()}]
+    ctx: Any = SimpleNamespace(rank_records=lambda label, at=0: [records[at]], data_size=1)
+    place = TensorLocation(name="own", part=Part.OPTIMIZER, step=1)
+    wrong = compare_bitwise(place, torch.tensor([99.0]), records[2]["own"])
     scenario = WindowScenario(lambda participant, window, micro: None, micro_batches=2)
-    hinted = hint_old_weights(ctx, wrong, scenario, plain, "params", right)
+    hinted = hint_old_weights(ctx, wrong, scenario, plain, "params", run_window(1, new))
     assert hinted.mismatch is not None
-    assert (hinted.mismatch.hint == OLD_WEIGHTS_HINT) is is_old
+    assert hinted.mismatch.hint == hint
 
 
 @pytest.mark.parametrize("is_first_order", [True, False])

@@ -16,6 +16,7 @@ from zharness.parity.compare import check_names
 
 STALE_FORWARD_HINT = "the forward used the weights from before"
 EXCEPT_VECTORS = ", except vectors"  # appended to STALE_FORWARD_HINT: an engine may leave vectors unsharded
+OUTSIDE_ALONE = ", of parameters outside of submodules alone"  # likewise: a unit of sharding is a submodule
 ROUNDED_WEIGHT_HINT = "it is the initial weight, rounded"
 LATE_REPORT_HINT = "the forward used weights that the engine reported only at"
 
@@ -85,6 +86,15 @@ def matches_plain_loss(ctx: JudgeContext, micro: int, mismatch: Mismatch, params
 def replace_vectors(weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``weights`` with the tensors of one dimension taken from ``vectors``."""
     return {name: vectors[name] if weight.dim() == 1 else weight for name, weight in weights.items()}
+
+
+def mix_old_weights(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return weights of which all, all but the vectors, or those outside of submodules are ``old``.
+
+    The keys are what a hint appends.
+    """
+    own = {name: weight for name, weight in old.items() if "." not in name}
+    return {"": dict(old), EXCEPT_VECTORS: replace_vectors(old, new), OUTSIDE_ALONE: {**new, **own}}
 
 
 def compare_records(

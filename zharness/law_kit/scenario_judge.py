@@ -26,6 +26,7 @@ AS_EVERY_GRADIENT = ", as is every other gradient"
 MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
 ROUNDINGS = 4  # that the hint about terms allows an engine, each one eps of its largest element
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
+REDUCED_AGAIN_HINT = "each end of a backward reduced again what the earlier ones had left"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
 
 
@@ -120,6 +121,10 @@ def hint_counted_term(
     means = [torch.stack([term.double() for term in terms]).mean(dim=0) for terms in zip(*rank_terms, strict=False)]
     sums = [scale * torch.stack(alike).sum(dim=0) for alike in group_equal_terms(means)]
     hint = describe_counted_terms(found.double(), right, sums)
+    if not hint and comparison.location is not None:
+        owned = [(ctx.data_coordinate(piece.rank), piece.start, piece.stop) for piece in comparison.location.pieces]
+        again = reduce_at_each_end(rank_terms, owned, scale / len(rank_terms))
+        hint = REDUCED_AGAIN_HINT if bool(again.any()) and torch.equal(again, found.double().flatten()) else ""
     return add_hint(comparison, hint) if hint else comparison
 
 
@@ -141,6 +146,26 @@ def describe_counted_terms(found: Tensor, right: Tensor, terms: Sequence[Tensor]
         return ""
     counts = ", ".join(f"{1 + factor:.5g}" for factor in factors)
     return f"it is the sum in which {len(terms)} terms count {counts} times"
+
+
+def reduce_at_each_end(
+    rank_terms: Sequence[Sequence[Tensor]], owned: Sequence[tuple[int, int, int]], factor: float
+) -> Tensor:
+    """Return the flat gradient of an engine that adds, at each end of a backward, its buffer reduced over ranks.
+
+    ``rank_terms`` has for each rank the term of each backward, and ``factor`` multiplies sums over ranks. What is
+    reduced stays in the part of the buffer that a rank owns (``owned`` has ranks, starts and stops), what is not in the
+    rest, so that the next end reduces both again.
+    """
+    buffers = [torch.zeros(terms[0].numel(), dtype=torch.float64) for terms in rank_terms if terms]
+    total = torch.zeros_like(buffers[0]) if buffers else torch.zeros(0)
+    for terms in zip(*rank_terms, strict=False):
+        buffers = [buffer + term.double().flatten() for buffer, term in zip(buffers, terms, strict=True)]
+        reduced = factor * torch.stack(buffers).sum(dim=0)
+        total = total + reduced
+        for rank, start, stop in owned:
+            buffers[rank][start:stop] = reduced[start:stop]
+    return total
 
 
 def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -17,6 +17,7 @@ from zharness.errors import HarnessFault
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.hints import add_hint, hint_became_nan, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
+from zharness.law_kit.record_comparisons import mix_old_weights
 from zharness.law_kit.recorded_gradients import densify
 from zharness.law_kit.scenario_baseline import make_plain_participant
 from zharness.law_kit.scenarios import NamedTensors, Participant
@@ -157,18 +158,21 @@ def hint_old_weights(
 ) -> Comparison:
     """Add a hint to the mismatch of a weight if the first micro-batch of its window used the weights from before it.
 
-    ``result`` is the window with the right weights, and ``label`` that of the weights before each window.
+    All of them may be old, or some. ``result`` is the window with the right weights, and ``label`` that of the weights
+    before each window.
     """
     mismatch = comparison.mismatch
     assert mismatch is not None
     window, name = mismatch.step, mismatch.parameter
-    old = plain.run_window(window, ctx.rank_records(label, window - 1)[0])
-    mixed = WindowResult([old.grads[0], *result.grads[1:]], result.values)
-    if not any(name in grads for row in mixed.grads for grads in row):
-        return comparison
-    update = sum_terms(name, mixed) / (ctx.data_size * scenario.divisor)
+    old, new = (ctx.rank_records(label, at)[0] for at in (window - 1, window))
     before, after = (ctx.rank_records(label, at)[mismatch.seen_on][name].double() for at in (window, window + 1))
-    return add_hint(comparison, OLD_WEIGHTS_HINT) if torch.equal(before - update, after) else comparison
+    for suffix, weights in mix_old_weights(old, new).items():
+        mixed = WindowResult([plain.run_window(window, weights).grads[0], *result.grads[1:]], result.values)
+        if any(name in grads for row in mixed.grads for grads in row):
+            update = sum_terms(name, mixed) / (ctx.data_size * scenario.divisor)
+            if torch.equal(before - update, after):
+                return add_hint(comparison, f"{OLD_WEIGHTS_HINT}{suffix}")
+    return comparison
 
 
 def hint_wrong_script(
