@@ -116,6 +116,16 @@ def test_sequences_beside_another_axis_are_refused_before_ranks_start(axes: str,
         deepspeed.factory(model_spec("context").model(0), EngineConfig(mesh=mesh))
 
 
+def test_gradients_that_each_part_rounds_are_not_compared_with_plain_ones() -> None:
+    refusal = find_refusal("training.grads[deepspeed-zero2-w2.cp2-bf16-context]")
+    assert refusal.startswith("each part of a sequence rounds its gradient to bf16 before the sum over cp2")
+    for case in (
+        "mesh.wire[deepspeed-zero2-w2.cp2-bf16-context]",
+        "training.grads[deepspeed-zero2-w2.cp2-fp32-context]",
+    ):
+        assert not find_refusal(case)
+
+
 def test_neighbours_have_parts_of_one_sequence() -> None:
     assert [CP2.coordinates(rank, 4)["cp"] for rank in range(4)] == [0, 1, 0, 1]
     assert [CP2.data_coordinate(rank, 4) for rank in range(4)] == [0, 0, 1, 1]

@@ -10,7 +10,7 @@ from zharness.engines import Capabilities, Feature
 from zharness.engines.optimizers import reason_not_in_torch
 from zharness.engines.options import find_exclusion
 from zharness.laws import LOSS_SCALES, Law, find_laws
-from zharness.mesh import Mesh
+from zharness.mesh import CONTEXT, Mesh
 from zharness.parity import Tier
 from zharness.parity.certificate import is_power_of_two
 from zharness.run.configuration import cell_setting, configuration_on
@@ -133,6 +133,11 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
         stated = ", ".join(law.dtypes)
         return f"{law.name} applies only to the dtypes {stated}, and gradients are reduced in {reduce_dtype}"
+    if CONTEXT in cell.mesh.axes and cell.dtype != "fp32" and not compares_itself:
+        return (
+            f"each part of a sequence rounds its gradient to {cell.dtype} before the sum over {cell.mesh.label}, and "
+            f"no bound of {law.name} allows for that"
+        )
     kernels = capabilities.own_kernels.get(cell.stage)
     exact = law.weights_stay_integers and not is_user_model(cell.model) and model_spec(cell.model).exact
     is_tolerant = law.is_calibrated or compares_itself
