@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 
+from zharness.device.determinism import use_deterministic_algorithms
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
 from zharness.errors import UsageError
 
@@ -94,14 +95,15 @@ def rank_device(rank: int) -> torch.device:
 def require_reproducible_kernels() -> None:
     """Set torch to the kernels of a GPU that give the same numbers again; call this before CUDA starts.
 
-    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run, and
-    cuBLAS adds in another order on another stream without a workspace of fixed size.
+    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run,
+    cuBLAS adds in another order on another stream without a workspace of fixed size, and scatters add in any order.
     """
     if is_gpu_requested():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
+        use_deterministic_algorithms()
 
 
 def look_for_gpus_by_nvml() -> None:
