@@ -1,4 +1,4 @@
-"""Time the steps of a large transformer on GPUs: the reference engine, DDP, FSDP2 and DeepSpeed beside plain PyTorch."""
+"""Time the steps of a large transformer on GPUs: the reference, DDP, FSDP2 and DeepSpeed beside plain PyTorch."""
 
 from __future__ import annotations
 
