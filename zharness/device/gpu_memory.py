@@ -16,6 +16,8 @@ from zharness.errors import UsageError
 # The memory that torch may take in each process, in MiB, which a command sets for its ranks and judges.
 SHARE_VARIABLE = "ZHARNESS_GPU_MIB"
 MIB = 2**20
+# cuBLAS's workspaces take 32 MiB for each stream: with a smaller part, cells that fit would fail.
+LEAST_SHARE_MIB = 256
 # Starts CUDA with cuBLAS's handle and workspace, as the first product of a rank does, and prints what torch took.
 CONTEXT_SCRIPT = (
     "import torch; a = torch.ones(256, 256, device='cuda'); (a @ a).sum().item(); "
@@ -50,13 +52,14 @@ def read_peaks() -> GpuMemory | None:
 def choose_share(gpus: tuple[Gpu, ...], processes: int) -> int | None:
     """Return how many MiB torch may take in each of ``processes`` processes, so that all of them fit beside each other.
 
-    That is an equal part of the free memory without the CUDA context. It is None if the free memory is not known.
+    That is an equal part of the free memory without the CUDA context, and at least LEAST_SHARE_MIB. It is None if the
+    free memory is not known.
     """
     free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
     if not free or len(free) < len(gpus):
         return None
     on_one = -(-processes // len(free))
-    return max(1, min(free) // on_one - gpus[0].context_mib)
+    return max(LEAST_SHARE_MIB, min(free) // on_one - gpus[0].context_mib)
 
 
 def bound_memory(device: torch.device) -> None:
