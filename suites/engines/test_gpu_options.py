@@ -39,7 +39,7 @@ def test_a_captured_model_gives_torchs_own_numbers(runner: Runner, engine: str) 
 @pytest.mark.parametrize(
     "case",
     [
-        "training.trajectory[ddp{fused_optimizer}-zero0-w2-fp32-mlp-sgd]",
+        "training.sgd_step[ddp{fused_optimizer}-zero0-w2-fp32-mlp]",
         "state.resume[fsdp2{fused_optimizer}-zero2-w2-fp32-mlp-adamw]",
     ],
 )

@@ -27,11 +27,11 @@ GPU_OPTIONS = {
 }
 NO_GPU = "a CPU has no pinned memory, so that the option would change nothing; with --device cuda it runs"
 # Laws of ordinary forwards and backwards. A graph is compiled for each model and shape, which takes seconds.
-CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.trajectory-sgd", "training.no_sync"})
+CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.sgd_step", "training.no_sync"})
 COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
 COMPILE_REASON = "each model is compiled, which takes seconds, and the other laws change the graph in every call"
 # Laws whose optimizer has a fused form, and whose formula has no rounding of its own there.
-FUSED_LAWS = frozenset({"training.trajectory-sgd", "training.sgd_step", "training.clip_and_norm", "state.resume-adamw"})
+FUSED_LAWS = frozenset({"training.sgd_step", "training.clip_and_norm", "state.resume-adamw"})
 FUSED_REASON = (
     "the other laws use another optimizer, or replay Adam's unfused operations, from which a kernel may differ"
 )
