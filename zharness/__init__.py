@@ -43,9 +43,12 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
 3. The ranks. ``releases/rank_environment.py`` combines the release, which ``releases/prepared_release.py`` finds or
    installs, with the imports that ``engines/warm_up.py`` names; a rank server starts with both. ``run/runner.py`` runs
    one cell at a time: ``world/server.py`` and ``world/pools.py`` fork a team (``world/team.py``) of ranks
-   (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs (``device/__init__.py``) within the machine's
-   limits (``world/limits.py``, ``world/orphans.py``, ``world/cores.py``).
-4. Observe, on every rank. ``run/observe_and_judge.py`` builds the ``law_kit/rank_context.py`` of the law, here
+   (``world/rank.py``, ``world/process_group.py``) on the CPU or on GPUs (``device/__init__.py``,
+   ``device/gpu_memory.py``) within the machine's limits (``world/limits.py``, ``world/orphans.py``,
+   ``world/cores.py``).
+4. Observe, on every rank. ``run/observe_and_judge.py`` sets how a GPU multiplies (``device/float32_products.py``,
+   ``law_kit/dtypes.py``) and names operators without a deterministic algorithm (``device/determinism.py``). It builds
+   the ``law_kit/rank_context.py`` of the law, here
    ``laws/training/grads.py``, and the engine (``engines/options.py``, ``engines/optimizers.py``,
    ``law_kit/construction.py``, ``law_kit/backward_calls.py``) around a model (``workload/models.py``,
    ``workload/generators.py``, ``workload/nested_tensors.py``, ``workload/nets.py``,

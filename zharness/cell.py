@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
 
+# float32 with factors of products rounded to 11 bits: a setting of the GPU, which no tensor has as its dtype.
+TF32 = "tf32"
 _ID = re.compile(
     r"(?P<law>\w+\.\w+)\[(?P<engine>[^\[\]{}]+?)(?:\{(?P<engine_variant>[^\[\]{}]+)\})?"
     r"-zero(?P<stage>\d+)-w(?P<world_size>\d+)(?:\.(?P<mesh>[a-z_]+\d+(?:\.[a-z_]+\d+)*))?-(?P<dtype>[a-z]+\d+)"
@@ -42,6 +44,11 @@ class Cell:
     def engine_label(self) -> str:
         """The engine as it appears in the cell's id: ``engine``, or ``engine{engine_variant}`` if the cell has one."""
         return f"{self.engine}{{{self.engine_variant}}}" if self.engine_variant else self.engine
+
+    @property
+    def storage_dtype(self) -> str:
+        """The dtype of the cell's tensors: ``dtype``, and ``fp32`` for a cell whose products are in TF32."""
+        return dtype_of_storage(self.dtype)
 
     @property
     def world_label(self) -> str:
@@ -89,6 +96,11 @@ class Cell:
             engine_variant=fields["engine_variant"] or "",
             mesh=Mesh.parse(fields["mesh"] or ""),
         )
+
+
+def dtype_of_storage(dtype: str) -> str:
+    """Return the dtype of the tensors of cells of ``dtype``: ``fp32`` for ``tf32``, else ``dtype``."""
+    return "fp32" if dtype == TF32 else dtype
 
 
 def parse_integers(text: str) -> tuple[int, ...]:

@@ -100,3 +100,10 @@ class WorldError(ZHarnessError):
 
 class HarnessFault(ZHarnessError):
     """Raised for an internal error of the harness, which no engine can cause."""
+
+
+class RoundedScenarioError(HarnessFault):
+    """Raised if plain PyTorch rounds a number of a scenario that has to be exact, so that no engine can be judged.
+
+    In fp32 that is a mistake of the harness. TF32 rounds factors that fp32 holds.
+    """

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from engines_bench.work import Size, batch, build, train
+from engines_bench.work import Size, batch, build, precision, this_device, train
 
 PLAIN = ("plain", 0)
 # Groups of engines that share their processes. DeepSpeed's stage 3 runs alone: it replaces torch.nn.functional.linear
@@ -26,7 +26,7 @@ TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
 class Plan:
     """The plan of a measurement: ``rounds`` rounds of ``steps`` steps for each engine.
 
-    Each rank trains on ``samples`` x ``length`` tokens per step.
+    Each rank trains on ``samples`` x ``length`` tokens per step, in ``dtype``.
     """
 
     size: Size
@@ -35,14 +35,18 @@ class Plan:
     samples: int
     length: int
     fused: bool
+    dtype: str = "fp32"
 
 
 def time_steps(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str, int], list[list[float]]]:
     """Return the seconds of each step by round, for the plain model and each engine of ``team``; runs on a rank."""
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
-    ids = batch(plan.size, plan.samples, plan.length)
-    built = {key: build(*key, plan.size, plan.samples, plan.fused) for key in (PLAIN, *team)}
+    ids = batch(plan.size, plan.samples, plan.length).to(this_device())
+    built = {
+        (name, stage): build(name, stage, plan.size, plan.samples, plan.fused, **precision(name, plan.dtype))
+        for name, stage in (PLAIN, *team)
+    }
     rounds: dict[tuple[str, int], list[list[float]]] = {key: [] for key in built}
     for number in range(plan.rounds + 1):
         if dist.get_rank() == 0:
@@ -53,6 +57,13 @@ def time_steps(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str,
             for _ in range(1 if number == 0 else plan.steps):
                 start = perf_counter()
                 train(engine, ids)
+                finish_kernels()
                 seconds.append(perf_counter() - start)
             rounds[key].append(seconds)
     return {key: timed[1:] for key, timed in rounds.items()}  # without the warm-up
+
+
+def finish_kernels() -> None:
+    """Wait until this rank's GPU has done what was launched, so that a step's time has its kernels in it."""
+    if this_device().type == "cuda":
+        torch.cuda.synchronize()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness import engines
+from zharness.device import rank_device
 from zharness.engines import Engine, EngineConfig, OptimizerSpec
 from zharness.workload.nets import TransformerBlock
 
@@ -28,6 +30,7 @@ SIZES: Mapping[str, Size] = {
     "tiny": Size(width=32, depth=2, heads=2, vocabulary=64),
     "5M": Size(width=256, depth=9, heads=4, vocabulary=1024),
     "50M": Size(width=768, depth=9, heads=12, vocabulary=4096),
+    "100M": Size(width=768, depth=12, heads=12, vocabulary=32768),
 }
 
 
@@ -71,8 +74,24 @@ def train(engine: Engine, ids: Tensor) -> None:
     engine.zero_grad()
 
 
+# Engines without low-precision weights of their own: they run forwards under torch.autocast, with weights in fp32.
+UNDER_AUTOCAST = ("plain", "ddp")
+
+
+def precision(name: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of EngineConfig with which the engine ``name`` computes in ``dtype``."""
+    if dtype != "fp32" and name in UNDER_AUTOCAST:
+        return {"options": {"torch_autocast": {"enabled": True, "dtype": dtype}}}
+    return {"dtype": dtype}
+
+
 def build(name: str, stage: int, size: Size, samples: int, fused: bool = False, **config: Any) -> Engine:
-    """Build an engine around the model in its initial weights, with torch's AdamW."""
+    """Build an engine around the model in its initial weights, with torch's AdamW, on the device of this rank."""
     adamw = OptimizerSpec("adamw", {"lr": 1e-4, **({"fused": True} if fused else {})})
     engine_config = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
-    return engines.get(name)(model(size), engine_config)
+    return engines.get(name)(model(size).to(this_device()), engine_config)
+
+
+def this_device() -> torch.device:
+    """Return the device of this rank."""
+    return rank_device(dist.get_rank() if dist.is_initialized() else 0)

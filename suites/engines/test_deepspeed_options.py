@@ -116,7 +116,7 @@ def test_an_option_is_named_only_at_stages_where_it_has_an_effect() -> None:
         "prescale_gradients",
         *("reduce_bf16", "reduce_fp32"),
     } | {"json_optimizer", "json_scheduler", "json_scheduler_tensor_rates", "step_is_boundary", "unscaled_backward"} | {
-        *("comms_logger", "flops_profiler", "timers"),
+        *("comms_logger", "flops_profiler", "fused_adam", "timers"),
     }
 
 

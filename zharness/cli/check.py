@@ -218,7 +218,7 @@ def check(
     if patterns and all(map(is_cell_id, patterns)):
         refuse_axes_beside_cells()
     require_known_names(engine_names=engines, laws=patterns, models=models, stages=stages, dtypes=dtypes)
-    from zharness.device import choose_backend, choose_job_count, require_usable_gpus
+    from zharness.device import choose_backend, choose_job_count, require_usable_gpus, share_gpu_memory
     from zharness.laws import DTYPES
     from zharness.mesh import Mesh
     from zharness.releases.rank_environment import prepare_rank_environment
@@ -263,7 +263,8 @@ def check(
             *(timeout, seed, jobs, Isolation(isolation), user_failures, withheld, shuffle),
             *(stop, changes, reach_output, read_cells(earlier_runs)),
         )
-        return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
+        with share_gpu_memory((largest + 1) * jobs):
+            return run_check(request, options, Outputs(jsonl, html, junitxml), prepare_rank_environment)
 
 
 def refuse_axes_beside_cells() -> None:

@@ -69,10 +69,10 @@ def compute_fingerprint() -> str:
 
 def build_index(fingerprint: str) -> NameIndex:
     """Return the index of the laws, models and mutants of this process. This imports torch."""
-    from zharness.law_kit.dtypes import DTYPES
+    from zharness.law_kit.dtypes import KNOWN_DTYPES
     from zharness.report.listing_rows import killed_mutants, law_rows, model_rows, mutant_rows
 
-    return NameIndex(fingerprint, law_rows(), model_rows(), mutant_rows(), killed_mutants(), list(DTYPES))
+    return NameIndex(fingerprint, law_rows(), model_rows(), mutant_rows(), killed_mutants(), list(KNOWN_DTYPES))
 
 
 def load_index() -> NameIndex:

@@ -105,7 +105,11 @@ class EnableDeterminism:
             functools.partial(random.setstate, random.getstate()),
             functools.partial(np.random.set_state, np.random.get_state()),
             functools.partial(torch.set_rng_state, torch.get_rng_state()),
-            functools.partial(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+            functools.partial(
+                torch.use_deterministic_algorithms,
+                torch.are_deterministic_algorithms_enabled(),
+                warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             *(functools.partial(set_variable, name, before.get(name)) for name in variables),
         ]
         random.seed(self.seed)

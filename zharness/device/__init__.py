@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 
 import torch
 
+from zharness.device.determinism import use_deterministic_algorithms
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
+from zharness.device.gpu_memory import SHARE_VARIABLE, bound_memory, choose_share
 from zharness.errors import UsageError
 
 DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
@@ -36,6 +39,24 @@ def require_usable_gpus(processes: int) -> None:
     problem = find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), read_gpus(), processes)
     if problem:
         raise UsageError(f"{DEVICE_VARIABLE} is cuda, but {problem}")
+
+
+@contextmanager
+def share_gpu_memory(processes: int) -> Iterator[None]:
+    """Let ``processes`` ranks and judges share the GPUs' memory evenly, if they start inside the block.
+
+    A share that the user has set in ``ZHARNESS_GPU_MIB`` stays.
+    """
+    is_chosen = not is_gpu_requested() or bool(os.environ.get(SHARE_VARIABLE))
+    share = None if is_chosen else choose_share(read_gpus(), processes)
+    if share is None:
+        yield
+        return
+    os.environ[SHARE_VARIABLE] = str(share)
+    try:
+        yield
+    finally:
+        del os.environ[SHARE_VARIABLE]
 
 
 def choose_job_count(world_size: int) -> int:
@@ -88,20 +109,22 @@ def rank_device(rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_device_index(rank))
     torch.cuda.set_device(device)
+    bound_memory(device)
     return device
 
 
 def require_reproducible_kernels() -> None:
     """Set torch to the kernels of a GPU that give the same numbers again; call this before CUDA starts.
 
-    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run, and
-    cuBLAS adds in another order on another stream without a workspace of fixed size.
+    TF32 rounds the factors of convolutions to 11 bits by default, cuDNN may choose another kernel in every run,
+    cuBLAS adds in another order on another stream without a workspace of fixed size, and scatters add in any order.
     """
     if is_gpu_requested():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
+        use_deterministic_algorithms()
 
 
 def look_for_gpus_by_nvml() -> None:
@@ -143,4 +166,8 @@ def on_compute_device() -> AbstractContextManager[object]:
 
     Plain PyTorch then runs the kernels that the ranks run. Ranks do not use this context: an engine would be in it too.
     """
-    return torch.device("cuda", 0) if is_gpu_requested() else nullcontext()
+    if not is_gpu_requested():
+        return nullcontext()
+    device = torch.device("cuda", 0)
+    bound_memory(device)
+    return device

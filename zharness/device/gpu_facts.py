@@ -11,6 +11,8 @@ from pathlib import Path
 QUERY = "index,name,driver_version,compute_mode,memory.free,memory.total"
 # A CUDA context with cuBLAS's workspace takes 0.5 GiB of an H100, and the tensors of a law next to nothing.
 CONTEXT_MIB = 600
+# What it takes on this machine, which ``zharness doctor`` measures.
+CONTEXT_VARIABLE = "ZHARNESS_CONTEXT_MIB"
 SHARED_MODE = "Default"
 NVIDIA_SMI_SECONDS = 30
 
@@ -32,9 +34,15 @@ class Gpu:
         return self.compute_mode == SHARED_MODE
 
     @property
+    def context_mib(self) -> int:
+        """Return the memory that is planned for the CUDA context of a process."""
+        text = os.environ.get(CONTEXT_VARIABLE, "")
+        return int(text) if text.isdigit() and int(text) else CONTEXT_MIB
+
+    @property
     def largest_context_count(self) -> int | None:
         """Return how many processes fit into the free memory, or None if it is not known."""
-        return None if self.free_mib is None else self.free_mib // CONTEXT_MIB
+        return None if self.free_mib is None else self.free_mib // self.context_mib
 
 
 def read_gpus() -> tuple[Gpu, ...]:
@@ -96,7 +104,7 @@ def find_gpu_problem(cuda_version: str | None, visible: int, gpus: tuple[Gpu, ..
             )
         if gpu.largest_context_count is not None and processes > gpu.largest_context_count * len(gpus):
             return (
-                f"{processes} processes need about {processes * CONTEXT_MIB} MiB for their CUDA contexts, and GPU "
+                f"{processes} processes need about {processes * gpu.context_mib} MiB for their CUDA contexts, and GPU "
                 f"{gpu.index} has {gpu.free_mib} MiB free: use fewer --jobs or a smaller --world-size, or end what "
                 "else uses the GPU (nvidia-smi lists it)"
             )

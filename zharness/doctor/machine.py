@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from zharness.device import compute_device_type
-from zharness.device.gpu_facts import Gpu, is_mps_running, read_gpus
+from zharness.device.gpu_facts import CONTEXT_VARIABLE, Gpu, is_mps_running, read_gpus
+from zharness.device.gpu_memory import measure_context_mib
 from zharness.doctor.finding import Finding, Severity, format_bytes, make_finding, ok_finding
 from zharness.world.limits import CGROUP_ROOT, RANK_BYTES, cgroup_memory_left, free_memory, largest_world_size
 
@@ -37,7 +38,9 @@ def inspect_machine(cache_dir: Path) -> Iterator[Finding]:
     yield inspect_loopback()
     yield from inspect_backends()
     yield inspect_devices()
-    yield from inspect_gpus(read_gpus())
+    yield from inspect_gpus(gpus := read_gpus())
+    if gpus and torch.version.cuda is not None:
+        yield inspect_context(gpus[0], measure_context_mib(read_first_free_mib))
     yield inspect_release_cache(cache_dir)
 
 
@@ -170,6 +173,20 @@ def inspect_gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         text = "running: an illegal access in one rank ends every rank on the GPU" if running else "not running"
         remedy = "stop it ('echo quit | nvidia-cuda-mps-control'), so that a cell that breaks leaves the others alone"
         yield make_finding("CUDA's multi-process service", text, Severity.WARNING, running, remedy)
+
+
+def read_first_free_mib() -> int | None:
+    """Return the free memory of the first GPU, in MiB."""
+    return next((gpu.free_mib for gpu in read_gpus()), None)
+
+
+def inspect_context(gpu: Gpu, measured: int | None) -> Finding:
+    """Say what a CUDA context takes, and how to let the plan of ``--jobs`` know it if it plans for less."""
+    if measured is None:
+        return ok_finding("CUDA context", f"not measured; {gpu.context_mib} MiB are planned for each process")
+    text = f"{measured} MiB beside a process's tensors; {gpu.context_mib} MiB are planned"
+    remedy = f"set {CONTEXT_VARIABLE}={measured}, from which the number of cells that run at once follows"
+    return make_finding("CUDA context", text, Severity.WARNING, measured > gpu.context_mib, remedy)
 
 
 def inspect_release_cache(folder: Path) -> Finding:

@@ -115,6 +115,7 @@ class EngineOption:
     - ``reduce_dtypes`` maps a dtype of the model to the dtype in which gradients are reduced while the option is set.
     - ``has_torch_kernels`` is True if local gradients come from torch's kernels while the option is set, although the
       engine has kernels of its own otherwise.
+    - ``own_kernels`` is the reason why local gradients do not come from torch's kernels while the option is set.
     - ``world_size_factor`` must divide the world size; cells of other world sizes do not set the option.
     - ``dtypes`` are the dtypes of the model in which the option can be set; if empty, all that the engine has.
     - ``laws`` are globs of the only laws that are judged with the option, or of a law with its variant
@@ -131,6 +132,7 @@ class EngineOption:
     known_bug: str = ""
     reduce_dtypes: Mapping[str, str] = field(default_factory=dict)
     has_torch_kernels: bool = False
+    own_kernels: str = ""
     world_size_factor: int = 1
     dtypes: frozenset[str] = frozenset()
     laws: frozenset[str] = frozenset()
@@ -310,6 +312,8 @@ class Capabilities:
             refuses.update(option.refuses)
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
+        for reason in filter(None, (option.own_kernels for option in chosen)):
+            own_kernels = dict.fromkeys(self.stages, reason)
         variants = {name: option for name, option in self.variants.items() if name not in excluded}
         replicas = max(self.replicas, *(option.replicas for option in chosen))
         return replace(

@@ -11,6 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from zharness.engines import optimizers
+from zharness.engines.gpu_options import (
+    FUSED,
+    GPU_OPTIONS,
+    build_fused_optimizer,
+    compile_in_place,
+    drop_compiled_graphs,
+    shared_options,
+)
 from zharness.engines.protocol import BufferPromise, Capabilities, EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_checkpoint import SINGLE_FILE_FORMAT
 from zharness.engines.torch_engine import (
@@ -18,6 +27,7 @@ from zharness.engines.torch_engine import (
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
+    call_each,
     do_nothing,
     identity,
     leaf_parameters,
@@ -84,7 +94,7 @@ ORDER_SETTLES_REASON = (
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
     refuses=REFUSES,
-    variants=VARIANTS,
+    variants={**VARIANTS, **shared_options()},
     scaled_sum=SCALED_SUM_REASON,
     order_settles=ORDER_SETTLES_REASON,
     buffers=BufferPromise.FROM_RANK_0,  # broadcast_buffers is true by default
@@ -106,14 +116,17 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
     Raises ConfigError for an unsupported configuration.
     """
-    validate_config(config, CAPABILITIES, OPTIONS)
+    validate_config(config, CAPABILITIES, {**OPTIONS, **GPU_OPTIONS})
     return TorchEngine(model, CAPABILITIES, config, wrap_in_ddp(model, config))
 
 
 def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
     """Wrap ``model`` in DDP, and return the EngineAdapter with its functions and parameters."""
-    ddp_options = {name: value for name, value in config.options.items() if name not in AUTOCAST_OPTION}
+    ddp_options = {
+        name: value for name, value in config.options.items() if name not in {**AUTOCAST_OPTION, **GPU_OPTIONS}
+    }
     wrapped = DistributedDataParallel(model, **ddp_options)
+    is_compiled = compile_in_place(wrapped, config.options)
     # Not a communication hook: DDP reduces accumulated gradients, so such a hook would multiply earlier sums again.
     summed = trainable_parameters(model) if config.reduction is Reduction.SUM else []
     hooks = [parameter.register_hook(multiply_by_world_size) for parameter in summed]  # type: ignore[no-untyped-call]
@@ -125,7 +138,8 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
         full_tensor=identity,
         layout={},
         drop_gradients=do_nothing,
-        release=partial(remove_hooks, hooks),
+        release=partial(call_each, partial(remove_hooks, hooks), drop_compiled_graphs if is_compiled else do_nothing),
+        build_optimizer=build_fused_optimizer if config.options.get(FUSED) else optimizers.build,
         checkpoint_format=SINGLE_FILE_FORMAT,
     )
 

@@ -19,6 +19,7 @@ from zharness.engines.deepspeed_experts import split_groups
 from zharness.engines.deepspeed_options import (
     CPU_ADAM,
     DEEPSPEED_OPTIONS,
+    FUSED_ADAM,
     JSON_OPTIMIZER,
     JSON_SCHEDULER,
     LEAF_MODULES,
@@ -47,6 +48,7 @@ ADAPTER_OPTIONS = (
     BACKWARDS_PER_STEP,
     COALESCE,
     CPU_ADAM,
+    FUSED_ADAM,
     JSON_OPTIMIZER,
     JSON_SCHEDULER,
     LEAF_MODULES,
@@ -61,9 +63,11 @@ ADAPTER_OPTIONS = (
 MUON = "muon"  # the name of the optimizer in an OptimizerSpec
 _UNIVERSAL_TAG = "universal"
 _LATEST_UNIVERSAL = "latest_universal"  # the file in which load_checkpoint looks for the tag of a universal checkpoint
-# torch.optim's arguments that DeepSpeedCPUAdam also has, with torch's defaults where DeepSpeed's are different.
-_CPU_ADAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adam": {}, "adamw": {"weight_decay": 1e-2}}
-_CPU_ADAM_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
+_ADAM_KINDS = {CPU_ADAM: "DeepSpeedCPUAdam", FUSED_ADAM: "FusedAdam"}
+_ADAMW_ARGUMENTS = {"DeepSpeedCPUAdam": "adamw_mode", "FusedAdam": "adam_w_mode"}
+# torch.optim's arguments that both also have, with torch's defaults where DeepSpeed's are different.
+_ADAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"adam": {}, "adamw": {"weight_decay": 1e-2}}
+_ADAM_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
 
 
 def json_overrides(config: EngineConfig) -> dict[str, Any]:
@@ -181,14 +185,13 @@ def build_optimizer(params: Mapping[str, Tensor], config: EngineConfig) -> Any:
     arguments = set(spec.args).union(*(group.overrides for group in spec.groups))
     if config.mesh.size(EXPERT) > 1:
         return optimizers.optimizer_class(spec.name)(split_groups(optimizers.param_groups(params, spec)), **spec.args)
-    if not config.options.get(CPU_ADAM) or spec.name not in _CPU_ADAM_DEFAULTS or arguments - _CPU_ADAM_ARGUMENTS:
+    kind = next((name for option, name in _ADAM_KINDS.items() if config.options.get(option)), "")
+    if not kind or spec.name not in _ADAM_DEFAULTS or arguments - _ADAM_ARGUMENTS:
         return optimizers.build(params, spec)
-    cpu_adam: Any = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    return cpu_adam(
-        optimizers.param_groups(params, spec),
-        adamw_mode=spec.name == "adamw",
-        **{**_CPU_ADAM_DEFAULTS[spec.name], **spec.args},
-    )
+    mode = {_ADAMW_ARGUMENTS[kind]: spec.name == "adamw"}
+    groups, values = optimizers.param_groups(params, spec), {**_ADAM_DEFAULTS[spec.name], **spec.args}
+    own_adam: Any = getattr(importlib.import_module("deepspeed.ops.adam"), kind)
+    return own_adam(groups, **mode, **values)
 
 
 def offload_and_reload(engine: Any, stage: int) -> None:

@@ -8,7 +8,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from zharness.device import is_gpu_requested
+
 _INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
+_BUILD_FUSED_ADAM = "python -c 'from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load()'"
 _BUILD_CPU_ADAM = (
     "DS_ACCELERATOR=cpu python -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()'"
 )
@@ -36,6 +39,18 @@ def missing_for_cpu_adam() -> str:
     if not _has_compiler():
         return "DeepSpeedCPUAdam compiles an operation, and this machine has no C++ compiler"
     return f"the operation of DeepSpeedCPUAdam is not built yet; build it with: {_BUILD_CPU_ADAM}"
+
+
+@cache
+def missing_for_fused_adam() -> str:
+    """Return what this machine lacks for DeepSpeed's FusedAdam, a kernel of CUDA, or '' if it lacks nothing."""
+    if not is_gpu_requested():
+        return "FusedAdam is a kernel of CUDA; with --device cuda it runs"
+    if any(library for folder in _op_folders() for library in folder.glob("**/fused_adam*.so")):
+        return ""
+    if not _has_compiler() or shutil.which("nvcc") is None:
+        return "FusedAdam compiles an operation, which needs a C++ compiler and CUDA's nvcc on PATH"
+    return f"the operation of FusedAdam is not built yet; build it with: {_BUILD_FUSED_ADAM}"
 
 
 def _has_compiler() -> bool:

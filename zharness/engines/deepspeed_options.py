@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zharness.device import is_gpu_requested
 from zharness.engines.capabilities import EngineOption, Feature
-from zharness.engines.deepspeed_machine import missing_for_cpu_adam, missing_for_nvme
+from zharness.engines.deepspeed_machine import missing_for_cpu_adam, missing_for_fused_adam, missing_for_nvme
+from zharness.engines.gpu_options import NO_GPU
 from zharness.engines.json_variants import JSON_VARIANTS, STAGE_3_JSON_VARIANTS, zero_optimization
 
 # Options of the adapter, which are not keys of DeepSpeed's JSON.
 CPU_ADAM = "cpu_adam"  # build DeepSpeedCPUAdam in place of torch's Adam and AdamW
+FUSED_ADAM = "fused_adam"  # build DeepSpeed's FusedAdam in place of torch's Adam and AdamW
 JSON_OPTIMIZER = "json_optimizer"  # let DeepSpeed build the optimizer from the section "optimizer"
 LEAF_MODULES = "leaf_modules"  # make leaf modules with deepspeed.utils.set_z3_leaf_modules
 JSON_SCHEDULER = "json_scheduler"  # let DeepSpeed build a warm-up schedule from the section "scheduler"
@@ -96,6 +99,19 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
         laws_reason="the other laws use another optimizer, or replay torch's own operations, from which "
         "DeepSpeedCPUAdam differs by a few units in the last place",
     ),
+    "fused_adam": staged(
+        frozenset({0, 1, 2, 3}),
+        {FUSED_ADAM: True},
+        absent=missing_for_fused_adam(),
+        changes_numbers="FusedAdam contracts multiplications and additions of Adam's update",
+        excludes=dict.fromkeys(
+            ("json_optimizer", "cpu_adam", "offload_optimizer", "offload_unpinned", "offload_nvme"),
+            "FusedAdam updates weights on the GPU, and is passed by the caller",
+        ),
+        laws=_LAWS_OF_CPU_ADAM,
+        laws_reason="the other laws use another optimizer, or replay torch's own operations, from which FusedAdam "
+        "differs by a few units in the last place",
+    ),
     "offload_states": staged(
         SHARDED,
         {OFFLOAD_STATES: True},
@@ -116,6 +132,11 @@ OFFLOAD_OPTIONS: Mapping[str, StagedOption] = {
         },
     ),
     "offload_param": staged(STAGE_3, zero_optimization(offload_param={"device": "cpu"})),
+    "offload_param_unpinned": staged(
+        STAGE_3,
+        zero_optimization(offload_param={"device": "cpu", "pin_memory": False}),
+        absent="" if is_gpu_requested() else NO_GPU,
+    ),
     "offload_nvme": staged(STAGE_3, offload_optimizer("nvme", nvme_path=_SWAP_FOLDER), absent=missing_for_nvme()),
     "offload_param_nvme": staged(
         STAGE_3,

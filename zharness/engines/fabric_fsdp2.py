@@ -33,7 +33,7 @@ from zharness.engines.fsdp_groups import GROUPING_OPTIONS
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 from zharness.engines.tensor_parallel import apply_plan, find_owners
 from zharness.engines.torch_access import gather_full_tensor
-from zharness.engines.torch_engine import EngineAdapter, do_nothing, leaf_parameters, validate_config
+from zharness.engines.torch_engine import EngineAdapter, call_each, do_nothing, leaf_parameters, validate_config
 from zharness.errors import EngineContractError
 from zharness.mesh import TENSOR
 
@@ -96,7 +96,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
         params=params,
         full_tensor=gather_full_tensor,
         layout=find_owners(params),
-        drop_gradients=lambda: fsdp2.call_each(reset, sync.drop_unreduced_gradients),
+        drop_gradients=lambda: call_each(reset, sync.drop_unreduced_gradients),
         release=lambda: fsdp2.reshard(sharded),
     )
     return FabricEngine(model, capabilities_at(config.stage), config, adapter, fabric, prepared)

@@ -15,6 +15,7 @@ from packaging.version import Version
 from torch import nn
 
 from zharness.comm import Comm
+from zharness.engines import optimizers
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0, materialize_and_load
 from zharness.engines.fsdp2_memory import measure_resources
 from zharness.engines.fsdp2_options import (
@@ -37,6 +38,7 @@ from zharness.engines.fsdp2_options import (
     reshard_after_forward,
 )
 from zharness.engines.fsdp_groups import BLOCK, LEAF, select_group_modules
+from zharness.engines.gpu_options import FUSED, build_fused_optimizer, compile_in_place, drop_compiled_graphs
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
 from zharness.engines.torch_access import gather_full_tensor
@@ -45,6 +47,7 @@ from zharness.engines.torch_engine import (
     TORCH_REFUSES,
     EngineAdapter,
     TorchEngine,
+    call_each,
     do_nothing,
     leaf_parameters,
     register_all_reduce_hooks,
@@ -169,6 +172,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
     params, replicas = leaf_parameters(model), mesh.size() // mesh.size(-1)
     # Not before: materialize_and_load replaces the parameters that fully_shard ignores, and their hooks with them.
     register_all_reduce_hooks([params[name] for name in ignored], config.reduction)
+    is_compiled = compile_in_place(model, config.options)
     reset = require_method("reset_iter_state", model) if config.options.get("reset_iter_state") else do_nothing
     adapter = EngineAdapter(
         forward=model.__call__,
@@ -181,7 +185,8 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         if devices is None
         else find_owners(params),
         drop_gradients=partial(call_each, reset, sync.drop_unreduced_gradients),
-        release=partial(reshard, sharded),
+        release=partial(call_each, partial(reshard, sharded), drop_compiled_graphs if is_compiled else do_nothing),
+        build_optimizer=build_fused_optimizer if config.options.get(FUSED) else optimizers.build,
         checkpoint_format=SHARDED_FORMAT,
         measure_resources=partial(measure_resources, sharded, params),
     )
@@ -201,12 +206,6 @@ def refuse_options_on_mesh(config: EngineConfig) -> None:
 def select_data_axes(devices: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     """Return the part of the DeviceMesh over which ``fully_shard`` shards, and replicates if ``mesh`` says so."""
     return devices[DATA_SHARD] if REPLICATE not in mesh.axes else devices[REPLICATE, DATA_SHARD]
-
-
-def call_each(*actions: Callable[[], None]) -> None:
-    """Call each of ``actions``, in order."""
-    for action in actions:
-        action()
 
 
 def ignored_parameters(model: nn.Module, kind: str | bool) -> dict[str, nn.Parameter]:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
+from zharness.device import is_gpu_requested
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS, ROOT
+from zharness.engines.gpu_options import GPU_OPTIONS, NO_GPU, shared_options
 from zharness.engines.protocol import EngineConfig, EngineOption, Feature, Reduction
 from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS
 from zharness.engines.torch_engine import AUTOCAST_OPTION
@@ -52,6 +54,12 @@ REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
 AUTO = "auto"
 UNSHARDABLE, VECTORS = "unshardable", "vectors"
 BOTH, ALL_REDUCE = "both", "all_reduce"
+PIN_MEMORY = "pin_memory"
+FUSED_LAWS = frozenset({"state.resume-adamw"})
+FUSED_REASON = (
+    "DTensor has a sharding strategy for the fused Adam and AdamW alone (aten._fused_sgd_ 'does not have a sharding "
+    "strategy registered'), and other laws replay Adam's unfused operations"
+)
 
 OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "one_group": EngineOption({"grouping": ROOT}),
@@ -67,6 +75,9 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
         changes_numbers=REPLICAS_CHANGE_NUMBERS,
     ),
     "cpu_offload": EngineOption({"cpu_offload": True}),
+    "offload_unpinned": EngineOption(
+        {"cpu_offload": True, PIN_MEMORY: False}, absent="" if is_gpu_requested() else NO_GPU
+    ),
     "inputs_not_cast": EngineOption({"cast_forward_inputs": False}),
     # Under bf16 the loss would be in fp32, which the plain model does not have.
     "outputs_in_fp32": EngineOption(
@@ -114,6 +125,7 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "iteration_reset": EngineOption({"reset_iter_state": True}, absent=NOT_BEFORE_2_13),
     "access_by_state_dict": EngineOption({TENSOR_ACCESS: BY_STATE_DICT}),
+    **shared_options(FUSED_LAWS, FUSED_REASON),
 }
 OPTIONS_AT_STAGE_3 = {
     "root_kept_after_forward": EngineOption({"reshard_after_forward": AUTO}),
@@ -130,6 +142,8 @@ OPTIONS = {
     "no_sync": "'both' (default): neither reduce-scatter nor all-reduce; 'all_reduce': reduce-scatter, not all-reduce",
     "reshard_after_forward": "the argument of fully_shard: true, false, a number of ranks, or 'auto' for its default",
     "cpu_offload": "CPUOffloadPolicy, without pinned memory if there is no accelerator; default false",
+    PIN_MEMORY: "CPUOffloadPolicy: pin the memory of offloaded shards, from which a GPU copies beside its computation; "
+    "default true on a GPU",
     "cast_forward_inputs": "MixedPrecisionPolicy: cast a module's inputs to the dtype of its weights; default true",
     "output_dtype": "'fp32' or 'bf16': MixedPrecisionPolicy: cast the outputs of modules; default no cast",
     "reduce_dtype": "'fp32' or 'bf16': the dtype in which gradients are reduced; default that of the weights",
@@ -147,6 +161,7 @@ OPTIONS = {
     TENSOR_ACCESS: "'tensor' (default): read and write single tensors as DTensors; 'state_dict': weights and optimizer "
     "state by torch.distributed.checkpoint.state_dict",
     **AUTOCAST_OPTION,
+    **GPU_OPTIONS,
 }
 # Options that are passed to a setter of the same name on every FSDPModule.
 SETTERS = (
@@ -199,7 +214,8 @@ def build_offload_policy(config: EngineConfig, device: torch.device) -> OffloadP
 
     if not config.options.get("cpu_offload"):
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    pins = bool(config.options.get(PIN_MEMORY, True))
+    return CPUOffloadPolicy(pin_memory=pins and device.type != "cpu")
 
 
 def reshard_after_forward(config: EngineConfig) -> bool | int | None:

@@ -108,6 +108,12 @@ def do_nothing() -> None:
     """Do nothing, for adapters in which one of the functions has no work."""
 
 
+def call_each(*actions: Callable[[], None]) -> None:
+    """Call each of ``actions``, in order."""
+    for action in actions:
+        action()
+
+
 def identity(tensor: Tensor) -> Tensor:
     """Return ``tensor`` unchanged, as the ``full_tensor`` of an engine that shards nothing."""
     return tensor

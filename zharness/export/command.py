@@ -13,7 +13,7 @@ import click
 from tabulate import tabulate
 from tqdm import tqdm
 
-from zharness.cell import Cell
+from zharness.cell import TF32, Cell
 from zharness.engines import Capabilities
 from zharness.errors import UsageError
 from zharness.export.cell_script import explain_unwritable_mesh, is_judged_by_law, render_cell_script
@@ -55,6 +55,8 @@ def parse_exportable_cell(text: str, form: ScriptForm) -> Cell:
     """Return the cell whose id is ``text``. Raises UsageError for a mesh on which standalone scripts cannot run it."""
     cell = Cell.parse(text)
     get_law(cell.law)
+    if cell.dtype == TF32:
+        raise UsageError(f"got {cell.id}; expected another dtype than tf32, which a script does not set")
     reason = explain_unwritable_mesh(cell) if form is ScriptForm.STANDALONE else ""
     if reason:
         raise UsageError(

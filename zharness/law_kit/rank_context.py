@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,9 +195,12 @@ class RankContext:
         }
         return tuple(owner for owner, feature in features.items() if self.capabilities.refusal(feature) is None)
 
-    def finish(self) -> None:
-        """Write the layout and the process conditions to this rank's evidence file, and close the file."""
-        self._records.finish(self._layout, self._contamination)
+    def finish(self, nondeterministic: Sequence[str] = ()) -> None:
+        """Write the layout and the process conditions to this rank's evidence file, and close the file.
+
+        ``nondeterministic`` are the operators that ran without a deterministic algorithm.
+        """
+        self._records.finish(self._layout, replace(self._contamination, nondeterministic=tuple(nondeterministic)))
 
 
 def flatten_optimizer_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

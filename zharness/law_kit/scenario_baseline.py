@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zharness.errors import HarnessFault
+from zharness.errors import RoundedScenarioError
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.recorded_gradients import RecordedGradients, densify, drain_gradients, record_gradients
 from zharness.law_kit.scenarios import NamedTensors, Participant, Scenario, get_detached_weights, train_follow_up
@@ -134,8 +134,8 @@ def run_exact_scenario(
 ) -> ScenarioResult:
     """Run a scenario in the cell's dtype and in float64, and return the result in the cell's dtype.
 
-    Raise HarnessFault if the two results differ, because a number in the scenario is then rounded. The result is
-    cached, because it is the same for every engine and stage; a cached result takes about 20 KB.
+    Raise RoundedScenarioError if the two results differ, because a number in the scenario is then rounded. The result
+    is cached, because it is the same for every engine and stage; a cached result takes about 20 KB.
     """
     result, wide = (
         run_plain_scenario(baseline, variant, scenario, rank, precision, repeats)
@@ -144,7 +144,7 @@ def run_exact_scenario(
     double = wide.flatten()
     for name, tensor in result.flatten().items():
         if not torch.equal(tensor.double(), double[name].double()):
-            raise HarnessFault(
+            raise RoundedScenarioError(
                 f"the scenario is not exact: {name} is rounded on rank {rank}, so no engine can be judged by it"
             )
     return result

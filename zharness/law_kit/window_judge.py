@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from zharness.errors import HarnessFault
+from zharness.errors import RoundedScenarioError
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.hints import add_hint, hint_became_nan, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
@@ -195,11 +195,11 @@ def hint_wrong_script(
 
 
 def require_exact(result: WindowResult, wide: WindowResult, window: int) -> None:
-    """Raise HarnessFault if ``result`` and ``wide`` differ, because some number in this window is then rounded."""
+    """Raise RoundedScenarioError if ``result`` and ``wide`` differ: some number in this window is then rounded."""
     for narrow_tensor, wide_tensor in zip(result.tensors(), wide.tensors(), strict=True):
         differs = narrow_tensor.double() != wide_tensor.double()
         if bool((differs & ~(narrow_tensor.isnan() & wide_tensor.isnan())).any()):
-            raise HarnessFault(
+            raise RoundedScenarioError(
                 f"the scenario is not exact: a number in accumulation window {window} is rounded, so no engine can be "
                 "judged by it"
             )
@@ -260,13 +260,13 @@ def compute_updates(
 def add_multiple(tensor: BoundedTensor, factor: int, other: BoundedTensor) -> BoundedTensor:
     """Return ``tensor + factor * other``, exactly if both are exact.
 
-    Raises HarnessFault if the exact sum is rounded in the tensors' dtype, because no engine can be judged by it.
+    Raises RoundedScenarioError if the exact sum is rounded in the tensors' dtype: no engine can be judged by it.
     """
     if bool(tensor.error.any()) or bool(other.error.any()):
         return tensor + other.scalar(float(factor), roundings=0) * other
     value = tensor.value + factor * other.value
     if not torch.equal(value.to(tensor.dtype).double(), value):
-        raise HarnessFault("the scenario is not exact: the optimizer rounds an update")
+        raise RoundedScenarioError("the scenario is not exact: the optimizer rounds an update")
     return BoundedTensor(value, tensor.error, tensor.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature, Reduction
-from zharness.errors import HarnessFault
+from zharness.errors import RoundedScenarioError
 from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
@@ -231,7 +231,7 @@ def judge_weight_penalty(ctx: JudgeContext) -> Iterator[Comparison]:
         for dtype in (ctx.dtype, torch.float64)
     )
     if any(not torch.equal(grad.double(), wide[name]) for name, grad in expected.items()):
-        raise HarnessFault("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
+        raise RoundedScenarioError("the penalty is not exact on plain PyTorch, so no engine can be judged by it")
     for rank, record in enumerate(ctx.rank_records("grads")):
         check_names("full_grads", expected, record)
         for name, grad in expected.items():

@@ -79,6 +79,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     strided,
     tensor_access,
     tensor_ownership,
+    tf32,
     transforms,
     two_dtypes,
     unused_parameters,

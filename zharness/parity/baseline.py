@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zharness.device.float32_products import Float32Products
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.synchronized_norm import has_synchronized_norm, run_jointly
 
@@ -55,7 +56,8 @@ class Baseline:
     1).
     ``autocast`` is the dtype of the ``torch.autocast`` context in which the forward runs; the loss is computed outside
     of this context. ``autocast_backward`` is the dtype of the autocast context in which backward runs. None means that
-    autocast is off. ``cast_cache`` says when both contexts cast a weight.
+    autocast is off. ``cast_cache`` says when both contexts cast a weight. ``products`` says how the caller of every
+    method lets a GPU multiply (``multiply_with``).
     """
 
     spec: ModelSpec
@@ -66,6 +68,7 @@ class Baseline:
     autocast: torch.dtype | None = None
     autocast_backward: torch.dtype | None = None
     cast_cache: CastCache = CastCache.ONCE
+    products: Float32Products = Float32Products.FULL
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
@@ -76,6 +79,12 @@ class Baseline:
     def parameter_dtypes(self) -> Mapping[str, torch.dtype]:
         """Return the dtype of each parameter in the model that ``spec`` builds, before any conversion to ``dtype``."""
         return read_parameter_dtypes(self.spec, self.seed)
+
+    @property
+    def eps(self) -> float:
+        """Return the distance from 1 to the next larger factor of a product: that of ``dtype``, or of TF32."""
+        own = torch.finfo(self.dtype).eps
+        return max(own, self.products.eps) if self.dtype is torch.float32 else own
 
     @property
     def joins_ranks(self) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zharness.device import is_gpu_requested
 from zharness.errors import UsageError
 from zharness.parity.baseline import Baseline, LocalResult, LossWeighting, Objective
 from zharness.workload import Batch, ModelSpec
@@ -281,9 +282,12 @@ class CachedBaseline(Baseline):
 
 
 def with_cache(baseline: Baseline) -> Baseline:
-    """Return ``baseline`` with the cache that ``use_cache`` has chosen for this run, if it has chosen one."""
+    """Return ``baseline`` with the cache that ``use_cache`` has chosen for this run, if it has chosen one.
+
+    Numbers of a GPU are never kept: they depend on its kind, driver and settings, which no key has.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
+    if not folder or is_gpu_requested():
         return baseline
     return CachedBaseline(**{field.name: getattr(baseline, field.name) for field in fields(Baseline)}, folder=folder)
 

@@ -168,7 +168,7 @@ def calibrate(baseline: Baseline, rank: int, step: int = 0, loss_weights: tuple[
     ``loss_weights``. Raises SharedDrawError if the random numbers of the forward cannot be assigned to samples.
     """
     part = record_runs(baseline, rank, step, loss_weights)
-    return build_calibration(part.oracle, part.squares, part.plain_grads, torch.finfo(baseline.dtype).eps)
+    return build_calibration(part.oracle, part.squares, part.plain_grads, baseline.eps)
 
 
 @lru_cache(maxsize=8)
@@ -191,7 +191,7 @@ def calibrate_mean(baseline: Baseline, ranks: int, step: int = 0) -> Calibration
         {name: torch.stack([grads[name] for grads in runs]).mean(dim=0) for name in names}
         for runs in zip(*(part.plain_grads for part in parts), strict=False)
     ]
-    return build_calibration(oracle, squares, plain_grads, torch.finfo(baseline.dtype).eps)
+    return build_calibration(oracle, squares, plain_grads, baseline.eps)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Weights, inputs and targets are integers. The only divisions are by the number o
 both powers of two, so every number in the cell is a multiple of q = 1 / (samples x terms). The certificate runs the
 model in float64 on absolute values; for linear layers, residuals and ReLUs this bounds every partial sum in any order.
 If the bound is below q x 2**significand, no bit is rounded away. In addition, the run in the cell's dtype has to be
-bitwise equal to a run in float64.
+bitwise equal to a run in float64. In a cell whose products are in TF32, every factor has to fit into its 11 bits, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from zharness.device.float32_products import Float32Products
 from zharness.parity.baseline import Baseline, LocalResult, Objective, convert_to_float64, run_local
 from zharness.parity.compare import CHUNK_ELEMENTS
 from zharness.workload import Batch
@@ -118,6 +119,12 @@ def certify_exact_model(
     ):
         return division_exactness(terms)
     name = str(dtype).removeprefix("torch.")
+    if baseline.products is Float32Products.TF32 and dtype is torch.float32:
+        return Exactness(
+            False,
+            f"the {baseline.products.factor_bits} bits of tf32 do not hold every factor of the exact model, or "
+            f"the {SIGNIFICAND_BITS[dtype]} bits of {name} every partial sum",
+        )
     return Exactness(
         False, f"the {SIGNIFICAND_BITS[dtype]} bits of {name} do not hold every partial sum of the exact model"
     )
@@ -149,8 +156,10 @@ def is_locally_exact(
     same = torch.equal(narrow.loss.double(), wide.loss) and all(
         torch.equal(narrow.grads[name].double(), grad) for name, grad in wide.grads.items()
     )
+    if not same or not are_factors_exact(baseline, *convert_to_float64(model, batch), loss):
+        return False
     magnitude = largest_partial_sum(*convert_to_float64(model, batch, take_abs=True), loss)
-    return same and magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
+    return magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
 
 
 def is_integral(tensor: Tensor) -> bool:
@@ -163,6 +172,32 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
 
     The caller passes a model and a batch of absolute values, so that the result bounds every partial sum.
     """
+    local, seen = record_activations(model, batch, loss)
+    return max(float(tensor.abs().max()) for tensor in [local.loss, *local.grads.values(), *seen])
+
+
+def are_factors_exact(baseline: Baseline, model: nn.Module, batch: Batch, loss: Objective) -> bool:
+    """Return whether rounding to the bits of a factor changes no factor of ``model``'s products.
+
+    The factors are the weights, inputs, activations and activation gradients of a float64 ``model``. Their values do
+    not depend on the order of summation if no sum is rounded. Factors of other dtypes than float32 are never rounded.
+    """
+    bits = baseline.products.factor_bits
+    if baseline.products is Float32Products.FULL or baseline.dtype is not torch.float32:
+        return True
+    _, seen = record_activations(model, batch, loss)
+    factors = [batch.inputs, *model.parameters(), *seen]
+    return all(torch.equal(round_to_bits(factor, bits), factor) for factor in factors)
+
+
+def round_to_bits(tensor: Tensor, bits: int) -> Tensor:
+    """Return ``tensor`` with significands rounded to ``bits`` bits, the leading one included, ties to even."""
+    significand, exponent = torch.frexp(tensor.detach())
+    return torch.ldexp(torch.round(significand * 2.0**bits) * 2.0**-bits, exponent)
+
+
+def record_activations(model: nn.Module, batch: Batch, loss: Objective) -> tuple[LocalResult, list[Tensor]]:
+    """Return the result of one forward and backward, with the output of each module and the gradient of each."""
     seen: list[Tensor] = []
 
     def record_output(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -174,4 +209,4 @@ def largest_partial_sum(model: nn.Module, batch: Batch, loss: Objective) -> floa
     local = run_local(model, batch, loss)
     for hook in hooks:
         hook.remove()
-    return max(float(tensor.abs().max()) for tensor in [local.loss, *local.grads.values(), *seen])
+    return local, seen

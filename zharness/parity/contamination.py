@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,13 @@ STANDARD_MODULES = ("typing", "typing_extensions", "functools", "contextlib", "c
 class ProcessConditions:
     """The conditions on which a process's numbers depend: settings of torch, and replaced functions of torch.
 
-    ``settings`` maps the name of each setting to its value; ``replacements`` describes each replaced function.
+    ``settings`` maps the name of each setting to its value; ``replacements`` describes each replaced function, and
+    ``nondeterministic`` names operators that ran on a GPU and for which torch has no deterministic algorithm.
     """
 
     settings: Mapping[str, str]
     replacements: tuple[str, ...]
+    nondeterministic: tuple[str, ...] = ()
 
     def describe_differences(self, other: ProcessConditions) -> list[str]:
         """Describe each function that is replaced in this process, and each setting that differs from ``other``."""
@@ -56,7 +58,18 @@ class ProcessConditions:
             for name, value in self.settings.items()
             if other.settings.get(name, value) != value
         ]
-        return [*(f"in the engine's process, {function}" for function in self.replacements), *differing]
+        return [
+            *(f"in the engine's process, {function}" for function in self.replacements),
+            *differing,
+            *describe_nondeterminism("the engine's", self.nondeterministic),
+        ]
+
+
+def describe_nondeterminism(owner: str, operators: Sequence[str]) -> list[str]:
+    """Return a sentence about the operators that had no deterministic algorithm in a process, or nothing."""
+    if not operators:
+        return []
+    return [f"in {owner} process, torch has no deterministic algorithm for {', '.join(operators)}"]
 
 
 def read_process_conditions() -> ProcessConditions:

@@ -96,6 +96,7 @@ class EvidenceWriter:
             },
             "settings": dict(conditions.settings),
             "replaced": list(conditions.replacements),
+            "nondeterministic": list(conditions.nondeterministic),
         }
         encoded = json.dumps(description).encode()
         self._file.write(encoded)
@@ -145,7 +146,9 @@ def read_evidence(folder: Path, rank: int) -> RankEvidence:
             Snapshot(label, step, load_tensors(storage, entries)) for label, step, entries in description["snapshots"]
         ),
         {name: tuple(Piece(*piece) for piece in pieces) for name, pieces in description["layout"].items()},
-        ProcessConditions(description["settings"], tuple(description["replaced"])),
+        ProcessConditions(
+            description["settings"], tuple(description["replaced"]), tuple(description["nondeterministic"])
+        ),
     )
 
 

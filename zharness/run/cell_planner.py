@@ -85,15 +85,15 @@ def reason_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     reason = reason_setting_not_stated(law, cell, capabilities)
     if reason:
         return reason
-    if cell.dtype not in capabilities.dtypes:
+    if cell.storage_dtype not in capabilities.dtypes:
         return f"{cell.engine} supports only the dtypes {', '.join(sorted(capabilities.dtypes))}"
-    if cell.dtype not in law.dtypes:
+    if cell.storage_dtype not in law.dtypes:
         return f"{law.name} applies only to the dtypes {', '.join(law.dtypes)}"
     optimizer = law.get_variant(cell.variant).optimizer
     if optimizer and (reason := reason_not_in_torch(optimizer)):
         return reason
     required = (*law.required_features(cell.variant), *cell_setting(cell.engine_variant).required_features())
-    if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.dtype] != 1:
+    if Feature.TENSOR_BACKWARD in required and LOSS_SCALES[cell.storage_dtype] != 1:
         return f"{cell.dtype} needs a loss scale, which a plain loss.backward() does not apply"
     return ""
 
@@ -107,7 +107,7 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
         option = known[name]
-        refusal = option.refusal_at(cell.world_size, cell.dtype)
+        refusal = option.refusal_at(cell.world_size, cell.storage_dtype)
         if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):
             return f"this cell cannot set the option {name}: {refusal}"
     unknown = capabilities.unknown_option(configuration_on(cell.engine, cell.engine_variant).options)
@@ -127,7 +127,7 @@ def list_calibrated_laws(mesh: Mesh) -> str:
 
 def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> str:
     """Return the reason why no tolerance can be justified for a cell, or '' if one can be justified."""
-    reduce_dtype = capabilities.reduce_dtypes.get(cell.dtype, cell.dtype)
+    reduce_dtype = capabilities.reduce_dtypes.get(cell.storage_dtype, cell.storage_dtype)
     compares_itself = law.get_variant(cell.variant).compares_engine_with_itself
     # A reduction in fp32 rounds no more than one in the dtype of the cell.
     if reduce_dtype not in (*law.dtypes, "fp32") and not compares_itself:
@@ -144,7 +144,7 @@ def reason_not_comparable(law: Law, cell: Cell, capabilities: Capabilities) -> s
     needs_exact_sums = (law.weights_stay_integers and law.tier is Tier.EXACT) or law.is_calibrated
     # The law of Muon compares the momentum bitwise with the exact mean, too.
     is_exact_mean = (needs_exact_sums and not compares_itself) or Feature.MUON in law.features
-    if is_exact_mean and cell.dtype == "fp32" and reduce_dtype != "fp32":
+    if is_exact_mean and cell.storage_dtype == "fp32" and reduce_dtype != "fp32":
         return (
             f"{law.name} is stated for gradients that are summed in fp32, and here they are rounded to {reduce_dtype}"
         )

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from allpairspy import AllPairs
 
-from zharness.cell import Cell
+from zharness.cell import Cell, dtype_of_storage
 from zharness.engines import AccumulationOwner, Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.law_kit.setting import SEPARATOR, BackwardCall, Setting, SettingSupport
@@ -131,7 +131,7 @@ class Axes:
         """Return whether a cell of this stage, world size and dtype can set the options ``names`` together."""
         known = self.claims_at[stage].engine_options
         return all(
-            name in known and not known[name].refusal_at(world_size, dtype) for name in names
+            name in known and not known[name].refusal_at(world_size, dtype_of_storage(dtype)) for name in names
         ) and not find_exclusion({name: known[name] for name in names})
 
 

@@ -94,7 +94,7 @@ class ExpectedFailure:
             (self.stages, cell.stage),
             (self.world_sizes, cell.world_size),
             (self.meshes or (DEFAULT_MESH.label,), cell.mesh.label),
-            (self.dtypes, cell.dtype),
+            (self.dtypes, cell.storage_dtype),
             (() if is_any_model else self.models, cell.model),
             (() if is_any_model else self.variants, cell.variant),
         )

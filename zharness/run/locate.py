@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from zharness.cell import Cell
-from zharness.device import on_compute_device
+from zharness.device.float32_products import multiply_with
 from zharness.engines import Capabilities
+from zharness.law_kit.dtypes import choose_products
 from zharness.laws import get_law
 from zharness.parity import Mismatch, Part
 from zharness.parity.baseline import run_backward
 from zharness.parity.module_divergence import find_divergences, record_trace
-from zharness.run.observe_and_judge import build_baseline, build_cell_context
+from zharness.run.observe_and_judge import as_in_plain_torch, build_baseline, build_cell_context
 
 LOCAL_PARTS = (Part.FORWARD, Part.LOCAL_GRADIENT)  # need no other rank
 
@@ -54,7 +55,7 @@ def record_baseline_trace(cell: Cell, salt: int, evidence_dir: str, capabilities
 
         torch.save(record_trace(model, run), trace_path(evidence_dir, rank))
 
-    with on_compute_device():
+    with as_in_plain_torch(cell):
         baseline.run_ranks(record)
 
 
@@ -66,8 +67,9 @@ def locate_divergence(cell: Cell, salt: int, evidence_dir: str, capabilities: Ca
     module does.
     """
     ctx = build_cell_context(cell, salt, capabilities, {})
-    engine = ctx.build_engine()
-    baseline = torch.load(trace_path(evidence_dir, dist.get_rank()), weights_only=True)
-    divergences = find_divergences(engine.module, baseline, lambda: engine.backward(ctx.loss(engine, step)))
-    engine.close()
+    with multiply_with(choose_products(cell.dtype)):
+        engine = ctx.build_engine()
+        baseline = torch.load(trace_path(evidence_dir, dist.get_rank()), weights_only=True)
+        divergences = find_divergences(engine.module, baseline, lambda: engine.backward(ctx.loss(engine, step)))
+        engine.close()
     return divergences.describe()

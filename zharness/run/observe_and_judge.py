@@ -15,11 +15,14 @@ import torch.distributed as dist
 from zharness import engines
 from zharness.cell import Cell
 from zharness.device import on_compute_device, rank_device
+from zharness.device.determinism import collect_nondeterministic_operators
+from zharness.device.float32_products import multiply_with
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import merge_options
 from zharness.errors import EngineContractError, HarnessFault, UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
+from zharness.law_kit.dtypes import choose_products
 from zharness.law_kit.judge_context import stop_at_first_mismatch
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
 from zharness.law_kit.training_run import build_curves
@@ -28,7 +31,7 @@ from zharness.mesh import DEFAULT_MESH, TENSOR, Mesh
 from zharness.parity import Comparison, Mismatch, Tier
 from zharness.parity.baseline import Baseline, CastCache
 from zharness.parity.baseline_cache import with_cache
-from zharness.parity.contamination import read_process_conditions, require_clean_torch
+from zharness.parity.contamination import describe_nondeterminism, read_process_conditions, require_clean_torch
 from zharness.parity.junctions import with_junctions
 from zharness.parity.mismatch_report import MismatchReport, TrainingCurve, build_mismatch_report
 from zharness.parity.snapshot import EvidenceWriter, open_evidence_writer, read_evidence
@@ -78,8 +81,9 @@ def observe(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities
     ctx = build_cell_context(cell, salt, capabilities, options, Path(evidence_dir))
     # The same seed on all ranks: an engine that draws random numbers itself draws the same ones everywhere.
     seed_torch(cell.seed(salt))
-    get_law(cell.law).observe(ctx)
-    ctx.finish()
+    with multiply_with(choose_products(cell.dtype)), collect_nondeterministic_operators() as operators:
+        get_law(cell.law).observe(ctx)
+        ctx.finish(operators)
 
 
 def build_cell_context(
@@ -93,8 +97,8 @@ def build_cell_context(
     spec = model_spec(cell.model)
     config = EngineConfig(
         stage=cell.stage,
-        dtype=cell.dtype,
-        loss_scale=LOSS_SCALES[cell.dtype],
+        dtype=cell.storage_dtype,
+        loss_scale=LOSS_SCALES[cell.storage_dtype],
         options=merge_options(engine_options(cell, capabilities), options),
         mesh=cell.mesh,
         tp_plan=find_plan(cell, spec, salt),
@@ -182,11 +186,21 @@ def build_rank_context(
 
 def build_baseline(cell: Cell, salt: int, capabilities: Capabilities) -> Baseline:
     """Build the baseline of a cell."""
-    spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.dtype], LOSS_SCALES[cell.dtype]
+    spec, dtype, scale = baseline_spec(cell, capabilities), DTYPES[cell.storage_dtype], LOSS_SCALES[cell.storage_dtype]
     autocast = configuration_for(cell.engine_variant).autocast_dtype
     data_size = cell.mesh.data_size(cell.world_size)
     casts = choose_cast_cache(cell.stage, capabilities)
-    return with_cache(Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts))
+    products = choose_products(cell.dtype)
+    return with_cache(
+        Baseline(spec, cell.seed(salt), data_size, dtype, scale, autocast, cast_cache=casts, products=products)
+    )
+
+
+@contextmanager
+def as_in_plain_torch(cell: Cell) -> Iterator[None]:
+    """Let plain PyTorch compute on the device of the cell's ranks, and multiply as they do, inside the block."""
+    with on_compute_device(), multiply_with(choose_products(cell.dtype)):
+        yield
 
 
 def choose_cast_cache(stage: int, capabilities: Capabilities) -> CastCache:
@@ -199,7 +213,7 @@ def run_plain_model(cell: Cell, salt: int, capabilities: Capabilities) -> None:
 
     Raises what the model's code raises.
     """
-    with on_compute_device():
+    with as_in_plain_torch(cell):
         baseline = build_baseline(cell, salt, capabilities)
         for rank in range(baseline.data_size):
             baseline.run_rank(rank, 0)
@@ -225,7 +239,7 @@ def judge(cell: Cell, salt: int, evidence_dir: str, capabilities: Capabilities) 
     of torch that a rank and this process do not share.
     """
     keep_freed_memory()
-    with on_compute_device():
+    with as_in_plain_torch(cell):
         return judge_against_baseline(build_baseline(cell, salt, capabilities), cell, evidence_dir, capabilities)
 
 
@@ -237,7 +251,7 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
     conditions = read_process_conditions()
     require_clean_torch(conditions)
     claims = claims_with_setting(cell, capabilities)
-    ctx = build_judge_context(baseline, Path(evidence_dir), cell.dtype, claims, cell.variant, cell.mesh)
+    ctx = build_judge_context(baseline, Path(evidence_dir), cell.storage_dtype, claims, cell.variant, cell.mesh)
     config = configuration_on(cell.engine, cell.engine_variant)
     ctx = replace(
         ctx,
@@ -245,9 +259,11 @@ def judge_against_baseline(baseline: Baseline, cell: Cell, evidence_dir: str, ca
         setting=cell_setting(cell.engine_variant),
         declared_reduce_dtype=config.reduce_dtype or config.autocast_dtype or ctx.declared_reduce_dtype,
     )
-    judgement = judge_law(ctx, get_law(cell.law))
+    with collect_nondeterministic_operators() as operators:
+        judgement = judge_law(ctx, get_law(cell.law))
     differences = (text for evidence in ctx.evidence for text in evidence.conditions.describe_differences(conditions))
-    return replace(judgement, notes=tuple(dict.fromkeys([*judgement.notes, *differences])))
+    own = describe_nondeterminism("the baseline's", operators)
+    return replace(judgement, notes=tuple(dict.fromkeys([*judgement.notes, *differences, *own])))
 
 
 def build_judge_context(

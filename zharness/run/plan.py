@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zharness import engines
-from zharness.cell import Cell, is_cell_id
+from zharness.cell import TF32, Cell, dtype_of_storage, is_cell_id
+from zharness.device import is_gpu_requested
+from zharness.device.float32_products import find_tf32_problem
 from zharness.engines import Capabilities
 from zharness.engines.options import find_exclusion
 from zharness.errors import UsageError
+from zharness.law_kit.dtypes import KNOWN_DTYPES
 from zharness.law_kit.law import ModelScope
 from zharness.law_set import list_later_changes
-from zharness.laws import DTYPES, Law, find_laws, get_law
+from zharness.laws import Law, find_laws, get_law
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.names import STAGES, require_dtypes, require_stages
 from zharness.run.cell_planner import CellPlanner, PlannedCell, plan_cell
@@ -139,7 +142,9 @@ def validate_request(request: Request) -> None:
     for engine in request.engines:
         engines.require(engine)
     require_stages(request.stages)
-    require_dtypes(request.dtypes, DTYPES)
+    require_dtypes(request.dtypes, KNOWN_DTYPES)
+    if TF32 in request.dtypes and (problem := find_tf32_problem(is_gpu_requested())):
+        raise UsageError(problem)
     for model in request.models:
         require_plan(model, request.mesh)
     for world_size in request.world_sizes:
@@ -203,7 +208,7 @@ def plan_covering_cells(
         engine,
         claims_at,
         request.array_world_sizes or request.world_sizes,
-        tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype in claimed_dtypes),
+        tuple(dtype for dtype in request.array_dtypes or request.dtypes if dtype_of_storage(dtype) in claimed_dtypes),
         lambda law, cell: planners[cell.stage].plan_cell(law, cell).unsupported_reason,
         min(capabilities.joined_options for capabilities in claims_at.values()),
     )

@@ -238,7 +238,7 @@ class ProgramRunner:
         judged = self._judge_server.submit(judge_task)
         if judged.cause is None:
             return ProgramOutcome(*conclude_judgement(judged.ranks[0].value))
-        return ProgramOutcome(verdict_of_judge_failure(judged.cause), judged.cause.describe())
+        return ProgramOutcome(verdict_of_judge_failure(judged.cause, programs[0].dtype), judged.cause.describe())
 
     def _plain_models_run(self, programs: tuple[Program, ...], isolation: Isolation) -> bool:
         """Return whether forward and backward of the plain models of ``programs`` raise nothing."""

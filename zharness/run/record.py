@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from zharness.cell import Cell
+from zharness.device.gpu_memory import GpuMemory
 from zharness.errors import UsageError
 from zharness.parity import Mismatch, Part
 from zharness.parity.mismatch_report import MismatchReport
@@ -69,7 +70,8 @@ class Record:
     holds with it. ``raising_frame`` names file, line and function of the user's or the engine's code that raised.
     ``pool_difference`` describes how the cell failed on ranks that earlier cells had used, if it ended differently on
     fresh ranks, which all other fields describe: an earlier cell left state behind. ``rank_cpu_seconds`` is the CPU
-    time of all ranks together, or None if a rank did not return or none ran.
+    time of all ranks together, or None if a rank did not return or none ran. ``gpu_memory`` has the peaks of each rank,
+    and is empty on a CPU.
     """
 
     cell: Cell
@@ -97,6 +99,7 @@ class Record:
     raising_frame: str = ""
     pool_difference: str = ""
     rank_cpu_seconds: float | None = None
+    gpu_memory: tuple[GpuMemory, ...] = ()
 
     @property
     def is_expected(self) -> bool:
@@ -166,6 +169,7 @@ class Record:
             "raising_frame": self.raising_frame,
             "seconds": round(self.seconds, 4),
             "rank_cpu_seconds": None if self.rank_cpu_seconds is None else round(self.rank_cpu_seconds, 4),
+            "gpu_memory": [[round(peak.allocated_mib, 2), round(peak.reserved_mib, 2)] for peak in self.gpu_memory],
             "command": self.command,
         }
         return {key: as_json_number(value) for key, value in plain.items()}
@@ -215,6 +219,7 @@ def parse_record(line: str) -> Record:
             raising_frame=plain.get("raising_frame", ""),  # the same
             pool_difference=plain.get("pool_difference", ""),  # missing in lines of older releases
             rank_cpu_seconds=plain.get("rank_cpu_seconds"),  # the same
+            gpu_memory=tuple(GpuMemory(*map(float, peaks)) for peaks in plain.get("gpu_memory", ())),  # the same
         )
         require_field_types(record)
         return record

@@ -260,7 +260,11 @@ class Runner:
         if outcome.cause is not None:
             return self._conclude_rank_failure(outcome, blank_record, claims, isolation)
         judge_task = self._make_judge_task(cell, isolation, observe_and_judge.judge, str(evidence_dir), claims)
-        timed_record = replace(blank_record, rank_cpu_seconds=sum(rank.cpu_seconds for rank in outcome.ranks))
+        timed_record = replace(
+            blank_record,
+            rank_cpu_seconds=sum(rank.cpu_seconds for rank in outcome.ranks),
+            gpu_memory=tuple(rank.gpu_memory for rank in outcome.ranks if rank.gpu_memory is not None),
+        )
         record = make_judged_record(self._judge_server.submit(judge_task), timed_record)
         if not can_locate_divergence(record.divergence, cell, claims):
             return record

@@ -116,5 +116,5 @@ def has_all_values(entry: ExpectedFailure, ran: Sequence[Record], attempted: set
         and {*entry.stages} <= {cell.stage for cell in cells}
         and {*entry.world_sizes} <= {cell.world_size for cell in cells}
         and ({*entry.meshes} <= meshes or DEFAULT_MESH.label in meshes & {*entry.meshes})
-        and {*entry.dtypes} <= {cell.dtype for cell in cells}
+        and {*entry.dtypes} <= {cell.storage_dtype for cell in cells}
     )

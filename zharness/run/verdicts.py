@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import zharness
+from zharness.cell import TF32
 from zharness.run.changes import failure_signature
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.observe_and_judge import Judgement
@@ -84,7 +85,7 @@ def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
     if outcome.cause is not None:
         return replace(
             blank_record,
-            verdict=verdict_of_judge_failure(outcome.cause),
+            verdict=verdict_of_judge_failure(outcome.cause, blank_record.cell.dtype),
             cause=outcome.cause.describe(),
             details=outcome.describe(),
         )
@@ -106,8 +107,13 @@ def make_judged_record(outcome: GroupOutcome, blank_record: Record) -> Record:
     )
 
 
-def verdict_of_judge_failure(cause: RankOutcome) -> Verdict:
-    """Return ``fail`` if the judge found a broken engine contract, and ``error`` for any other failure of the judge."""
+def verdict_of_judge_failure(cause: RankOutcome, dtype: str) -> Verdict:
+    """Return ``fail`` if the judge found a broken engine contract, and ``error`` for any other failure of the judge.
+
+    A law whose scenario plain PyTorch rounds in TF32 is ``unsupported`` there.
+    """
+    if dtype == TF32 and cause.exception.endswith(".RoundedScenarioError"):
+        return Verdict.UNSUPPORTED
     return Verdict.FAIL if cause.exception.endswith(".EngineContractError") else Verdict.ERROR
 
 

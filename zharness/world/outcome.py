@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from zharness.device.gpu_memory import GpuMemory
 from zharness.errors import ZHarnessError
 from zharness.world.messages import RankNote, RankStatus
 
@@ -56,7 +57,7 @@ class RankOutcome:
     in which the rank ended. ``payload`` is the pickled return value. ``notes`` are the reports that the rank sent
     before its end. ``leftovers`` describes the threads and processes that the rank started and did not end.
     ``imported_modules`` are the modules of torch that the rank imported during this task. ``cpu_seconds`` is the CPU
-    time that the task took on the rank, if it returned.
+    time that the task took on the rank, if it returned, and ``gpu_memory`` the peaks of its GPU memory, if it used one.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankOutcome:
     leftovers: tuple[str, ...] = ()
     imported_modules: tuple[str, ...] = ()
     cpu_seconds: float = 0.0
+    gpu_memory: GpuMemory | None = None
 
     @property
     def output(self) -> str:

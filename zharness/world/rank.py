@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import DebugLevel, FileStore, get_debug_level, s
 
 from zharness.device import is_gpu_requested, local_device_index, rank_device, require_reproducible_kernels
 from zharness.device.cuda_errors import add_cuda_remedy
+from zharness.device.gpu_memory import begin_count, read_peaks
 from zharness.errors import WorldError
 from zharness.raising_frame import describe_raising_frame
 from zharness.world.cores import use_batch_scheduling
@@ -231,6 +232,7 @@ def redirect_streams(pipes: RankPipes) -> None:
 def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., Any] | None) -> RankOutcome:
     """Run a task on this rank and return the outcome, which includes any exception that was raised, even SystemExit."""
     modules_before, cpu_before = len(sys.modules), time.process_time()
+    begin_count()
     try:
         form_group(task, slot)
         function = (
@@ -247,6 +249,7 @@ def run_task(task: RankTask, slot: RankSlot, inherited_function: Callable[..., A
             payload=payload,
             imported_modules=find_new_torch_modules(modules_before),
             cpu_seconds=time.process_time() - cpu_before,
+            gpu_memory=read_peaks(),
         )
     except BaseException as error:  # noqa: BLE001 - a rank reports every exception that ended it
         return outcome_from_exception(slot.rank, error)

@@ -26,12 +26,13 @@ def poison_fresh_memory() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     was_deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=only_warned)
     settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_deterministic)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=only_warned)
         settings.fill_uninitialized_memory = fill
 
 

@@ -39,13 +39,14 @@ def wide_default_dtype() -> Iterator[None]:
 def strict_algorithms() -> Iterator[None]:
     """Turn on deterministic algorithms, faster matrix products and single-threaded backwards in the ``with`` block."""
     deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
         torch.set_float32_matmul_precision(precision)
 
 

@@ -1,0 +1,117 @@
+"""Cells in tf32: where they run, when exact models stay exact, and what a rounded factor does to both tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from zharness.cell import Cell
+from zharness.device.float32_products import Float32Products, find_tf32_problem, multiply_with
+from zharness.law_kit.dtypes import choose_products
+from zharness.mutants.tf32 import RoundedFactors
+from zharness.parity.baseline import Baseline, convert_to_float64, run_local
+from zharness.parity.calibration import calibrate
+from zharness.parity.certificate import certify_exactness, round_to_bits
+from zharness.workload import MODELS, ModelSpec, model_spec
+
+# Not the models that the certificate is not about: of two dtypes, without elements, or with sparse gradients.
+UNCERTIFIED = {"adapted", "empty_last", "odd", "odd_empty", "lookup"}
+EXACT = sorted(name for name, spec in MODELS.items() if spec.exact and not spec.pp_plan and name not in UNCERTIFIED)
+LONG_FACTORS = {"tokens", "parallel_tokens"}  # their logits are sharp
+TF32 = Float32Products.TF32
+
+
+def in_tf32(spec: ModelSpec, world_size: int = 2) -> Baseline:
+    return Baseline(spec, seed=5, data_size=world_size, products=TF32)
+
+
+@contextmanager
+def scaled(spec: ModelSpec, factor: int) -> Iterator[ModelSpec]:
+    """Yield ``spec`` with its weights times ``factor``."""
+
+    def build() -> nn.Module:
+        model = spec.build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        return model
+
+    yield replace(spec, build=build)
+
+
+def test_the_settings_are_tf32_inside_the_block_alone() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    with multiply_with(TF32):
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+        with multiply_with(Float32Products.FULL):
+            assert not torch.backends.cuda.matmul.allow_tf32
+            assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+
+
+def test_a_cell_in_tf32_has_tensors_of_fp32_and_a_seed_of_its_own() -> None:
+    cell = Cell.parse("training.grads[reference-zero3-w2-tf32-mlp]")
+    assert (cell.storage_dtype, choose_products(cell.dtype)) == ("fp32", TF32)
+    full = replace(cell, dtype="fp32")
+    assert choose_products(full.dtype) is Float32Products.FULL
+    assert cell.seed() != full.seed()
+
+
+def test_a_cpu_and_an_old_gpu_refuse_tf32(tmp_path, monkeypatch) -> None:
+    assert find_tf32_problem(uses_gpu=False).startswith("tf32 is a way in which GPUs multiply: add --device cuda")
+    command = tmp_path / "nvidia-smi"
+    command.touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for told, problem in (("9.0\n7.5", "compute capability 7.5 has no TF32"), ("9.0", ""), ("[N/A]", "")):
+        command.write_text(f"#!/bin/sh\nprintf '{told}'\n")
+        assert problem in find_tf32_problem(uses_gpu=True)
+        assert bool(problem) is bool(find_tf32_problem(uses_gpu=True))
+
+
+def test_a_number_is_rounded_to_the_bits_of_a_factor() -> None:
+    numbers = torch.tensor([1.0, 2047.0, 2049.0, -2051.0, 0.0, 3 * 2.0**-140, 1 + 2.0**-11])
+    rounded = torch.tensor([1.0, 2047.0, 2048.0, -2052.0, 0.0, 3 * 2.0**-140, 1.0])
+    assert torch.equal(round_to_bits(numbers, 11), rounded)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_exact_model_in_tf32_is_certified_where_its_factors_are_short(name: str) -> None:
+    full = Baseline(model_spec(name), seed=5, data_size=2)
+    baseline = replace(full, products=TF32)
+    assert certify_exactness(full, range(1), torch.float32)
+    with RoundedFactors():
+        is_certified = bool(certify_exactness(baseline, range(1), torch.float32))
+        found = baseline.run_rank(0, 0)
+    wide = run_local(*convert_to_float64(baseline.build_module(), baseline.batch(0, 0)), baseline.objective)
+    is_exact = all(torch.equal(found.grads[key].double(), grad) for key, grad in wide.grads.items())
+    assert is_certified is (name not in LONG_FACTORS)
+    assert is_exact or not is_certified
+
+
+@pytest.mark.parametrize("factor", [3, 5])
+def test_an_exact_model_with_longer_factors_is_not_certified(factor: int) -> None:
+    with scaled(model_spec("exact"), factor) as spec:
+        full, short = replace(in_tf32(spec, 1), products=Float32Products.FULL), in_tf32(spec, 1)
+        assert certify_exactness(full, range(1), torch.float32), "float32 has the bits"
+        found = certify_exactness(short, range(1), torch.float32)
+        with RoundedFactors():
+            assert not certify_exactness(short, range(1), torch.float32, short.objective) or found
+    assert bool(found) is (factor == 3)
+    assert factor == 3 or "the 11 bits of tf32 do not hold every factor" in found.reason
+
+
+def test_the_calibration_of_torchs_kernels_follows_the_bits_of_the_factors() -> None:
+    full = Baseline(model_spec("mlp"), seed=0, data_size=1)
+    short = replace(full, products=TF32)
+    assert (full.eps, short.eps) == (2.0**-23, 2.0**-10)
+    assert replace(short, dtype=torch.bfloat16).eps == 2.0**-7
+    with RoundedFactors():
+        limits = calibrate(short, 0).limits
+    assert limits.max_error > 100 * calibrate(full, 0).limits.max_error

@@ -1,0 +1,127 @@
+"""scripts/gpu.sh on a CPU: its sections, limits and files, with a python3 that notes the commands it is given."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zharness.cell import Cell
+from zharness.cli.check import check
+from zharness.device.gpu_memory import GpuMemory
+from zharness.run import Record, Verdict
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SECTIONS = ("doctor", "mutants", "default", "torch", "deepspeed", "dtypes", "ranks", "nccl", "tf32", "options", "steps")
+
+
+def run_script(folder: Path, *sections: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run gpu.sh with a python3 that is a stand-in for all commands but the last, which joins the results."""
+    stand_in = folder / "bin" / "python3"
+    stand_in.parent.mkdir(exist_ok=True)
+    stand_in.write_text(
+        f'#!/bin/sh\ncase "$*" in *gpu_results.py*) exec {sys.executable} "$@" ;; '
+        '*"mutants import"*) echo reads_early ;; esac\necho "said"\n'
+    )
+    stand_in.chmod(0o755)
+    path = f"{stand_in.parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "ZHARNESS_DEVICE": "cpu", "PYTHONPATH": str(SCRIPTS.parent), **variables}
+    command = ["bash", str(SCRIPTS / "gpu.sh"), str(folder / "out"), *sections]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[str]]]:
+    """Run every section; return the output and what ran: name, exit code, seconds and command of each."""
+    folder = tmp_path_factory.mktemp("gpu")
+    done = run_script(folder, ZHARNESS_GPU_LAWS="training.grads double_backward")
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "out" / "sections.tsv").read_text().splitlines()
+    return done.stdout, [line.split("\t") for line in lines]
+
+
+def test_every_section_runs_a_command_that_exists(whole: tuple[str, list[list[str]]]) -> None:
+    _, ran = whole
+    names = [name.split("-")[0] for name, *_ in ran]
+    assert list(dict.fromkeys(names)) == [*SECTIONS, "page"]
+    assert {status for _, status, *_ in ran} == {"0"}
+    checks = [shlex.split(command) for *_, command in ran if " check " in command]
+    assert len(checks) == 12
+    for command in checks:
+        with check.make_context("check", command[4:]) as context:  # raises for an option that does not exist
+            assert context.params["patterns"] == ("training.grads", "double_backward")
+    [mutants] = [command for name, _, _, command in ran if name == "mutants"]
+    assert "reads_early" in mutants
+    [steps] = [command for name, _, _, command in ran if name == "steps"]
+    assert {"--size", "100M"} <= set(shlex.split(steps))
+
+
+def test_the_limits_of_all_sections_fit_the_time_that_a_device_is_lent(whole: tuple[str, list[list[str]]]) -> None:
+    limits = [command.split("--max-seconds ")[1].split()[0] for *_, command in whole[1] if "--max-seconds" in command]
+    assert all(int(limit) > 0 for limit in limits)
+    text = (SCRIPTS / "gpu.sh").read_text()
+    table = text.partition("declare -A LIMIT=(")[2].partition("\n)")[0]
+    assert sum(int(part.split("=")[1]) for part in table.split() if part.startswith("[")) <= 15 * 60
+
+
+def test_a_spent_budget_leaves_sections_out_and_says_so(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "doctor", "nccl", ZHARNESS_GPU_BUDGET="0")
+    assert done.returncode == 0
+    assert "nccl: left out, as the budget is spent" in done.stdout
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [(each["name"], each["exit"]) for each in results["sections"]] == [
+        ("doctor", "left out"),
+        ("nccl", "left out"),
+    ]
+
+
+def test_an_unknown_section_is_refused(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "docter")
+    assert done.returncode == 2
+    assert "unknown section 'docter'; expected doctor mutants" in done.stderr
+
+
+def test_the_results_have_the_records_of_a_section_that_was_cut(tmp_path: Path, capsys) -> None:
+    cell = Cell.parse("training.grads[reference-zero3-w2-tf32-mlp]")
+    note = "in the engine's process, torch has no deterministic algorithm for put_"
+    passed = Record(cell, 0, Verdict.PASS, "1", "2", notes=(note,), gpu_memory=(GpuMemory(1, 2), GpuMemory(3, 2)))
+    failed = replace(passed, cell=replace(cell, engine="ddp", stage=0), verdict=Verdict.FAIL, cause="a wrong number")
+    lines = [json.dumps(record.as_json()) for record in (passed, failed)]
+    (tmp_path / "tf32.jsonl.partial").write_text(f"{lines[0]}\n{lines[1]}\n{lines[0][:50]}")
+    (tmp_path / "steps.json").write_text(json.dumps({"size": "100M", "dtype": "bf16", "rows": [{"engine": "ddp"}]}))
+    for _ in range(2):  # the page may be made again
+        done = subprocess.run(
+            [sys.executable, str(SCRIPTS / "gpu_results.py"), str(tmp_path)], capture_output=True, text=True, check=True
+        )
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["cells"] == [
+        {"section": "tf32", "engine": "ddp", "dtype": "tf32", "ranks": 2, "fail": 1},
+        {"section": "tf32", "engine": "reference", "dtype": "tf32", "ranks": 2, "pass": 1},
+    ]
+    assert [each["cause"] for each in results["unexpected"]] == ["a wrong number"]
+    assert results["nondeterministic"] == [note]
+    assert results["largest_memory_of_a_rank"]["allocated"] == {"mib": 3.0, "cell": passed.cell.id}
+    page = (tmp_path / "page.html").read_text()
+    assert "Median step, 100M bf16" in page
+    assert cell.id in page
+    assert "tf32" in done.stdout
+
+
+def test_step_times_are_measured_on_ranks_and_a_problem_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench, timing, work = (
+        importlib.import_module(name) for name in ("bench_gpu", "engines_bench.timing", "engines_bench.work")
+    )
+    plan = timing.Plan(work.SIZES["tiny"], 2, 1, 2, 8, False, "bf16")
+    [row] = bench.time_team([("ddp", 0)], plan, 2, 60.0)
+    assert (row["engine"], row["ranks"]) == ("ddp", 2)
+    assert row["ms"] == row["plain ms"] * row["ratio"]
+    [broken] = bench.time_team([("ddp", 0)], replace(plan, dtype="fp64"), 2, 60.0)
+    assert "fp64" in broken["problem"]

@@ -1,0 +1,94 @@
+"""Options that torch's engines share, and that are about a GPU: compiled models, fused optimizers, pinned memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zharness.device import is_gpu_requested
+from zharness.engines import optimizers
+from zharness.engines.capabilities import EngineOption
+from zharness.engines.protocol import OptimizerSpec
+from zharness.errors import ConfigError
+
+COMPILE, FUSED = "compile", "fused_optimizer"
+INDUCTOR, CAPTURE = "inductor", "eager"
+BACKENDS = (INDUCTOR, CAPTURE)
+GPU_OPTIONS = {
+    COMPILE: "'inductor': run the model under torch.compile; 'eager': let torch.compile capture graphs and run torch's "
+    "own kernels; default none",
+    FUSED: "give the optimizer fused=True where it has that argument: one kernel for all weights; default false",
+}
+NO_GPU = "a CPU has no pinned memory, so that the option would change nothing; with --device cuda it runs"
+# Laws of ordinary forwards and backwards. A graph is compiled for each model and shape, which takes seconds.
+CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.no_sync"})
+COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
+COMPILE_REASON = "each model is compiled, which takes seconds, and the other laws change the graph in every call"
+# Laws whose optimizer has a fused form, and whose formula has no rounding of its own there.
+FUSED_LAWS = frozenset({"training.sgd_step", "training.clip_and_norm", "state.resume-adamw"})
+FUSED_REASON = (
+    "the other laws use another optimizer, or replay Adam's unfused operations, from which a kernel may differ"
+)
+
+
+@cache
+def missing_for_inductor() -> str:
+    """Return why a cell cannot compile its model, or '' if it can."""
+    if not is_gpu_requested():
+        return "on a CPU torch.compile builds C++ for each model, a minute on two cores; the option captured runs there"
+    return "" if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU (pip install triton)"
+
+
+def shared_options(
+    fused_laws: frozenset[str] = FUSED_LAWS, fused_reason: str = FUSED_REASON
+) -> dict[str, EngineOption]:
+    """Return the options of DDP and FSDP2; ``fused_laws`` are the laws whose optimizer the engine can fuse."""
+    return {
+        "captured": EngineOption({COMPILE: CAPTURE}, laws=CAPTURED_LAWS, laws_reason=COMPILE_REASON),
+        "compiled": EngineOption(
+            {COMPILE: INDUCTOR},
+            absent=missing_for_inductor(),
+            changes_numbers="kernels that torch.compile fuses round elsewhere",
+            own_kernels="torch.compile fuses kernels",
+            laws=COMPILED_LAWS,
+            laws_reason=COMPILE_REASON,
+        ),
+        "fused_optimizer": EngineOption(
+            {FUSED: True},
+            changes_numbers="a fused kernel contracts the multiplications and additions of an update",
+            laws=fused_laws,
+            laws_reason=fused_reason,
+        ),
+    }
+
+
+def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Let later calls of ``module`` run compiled, if an option asks for it. Raises ConfigError for an unknown value.
+
+    Returns whether it does, so that the caller drops the compiled graphs when it closes.
+    """
+    backend = options.get(COMPILE)
+    if backend is None:
+        return False
+    if backend not in BACKENDS:
+        raise ConfigError.unknown_name(COMPILE, backend, BACKENDS)
+    module.compile(backend=backend)
+    return True
+
+
+def drop_compiled_graphs() -> None:
+    """Drop the graphs that torch.compile keeps, which hold the models."""
+    torch.compiler.reset()
+
+
+def build_fused_optimizer(params: Mapping[str, Tensor], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Build the optimizer of ``spec`` with ``fused=True``, if its class has that argument."""
+    kind = optimizers.optimizer_class(spec.name)
+    fused = {"fused": True} if "fused" in inspect.signature(kind).parameters else {}
+    return kind(optimizers.param_groups(params, spec), **{**spec.args, **fused})
