@@ -57,9 +57,8 @@ def convert(source):
     arguments = ["--input_folder", f"{source}/saved", "--output_folder", f"{source}/universal"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments, "--inject_missing_state"]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    subprocess.run(command, capture_output=True, check=True, env=environment)
     Path(source, "latest_universal").write_text("universal")
-    return run
 
 
 def take_step(engine):
@@ -81,8 +80,7 @@ def main():
     take_step(engine)
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder, tag="saved")
-        run = convert(folder)
-        assert run.returncode == 0, run.stderr
+        convert(folder)
         take_step(engine)
         before = read_state(engine)
         Path(folder, "universal", "zero", "1.weight", "exp_avg.pt").unlink()
