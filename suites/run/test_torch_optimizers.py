@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from zharness import engines
 from zharness.cell import Cell
+from zharness.engines.optimizers import reason_not_in_torch
 from zharness.engines.protocol import OptimizerSpec
-from zharness.laws import get_law
+from zharness.laws import LAWS, get_law
 from zharness.run.cell_planner import plan_cell
 
 
@@ -21,3 +22,10 @@ def test_a_cell_is_unsupported_if_this_torch_s_optimizer_does_not_know_an_argume
     planned = plan_cell(replace(law, variants=variants), cell, claims)
     assert planned.unsupported_reason.endswith("takes no argument_of_a_later_torch")
     assert not plan_cell(law, cell, claims).unsupported_reason
+
+
+def test_the_pinned_torch_knows_the_arguments_of_every_variant() -> None:
+    # A misspelt argument would leave its variant out on every torch.
+    specs = {variant.name: variant.optimizer for law in LAWS.values() for variant in law.variants if variant.optimizer}
+    assert len(specs) > 20
+    assert {name: reason for name, spec in specs.items() if (reason := reason_not_in_torch(spec))} == {}
