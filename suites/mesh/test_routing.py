@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zharness.device.float32_products import Float32Products
 from zharness.laws import mesh_routing
 from zharness.parity.bounds import gamma
 from zharness.parity.comparison import TensorLocation
@@ -70,7 +71,10 @@ def test_every_expert_gets_a_token() -> None:
 def test_a_cell_in_which_a_tie_could_flip_is_undetermined(monkeypatch: pytest.MonkeyPatch) -> None:
     ties = make_logits([0.1, 0.2], [0.3, 0.3])
     monkeypatch.setattr(mesh_routing, "compute_gate_logits", lambda _model, _tokens: ties)
-    baseline = SimpleNamespace(batch=lambda _rank, _step: SimpleNamespace(inputs=None), build_module=lambda: None)
+    micro_batch = SimpleNamespace(inputs=None)
+    baseline = SimpleNamespace(
+        batch=lambda _rank, _step: micro_batch, build_module=lambda: None, products=Float32Products.FULL
+    )
     ctx: Any = SimpleNamespace(data_size=1, dtype=torch.float32, baseline=baseline, location=TensorLocation)
     verdict, cause = conclude_judgement(summarize_comparisons(list(mesh_routing.judge_routing(ctx))))
     assert verdict is Verdict.UNDETERMINED
