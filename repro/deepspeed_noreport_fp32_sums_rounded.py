@@ -4,7 +4,7 @@ id: fp32-sums-rounded
 engine: deepspeed
 symptom: at stage 2 with data_types.grad_accum_dtype fp32 a step uses a sum of micro-batches rounded to bf16
 reported: no report known
-affects: >=0.19.1,<=0.19.7
+affects: >=0.19.0,<=0.19.7
 fixed: 0.19.8
 broken: 0.19.5
 ranks: 1

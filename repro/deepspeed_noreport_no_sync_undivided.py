@@ -4,7 +4,7 @@ id: no-sync-undivided
 engine: deepspeed
 symptom: silent: with gradient_accumulation_steps 2, a micro-batch in no_sync counts twice
 reported: no report known
-affects: >=0.16.4,<=0.17.0
+affects: >=0.16.4,<=0.18.0
 fixed: 0.18.8
 broken: 0.16.4
 ranks: 1

@@ -4,7 +4,7 @@ id: overflow-not-counted
 engine: deepspeed
 symptom: skipped_steps stays 0 and was_step_applied() is True after a step that torch's GradScaler skipped
 reported: no report known
-affects: >=0.18.2
+affects: >=0.18.0
 fixed: not yet
 ranks: 1
 law: precision.grad_scaler

@@ -4,7 +4,7 @@ id: overflow-not-counted-sharded
 engine: deepspeed
 symptom: skipped_steps stays 0 after a step that torch's GradScaler skipped at ZeRO stages 1 and 2
 reported: no report known
-affects: >=0.19.1,<=0.19.7
+affects: >=0.18.0,<=0.19.7
 fixed: 0.19.8
 broken: 0.19.5
 ranks: 1
