@@ -166,6 +166,8 @@ def hint_old_weights(
     window, name = mismatch.step, mismatch.parameter
     old, new = (ctx.rank_records(label, at)[0] for at in (window - 1, window))
     before, after = (ctx.rank_records(label, at)[mismatch.seen_on][name].double() for at in (window, window + 1))
+    if torch.equal(before, after):  # no step moved it; a gradient of 0 from old weights would be a coincidence
+        return comparison
     for suffix, weights in mix_old_weights(old, new).items():
         mixed = WindowResult([plain.run_window(window, weights).grads[0], *result.grads[1:]], result.values)
         if any(name in grads for row in mixed.grads for grads in row):
