@@ -25,6 +25,7 @@ CELLS = {
     "pipeline.norm[torch_pp-zero0-w2.pp2-fp32-tied_chain-gpipe]": Verdict.PASS,
     "pipeline.resume[torch_pp-zero0-w2.pp2-fp32-skips]": Verdict.PASS,
     "pipeline.learning_rate[torch_pp-zero0-w2.pp2-fp32-tied_chain]": Verdict.PASS,
+    "pipeline.not_finite[torch_pp-zero0-w2.pp2-fp32-chain-last_clipped]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-interleaved]": Verdict.PASS,
     "pipeline.training[torch_pp-zero0-w4.pp2-fp32-chain-zbv]": Verdict.FAIL,
     "pipeline.windows[torch_pp-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,

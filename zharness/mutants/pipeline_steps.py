@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
+from zharness.mutants import seams_engines
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
-from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
 from zharness.parity import Part
 
 
@@ -45,3 +48,51 @@ class StepsLaterStagesByTheFirstRate(KnowsTheFirstRate):
     def step(self) -> None:
         self.restore_rate()
         self.right.step()
+
+
+def on_not_finite(variant: str, parameter: str, part: Part = Part.OPTIMIZER) -> Target:
+    """Return a target of the law of a gradient that is not finite in one stage."""
+    return on_pipeline(part, parameter=parameter, law="pipeline.not_finite", variant=variant)
+
+
+class KnowsOwnGradients(OverPipeline):
+    """The base class of mutants that decide by the gradients of this rank's stages."""
+
+    def own_is_finite(self) -> bool:
+        """Return whether all gradients of this rank's stages are finite."""
+        params = seams_engines.stage_params(self.right).values()
+        return all(bool(param.grad.isfinite().all()) for param in params if param.grad is not None)
+
+
+@mutant(FaultKind.RANKS, on_not_finite("last", "blocks.2.*"), origin=Origin.MESH)
+class StageSkipsItsOwnOverflow(KnowsOwnGradients):
+    """The ranks whose stages have a gradient that is not finite leave the step out, and the others make it."""
+
+    def step(self) -> None:
+        if self.own_is_finite():
+            self.right.step()
+
+
+@mutant(FaultKind.RANKS, on_not_finite("first", "outcome"), origin=Origin.MESH)
+class StageRaisesAtItsOwnOverflow(KnowsOwnGradients):
+    """The ranks whose stages have a gradient that is not finite raise, and the others make the step."""
+
+    def step(self) -> None:
+        if not self.own_is_finite():
+            raise FloatingPointError("a gradient is not finite")
+        self.right.step()
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_not_finite("first", "finiteness of blocks.1.linear.weight", Part.ACCUMULATION),
+    origin=Origin.MESH,
+)
+class ZeroesWhatIsNotFinite(OverPipeline):
+    """A batch leaves zeros where a gradient is infinite or NaN."""
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        for parameter in self.trained():
+            parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num(0.0, 0.0, 0.0)
+        return losses
