@@ -27,6 +27,9 @@ CELLS = {
     "pipeline.norm[deepspeed_pp-zero1-w2.pp2-fp32-tied_ends-1f1b]": Verdict.PASS,
     "pipeline.clip[deepspeed_pp-zero0-w4.pp2-fp32-chain-1f1b]": Verdict.FAIL,
     "pipeline.clip[deepspeed_pp-zero1-w2.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.learning_rate[deepspeed_pp-zero1-w4.pp2-fp32-tied_ends]": Verdict.PASS,
+    "pipeline.not_finite[deepspeed_pp-zero0-w2.pp2-fp32-chain-last_clipped]": Verdict.FAIL,
+    "pipeline.not_finite[deepspeed_pp-zero1-w2.pp2-fp32-chain-first]": Verdict.PASS,
     "pipeline.resume[deepspeed_pp-zero1-w4.pp2-fp32-skips-new_engine]": Verdict.PASS,
 }
 PP2 = Mesh.parse("pp2")

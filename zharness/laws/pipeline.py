@@ -323,13 +323,14 @@ def pipeline_law(
     variants: tuple[Variant, ...],
     *features: Feature,
     kept_because: str,
+    models: tuple[str, ...] = MODELS,
 ) -> Law:
     """Build a law of the group ``pipeline``, whose models are exact."""
     return Law(
         name=f"pipeline.{name}",
         statement=statement,
         tier=Tier.STAGED,
-        models=MODELS,
+        models=models,
         observe=observe,
         judge=judge,
         variants=variants,

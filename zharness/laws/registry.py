@@ -23,6 +23,7 @@ from zharness.laws import (
     parameters_any_order,
     parameters_edited,
     pipeline,
+    pipeline_steps,
     precision,
     resources,
     state,
@@ -55,6 +56,7 @@ LAW_MODULES = (
     mesh_token_loss,
     mesh_wire,
     pipeline,
+    pipeline_steps,
     loop,
     model,
 )

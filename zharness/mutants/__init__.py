@@ -62,6 +62,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     parameters,
     pipeline,
     pipeline_state,
+    pipeline_steps,
     prefetch,
     random_state,
     rare_settings,

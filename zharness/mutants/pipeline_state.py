@@ -89,7 +89,12 @@ class NormCountsATiedWeightTwice(ReportsAnotherNorm):
         return float(total.sqrt())
 
 
-@mutant(FaultKind.CLIPPING, on_norm(Part.OPTIMIZER, parameter="*"), origin=Origin.MESH)
+@mutant(
+    FaultKind.CLIPPING,
+    on_norm(Part.OPTIMIZER, parameter="*"),
+    on_pipeline(Part.OPTIMIZER, parameter="blocks.0.*", law="pipeline.not_finite", variant="last_clipped"),
+    origin=Origin.MESH,
+)
 class ClipsEachStageByItsOwnNorm(ReportsAnotherNorm):
     """Each stage is clipped by the norm of its own gradients; the norm of all is reported."""
 

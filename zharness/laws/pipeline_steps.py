@@ -1,0 +1,117 @@
+"""Define the laws of the group ``pipeline`` about steps that stages have to make alike: a rate, and an overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.engine_facts import collect_engine_facts, compare_engine_facts
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.laws.circumstances.not_finite import CLIPPED, Outcome, step_and_classify
+from zharness.laws.mesh import CLIP
+from zharness.laws.mesh_not_finite import judge_one_coordinate
+from zharness.laws.pipeline import MOMENTUM_SGD, WINDOW, BatchShape, pipeline_law, run_batch
+from zharness.parity import Comparison, Part, compare_bitwise
+
+HALVING = replace(MOMENTUM_SGD, schedule=(1.0, 0.5, 0.25))  # powers of two, so that a product with a rate is exact
+STEPS = len(HALVING.schedule) - 1
+
+
+BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
+HUGE = 2.0**127  # twice as much is no number of float32
+OVERFLOWING = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
+
+
+def observe_learning_rate(ctx: RankContext) -> None:
+    """Make steps at rates that a schedule halves, and record what each rank reports of its rate after each."""
+    engine = ctx.build_engine(optimizer=HALVING)
+    ctx.record_training_state(engine, 0)
+    for step in range(STEPS):
+        run_batch(ctx, engine, step, WINDOW)
+        engine.step()
+        engine.zero_grad()
+        ctx.record("facts", collect_engine_facts(engine), step + 1)
+        ctx.record_training_state(engine, step + 1)
+    engine.close()
+
+
+def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare weights and state after each step with SGD's formula at its rate, and then the rates of all ranks.
+
+    The formula takes the engine's own gradients; other laws compare them.
+    """
+    for step in range(STEPS):
+        yield from judge_step(ctx, HALVING, ctx.rank_records("grads", step)[0], RecordedStep(step))
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+        yield from compare_engine_facts(ctx, HALVING, step + 1, step + 1)
+
+
+def overflow_in(model: nn.Module, number: int) -> nn.Module:
+    """Let the weight of block ``number`` alone have an infinite gradient, and return the model.
+
+    One input of the block is huge, and what the block multiplies it by is 0, so that no output and no other gradient
+    depends on it: the gradient of this factor is the output's gradient times the input.
+    """
+    with torch.no_grad():
+        model.get_parameter(f"blocks.{number - 1}.linear.bias")[0] = HUGE
+        model.get_parameter(f"blocks.{number}.linear.weight")[:, 0] = 0
+    return model
+
+
+def observe_not_finite(ctx: RankContext) -> None:
+    """Make a step with a gradient that is infinite or NaN in one stage alone."""
+    clip = CLIP if ctx.variant.endswith(CLIPPED) else None
+    model = overflow_in(ctx.spec.model(ctx.seed), BLOCKS[ctx.variant.removesuffix(CLIPPED)])
+    engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD, clip=clip)
+    ctx.record_weights(engine, 0)
+    run_batch(ctx, engine, 0, OVERFLOWING)
+    outcome = step_and_classify(engine)
+    norm = engine.grad_norm() if clip is not None and outcome is Outcome.APPLIED else None
+    ctx.record("outcome", {"outcome": scalar(outcome)} | ({} if norm is None else {"norm": scalar(norm)}))
+    ctx.record_weights(engine, 1)
+    engine.close()
+
+
+def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Check which gradients are finite, and compare outcomes and weights as ``mesh.not_finite`` does."""
+    overflowed = f"blocks.{BLOCKS[ctx.variant.removesuffix(CLIPPED)]}.linear.weight"
+    for rank, grads in enumerate(ctx.rank_records("grads")):
+        for name, grad in grads.items():
+            place = ctx.location(f"finiteness of {name}", Part.ACCUMULATION, 0, rank)
+            is_finite = grad.isfinite().all().double()
+            yield compare_bitwise(place, scalar(name != overflowed), is_finite)
+    yield from judge_one_coordinate(ctx)
+
+
+LAWS = (
+    pipeline_law(
+        "learning_rate",
+        "the learning-rate schedule goes on in every stage: each step has its rate, and all ranks report the next one",
+        observe_learning_rate,
+        judge_learning_rate,
+        (Variant(),),
+        Feature.SCHEDULE,
+        kept_because="the only law of a pipeline whose learning rate changes",
+    ),
+    pipeline_law(
+        "not_finite",
+        "a gradient that is infinite or NaN in one stage alone is applied, skipped or refused by all stages alike",
+        observe_not_finite,
+        judge_not_finite,
+        tuple(
+            Variant(f"{stage}{suffix}", (Feature.CLIP,) if suffix else ())
+            for stage in BLOCKS
+            for suffix in ("", CLIPPED)
+        ),
+        models=("chain",),
+        kept_because="the only law of a gradient that is not finite in a part of the stages",
+    ),
+)
