@@ -129,6 +129,15 @@ def test_gradients_that_each_part_rounds_are_not_compared_with_plain_ones() -> N
         assert not find_refusal(case)
 
 
+def test_the_option_of_sequences_alone_decides_what_is_sent_on_cp() -> None:
+    option, ignored = "seq_parallel_communication_data_type", {"communication_data_type": "bf16"}
+    claims = replace(deepspeed.CAPABILITIES, variants={"narrow": {option: "bf16"}, "ignored": ignored})
+    for name, dtype in {"narrow": "bf16", "ignored": "fp32"}.items():
+        sent = claims.with_options([name]).sent_dtype_on_cp
+        assert sent is not None
+        assert (sent.key, sent.value) == (option, dtype)
+
+
 def test_neighbours_have_parts_of_one_sequence() -> None:
     assert [CP2.coordinates(rank, 4)["cp"] for rank in range(4)] == [0, 1, 0, 1]
     assert [CP2.data_coordinate(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
