@@ -23,9 +23,9 @@ times too large as a sequence has ranks. Stage 3 divides by these ranks once mor
 that with this loss it alone is right. DeepSpeed's own test of the tutorial (test_ulysses_sp_hf.py) compares gradients
 at stage 2 with an absolute tolerance of 1e-3.
 
-If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
-that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
-neither.
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, that is, if stages
+0 to 2 move the weight by exactly n times the mean, it prints a line that starts with "repro: REPRODUCED" and exits with
+1. Any other end, such as another wrong step or a traceback, shows neither.
 """
 
 import importlib
@@ -79,22 +79,26 @@ def measure_step(device, stage):
         return -model.weight.item()
 
 
+def judge_steps(steps, parts):
+    """Return the exit code: 0 for right steps, 1 for the bug's, of which stage 3 may have any, else 2."""
+    if all(step == RIGHT for step in steps):
+        return 0
+    return 1 if all(step == parts * RIGHT for step in steps[:3]) else 2
+
+
 def main():
     deepspeed.init_distributed()
     device = deepspeed.accelerator.get_accelerator().current_device_name()
     parallel_state_sp.initialize_sequence_parallel(dist.get_world_size())
     steps = [measure_step(device, stage) for stage in range(4)]
     dist.barrier()
-    is_right = all(step == RIGHT for step in steps)
+    verdict = judge_steps(steps, dist.get_world_size())
     if dist.get_rank() == 0:
-        if is_right:
-            print(OK, flush=True)
-        else:
-            line = f"the weight moved at stages 0, 1 and 2 by {steps[0]:g}, {steps[1]:g} and {steps[2]:g}"
-            line += f", and at stage 3 by {steps[3]:g}; the mean of all tokens is {RIGHT:g}"
-            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+        line = f"the weight moved at stages 0, 1 and 2 by {steps[0]:g}, {steps[1]:g} and {steps[2]:g}"
+        line += f", and at stage 3 by {steps[3]:g}; the mean of all tokens is {RIGHT:g}"
+        print(OK if verdict == 0 else f"repro: {'REPRODUCED' if verdict == 1 else 'neither'}: {line}", flush=True)
     dist.destroy_process_group()
-    sys.exit(0 if is_right else 1)
+    sys.exit(verdict)
 
 
 if __name__ == "__main__":

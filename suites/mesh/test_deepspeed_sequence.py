@@ -50,7 +50,10 @@ CAUSES = {
         "the recomputation drew another mask; rank 1 is dp_shard 0, cp 1"
     ),
     "mesh.dropout[{}drops_the_same_of_each_part_of_a_sequence-zero0-w2.cp2-fp32-dropped_context-masks]": (
-        "that of another rank along cp; rank 0 is cp 0"
+        "4 of 4 masks of this part of the sequence are another rank's along cp; rank 0 is cp 0"
+    ),
+    "mesh.dropout[{}seeds_dropout_by_the_place_alone-zero0-w2.cp2-fp32-dropped_context-masks]": (
+        "3 of 4 steps repeat a mask of an earlier step; rank 0 is cp 0"
     ),
     "mesh.token_loss[{}gathers_outputs_by_torch-zero1-w2.cp2-fp32-context_tokens]": (
         "it is 2 x the right gradient; rank 0 is cp 0"
@@ -124,6 +127,15 @@ def test_gradients_that_each_part_rounds_are_not_compared_with_plain_ones() -> N
         "training.grads[deepspeed-zero2-w2.cp2-fp32-context]",
     ):
         assert not find_refusal(case)
+
+
+def test_the_option_of_sequences_alone_decides_what_is_sent_on_cp() -> None:
+    option, ignored = "seq_parallel_communication_data_type", {"communication_data_type": "bf16"}
+    claims = replace(deepspeed.CAPABILITIES, variants={"narrow": {option: "bf16"}, "ignored": ignored})
+    for name, dtype in {"narrow": "bf16", "ignored": "fp32"}.items():
+        sent = claims.with_options([name]).sent_dtype_on_cp
+        assert sent is not None
+        assert (sent.key, sent.value) == (option, dtype)
 
 
 def test_neighbours_have_parts_of_one_sequence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -339,3 +340,13 @@ def test_every_script_stands_alone() -> None:
         assert found.path.name.startswith(f"{found.engine}_{issue}_" if issue.isdecimal() else f"{found.engine}_")
         for said in (found.signature, found.ok):
             assert said in body, f"{found.path.name}: the code lacks the header's {said!r}"
+
+
+@pytest.mark.parametrize(
+    ("steps", "code"),
+    [([3.25] * 4, 0), ([6.5] * 3 + [3.25], 1), ([6.5] * 4, 1), ([3.25, 3.25, 6.5, 3.25], 2), ([float("nan")] * 4, 2)],
+)
+def test_a_gathered_loss_is_reproduced_by_exact_multiples_alone(steps: list[float], code: int) -> None:
+    pytest.importorskip("deepspeed")
+    (found,) = (each for each in repros.load_catalogue() if each.id == "gathered-loss-times-parts")
+    assert runpy.run_path(str(found.path))["judge_steps"](steps, 2) == code

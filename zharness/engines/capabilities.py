@@ -164,6 +164,18 @@ class EngineOption:
 
 
 @dataclass(frozen=True)
+class SentDtype:
+    """The dtype in which gradients are sent, which the engine option ``key`` sets to ``value``."""
+
+    key: str
+    value: str
+
+    def with_options(self, options: Mapping[str, Any]) -> SentDtype:
+        """Return the dtype under ``options``; other options than ``key`` have no effect."""
+        return SentDtype(self.key, options.get(self.key, self.value))
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """The stages, dtypes, features and options that an engine claims.
 
@@ -196,8 +208,8 @@ class Capabilities:
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
     - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
-    - ``sent_dtypes_on_cp`` maps a dtype of the model to the dtype in which gradients are sent on a mesh with the axis
-      cp, if that is wider than the dtype in which their sum is then stored.
+    - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
+      its value; it is None if they are sent in the reduce dtype there.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
     - ``whole_mesh`` is the reason why the named axes of the mesh must take all ranks, so that none are left over for
       data parallelism; it is empty if ranks may be left over.
@@ -232,7 +244,7 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
-    sent_dtypes_on_cp: Mapping[str, str] = field(default_factory=dict)
+    sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
     engine_windows: str = ""
@@ -307,8 +319,9 @@ class Capabilities:
         excluded |= {
             name for name, option in self.engine_options.items() if not option.excludes.keys().isdisjoint(names)
         }
-        refuses, reduce_dtypes = dict(self.refuses), dict(self.reduce_dtypes)
+        refuses, reduce_dtypes, sent = dict(self.refuses), dict(self.reduce_dtypes), self.sent_dtype_on_cp
         for option in chosen:
+            sent = sent and sent.with_options(option.options)
             refuses.update(option.refuses)
             reduce_dtypes.update(option.reduce_dtypes)
         own_kernels = {} if any(option.has_torch_kernels for option in chosen) else self.own_kernels
@@ -320,6 +333,7 @@ class Capabilities:
             self,
             refuses=refuses,
             reduce_dtypes=reduce_dtypes,
+            sent_dtype_on_cp=sent,
             own_kernels=own_kernels,
             variants=variants,
             replicas=replicas,

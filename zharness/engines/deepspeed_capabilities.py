@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from zharness.engines.capabilities import SentDtype
 from zharness.engines.deepspeed_options import options_at
 from zharness.engines.deepspeed_releases import restrict_to_release
 from zharness.engines.deepspeed_tensor_parallel import LAYER_SPECS, REFUSES_ON_TP
@@ -93,8 +94,9 @@ CAPABILITIES = Capabilities(
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
     refuses_on_tp=REFUSES_ON_TP,
-    # seq_parallel_communication_data_type, 'Default value is fp32' (constants.py), in place of communication_data_type
-    sent_dtypes_on_cp={"bf16": "fp32", "fp32": "fp32"},
+    # 'Default value is fp32' (constants.py); engine.py, under sequence_parallel_size > 1, reads it in place of
+    # communication_data_type, which has no effect on cp.
+    sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),
     plan_words=frozenset(LAYER_SPECS),
 )
 

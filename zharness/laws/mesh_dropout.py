@@ -24,7 +24,7 @@ from zharness.parity.certificate import Exactness, certify_exactness
 from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_everything
 
 RECOMPUTED, MASKS = "recomputed", "masks"
-STEPS = {"": 1, RECOMPUTED: 1, MASKS: 4}  # of the law variants; four masks of a part have 64 elements
+STEPS = {"": 1, RECOMPUTED: 1, MASKS: 4}  # of the law variants
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
@@ -94,22 +94,34 @@ def judge_recomputation(ctx: JudgeContext, rank: int) -> Iterator[Comparison]:
 def judge_masks(ctx: JudgeContext, at: int, ranks: Sequence[int]) -> Iterator[Comparison]:
     """Compare the masks of the ranks that share micro-batch ``at``: whole ones with plain PyTorch's, parts in pairs.
 
-    A mask of the whole activations is the one that plain PyTorch draws from the caller's generator. The masks of two
-    parts of a sequence must not be equal in every step; 4 masks of 16 elements are so by chance in 1 of 2^64 cells.
+    A mask of the whole activations is the one that plain PyTorch draws from the caller's generator. A mask of a part of
+    a sequence must be that of no other part, in any step, and of no other step of its rank. Two masks of the at least
+    64 elements of a part are equal by chance in 1 of 2^64 cases, and those of two steps in 1 of 2^30, where the seeds
+    of steps have 30 bits; a cell compares fewer than 100 pairs of steps, so that 1 of 10^7 cells fails by chance.
     """
     plain = draw_plain_masks(ctx.baseline, at)
     records = [ctx.rank_records("masks")[rank] for rank in ranks]
+    axis = CONTEXT if CONTEXT in ctx.mesh.axes else TENSOR
     for rank, record in zip(ranks, records, strict=True):
         for name, masks in record.items():
             place = ctx.location(f"masks of {name}", Part.FORWARD, 0, rank)
             if masks.shape == plain[name].shape:
                 hint = "plain PyTorch draws another mask from this generator"
                 yield add_hint(compare_bitwise(place, plain[name], masks), hint)
-            else:
-                repeats = any(other is not record and torch.equal(other[name], masks) for other in records)
-                axis = CONTEXT if CONTEXT in ctx.mesh.axes else TENSOR
-                hint = f"each mask of this part of the sequence is that of another rank along {axis}"
-                yield add_hint(compare_bitwise(place, scalar(0), scalar(float(repeats))), hint)
+                continue
+            own = list_masks(masks)
+            others = {mask for other in records if other is not record for mask in list_masks(other[name])}
+            shared, repeated = sum(mask in others for mask in own), len(own) - len(set(own))
+            for count, hint in (
+                (shared, f"{shared} of {len(own)} masks of this part of the sequence are another rank's along {axis}"),
+                (repeated, f"{repeated} of {len(own)} steps repeat a mask of an earlier step"),
+            ):
+                yield add_hint(compare_bitwise(place, scalar(0), scalar(float(count))), hint)
+
+
+def list_masks(masks: Tensor) -> list[tuple[float, ...]]:
+    """Return the elements of the mask of each step."""
+    return [tuple(mask.flatten().tolist()) for mask in masks]
 
 
 def draw_plain_masks(baseline: Baseline, at: int) -> Masks:

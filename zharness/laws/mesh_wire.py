@@ -72,8 +72,8 @@ def judge_dtypes(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iter
 
 def find_sent_dtype(ctx: JudgeContext) -> torch.dtype:
     """Return the dtype in which the engine says that it sends gradients."""
-    sent = ctx.claims.sent_dtypes_on_cp if CONTEXT in ctx.mesh.axes else {}
-    return next((DTYPES[sent[name]] for name in sent if DTYPES[name] == ctx.dtype), ctx.reduce_dtype)
+    sent = ctx.claims.sent_dtype_on_cp if CONTEXT in ctx.mesh.axes else None
+    return DTYPES[sent.value] if sent else ctx.reduce_dtype
 
 
 def judge_elements(ctx: JudgeContext, rank: int, sent: dict[Sent, Tensor]) -> Iterator[Comparison]:

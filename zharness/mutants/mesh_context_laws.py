@@ -17,7 +17,7 @@ from zharness.engines import EngineConfig
 from zharness.mesh import CONTEXT
 from zharness.mutants import seams_engines
 from zharness.mutants.mesh_context import OverUlysses, change_inputs, find_attention
-from zharness.mutants.mesh_dropout import DrawAnew
+from zharness.mutants.mesh_dropout import DrawAnew, DrawFromASeed
 from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 from zharness.workload.exact_heads import Dropout
@@ -118,6 +118,14 @@ class DropsTheSameOfEachPartOfASequence(OverSequenceDropout):
 
     def spoil_dropout(self, dropout: Dropout) -> None:
         dropout.draw = DrawAnew(0)
+
+
+@mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks", "masks of drop_*"), origin=Origin.MESH)
+class SeedsDropoutByThePlaceAlone(OverSequenceDropout):
+    """Each part draws from a generator seeded by its place alone, so that it drops the same elements in every step."""
+
+    def spoil_dropout(self, dropout: Dropout) -> None:
+        dropout.draw = DrawFromASeed(self.place)
 
 
 @mutant(FaultKind.GRAPH, on_dropout(Part.LOCAL_GRADIENT, "recomputed", "mask of drop_*"), origin=Origin.MESH)

@@ -55,14 +55,21 @@ class Draw:
             return draw_mask(activations)
 
 
-class DrawAnew(Draw):
+class DrawFromASeed(Draw):
+    """Draws the mask of the seed ``place`` in each call, whatever the state of torch's generator is."""
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.place)
+            return draw_mask(activations)
+
+
+class DrawAnew(DrawFromASeed):
     """Draws another mask in each call, whatever the state of torch's generator is."""
 
     def __call__(self, activations: Tensor) -> Tensor:
         self.place += 1
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.place)
-            return draw_mask(activations)
+        return super().__call__(activations)
 
 
 @mutant(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
 from zharness.mesh import EXPERT
@@ -129,25 +129,31 @@ class LosesTheGradientBelowExperts(OverExperts):
 
 @mutant(
     FaultKind.RANKS,
-    on_experts(Part.GATHER, parameter="moe.gate.weight"),
+    on_experts(Part.OPTIMIZER, parameter="moe.gate.weight*"),
     origin=Origin.MESH,
     imitates="https://github.com/pytorch/torchtitan/issues/2387",
 )
-class StepsTheGateOfOneRankAlone(OverExperts):
-    """A step updates the gate, of which all ranks have a copy, on the first rank of the experts alone."""
+class StepsTheGateByItsOwnGradient(OverExperts):
+    """A step updates the gate, of which all ranks have a copy, by each rank's own gradient, which is not reduced."""
 
     stages = (0,)
     gates: tuple[nn.Parameter, ...] = ()
 
     def spoil(self, layer: Any) -> None:
-        self.gates += tuple(layer.gate.parameters())
+        self.own: dict[nn.Parameter, Tensor] = {}
+        for gate in layer.gate.parameters():
+            self.gates += (gate,)
+            gate.register_hook(lambda grad, gate=gate: self.keep(gate, grad))
+
+    def keep(self, gate: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient of this rank to those of earlier backwards."""
+        self.own[gate] = self.own.get(gate, 0) + grad.detach().clone()
 
     def step(self) -> None:
-        kept = [gate.detach().clone() for gate in self.gates]
+        for gate in self.gates:
+            if gate in self.own and gate.grad is not None:
+                gate.grad.copy_(self.own.pop(gate))
         self.right.step()
-        with torch.no_grad():
-            for gate, weight in zip(self.gates, kept, strict=True) if self.place else ():
-                gate.copy_(weight)
 
 
 @mutant(

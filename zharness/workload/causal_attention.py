@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.workload.exact_heads import (
+    DROPPED_SAMPLES,
     FEATURES,
     HEADS,
     DroppedHeads,
@@ -114,8 +115,8 @@ def draw_exact(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor
 
 
 def draw_seeded(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
-    """Draw inputs and targets, and a seed for the dropout in the forward."""
-    return *draw_exact(samples, generator), int(torch.randint(1 << 30, (), generator=generator))
+    """Draw inputs and targets, for DROPPED_SAMPLES times as many samples, and a seed for the dropout in the forward."""
+    return *draw_exact(DROPPED_SAMPLES * samples, generator), int(torch.randint(1 << 30, (), generator=generator))
 
 
 def draw_tokens(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ SEQUENCE_PLAN = {
     "head": "sequence_to_colwise_gather_output",
 }
 DROPOUTS = ("drop_attention", "drop_mlp")
+DROPPED_SAMPLES = 4  # so many times the samples of other models, for 64 bits in the mask of one token
 DROPPED_SEQUENCE_PLAN = SEQUENCE_PLAN | dict.fromkeys(DROPOUTS, "sequence_parallel_to_tensor")
 
 
@@ -166,8 +167,9 @@ def draw_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Te
 
 
 def draw_seeded_sequences(samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
-    """Draw inputs and targets, and a seed for the dropout in the forward."""
-    return *draw_sequences(samples, generator), int(torch.randint(1 << 30, (), generator=generator))
+    """Draw inputs and targets, for DROPPED_SAMPLES times as many samples, and a seed for the dropout in the forward."""
+    drawn = draw_sequences(DROPPED_SAMPLES * samples, generator)
+    return *drawn, int(torch.randint(1 << 30, (), generator=generator))
 
 
 @dataclass(frozen=True)
