@@ -123,7 +123,17 @@ def test_a_cpu_and_an_old_gpu_refuse_tf32(tmp_path, monkeypatch) -> None:
     command = tmp_path / "nvidia-smi"
     command.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for told, problem in (("9.0\n7.5", "compute capability 7.5 has no TF32"), ("9.0", ""), ("[N/A]", "")):
+    old, new, silent = (
+        f"{index}, a GPU, 580.1, Default, 80994, 81559, {told}\\n" for index, told in enumerate(("7.5", "9.0", "[N/A]"))
+    )
+    cases = (
+        (old + new, "0,1", "compute capability 7.5 has no TF32"),
+        (old + new, "1", ""),  # the remedy
+        (new, "", ""),
+        (silent, "", ""),
+    )
+    for told, visible, problem in cases:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         command.write_text(f"#!/bin/sh\nprintf '{told}'\n")
         assert problem in find_tf32_problem(uses_gpu=True)
         assert bool(problem) is bool(find_tf32_problem(uses_gpu=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from zharness.device import is_gpu_requested
-from zharness.device.gpu_facts import NVIDIA_SMI_SECONDS
+from zharness.device.gpu_facts import read_gpus
 
 FIRST_CAPABILITY_WITH_TF32 = 8.0
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -123,23 +121,11 @@ def find_tf32_problem(uses_gpu: bool) -> str:
     """Return why this machine cannot run cells in tf32, with a remedy, or an empty string. Does not start CUDA."""
     if not uses_gpu:
         return "tf32 is a way in which GPUs multiply: add --device cuda (or ZHARNESS_DEVICE=cuda), or leave tf32 out"
-    capability = min(read_compute_capabilities(), default=FIRST_CAPABILITY_WITH_TF32)
+    told = [gpu.capability for gpu in read_gpus() if gpu.capability is not None]
+    capability = min(told, default=FIRST_CAPABILITY_WITH_TF32)
     if capability < FIRST_CAPABILITY_WITH_TF32:
         return (
             f"a GPU of compute capability {capability} has no TF32, which begins with "
             f"{FIRST_CAPABILITY_WITH_TF32}: leave tf32 out, or choose other GPUs by CUDA_VISIBLE_DEVICES"
         )
     return ""
-
-
-def read_compute_capabilities() -> tuple[float, ...]:
-    """Return the compute capabilities that nvidia-smi tells, such as 9.0; empty if it tells none, as old ones do."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return ()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
-    except subprocess.TimeoutExpired:
-        return ()
-    lines = done.stdout.split() if done.returncode == 0 else []
-    return tuple(float(line) for line in lines if line.replace(".", "", 1).isdigit())
