@@ -14,6 +14,7 @@ from zharness.engines import deepspeed, deepspeed_machine
 from zharness.engines.deepspeed_build import json_optimizer, require_buildable
 from zharness.engines.deepspeed_options import DEEPSPEED_OPTIONS, options_at
 from zharness.engines.deepspeed_schedulers import json_scheduler
+from zharness.engines.gpu_options import NO_GPU
 from zharness.engines.options import find_exclusion, merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import ConfigError
@@ -121,7 +122,7 @@ def test_an_option_is_named_only_at_stages_where_it_has_an_effect() -> None:
 
 
 def test_an_option_that_this_machine_cannot_build_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = {name: entry for name, entry in DEEPSPEED_OPTIONS.items() if entry.option.absent}
+    absent = {name: entry for name, entry in DEEPSPEED_OPTIONS.items() if entry.option.absent not in ("", NO_GPU)}
     for name, entry in absent.items():
         with pytest.raises(ConfigError, match=f"^got {name}, which cannot be built: .*[^.]$"):
             require_buildable(3, merge_options({"zero_optimization": {"stage": 3}}, entry.option.options))
@@ -131,6 +132,12 @@ def test_an_option_that_this_machine_cannot_build_is_refused_in_one_sentence(mon
         "offloading to NVMe compiles an operation, and this machine has no C++ compiler"
     )
     deepspeed_machine.missing_for_nvme.cache_clear()
+
+
+def test_a_json_whose_option_changes_nothing_on_a_cpu_is_built_there() -> None:
+    entry = DEEPSPEED_OPTIONS["offload_param_unpinned"]
+    assert entry.option.absent == NO_GPU
+    require_buildable(3, merge_options({"zero_optimization": {"stage": 3}}, entry.option.options))
 
 
 def test_options_that_exclude_each_other_are_refused_in_one_sentence() -> None:

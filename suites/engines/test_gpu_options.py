@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.backends.distributed import DDPOptimizer
 
 from zharness import engines
 from zharness.cell import Cell
@@ -14,6 +15,7 @@ from zharness.engines import Capabilities, EngineConfig, OptimizerSpec
 from zharness.engines.deepspeed_machine import missing_for_fused_adam
 from zharness.engines.fsdp2_options import build_offload_policy
 from zharness.engines.gpu_options import build_fused_optimizer, compile_in_place, missing_for_inductor, shared_options
+from zharness.engines.options import find_exclusion
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import ConfigError
 from zharness.laws import get_law
@@ -106,3 +108,13 @@ def test_a_wrong_backend_is_refused_and_a_fused_form_is_set_where_there_is_one()
     for name, fused in (("adamw", True), ("rmsprop", None)):
         optimizer = build_fused_optimizer({"weight": weight}, OptimizerSpec(name, {"lr": 0.1}))
         assert optimizer.defaults.get("fused") is fused
+
+
+def test_small_buckets_exclude_graphs_which_torch_splits_by_buckets() -> None:
+    known = claims("ddp", 0).engine_options
+    for name in ("captured", "compiled"):
+        assert find_exclusion({each: known[each] for each in ("small_buckets", name)}).startswith(
+            f"small_buckets excludes {name}: torch.compile's splitting"
+        )
+    with pytest.raises(AssertionError, match="First bucket should be smaller/equal"):
+        DDPOptimizer(int(1e-4 * 2**20), lambda graph, _inputs: graph)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from zharness.cell import Cell
-from zharness.device.float32_products import Float32Products, find_tf32_problem, multiply_with
+from zharness.device import DEVICE_VARIABLE, float32_products
+from zharness.device.float32_products import Float32Products, find_tf32_problem, keep_precision, multiply_with
 from zharness.law_kit.dtypes import choose_products
 from zharness.mutants.tf32 import RoundedFactors
 from zharness.parity.baseline import Baseline, convert_to_float64, run_local
@@ -24,6 +29,17 @@ UNCERTIFIED = {"adapted", "empty_last", "odd", "odd_empty", "lookup"}
 EXACT = sorted(name for name, spec in MODELS.items() if spec.exact and not spec.pp_plan and name not in UNCERTIFIED)
 LONG_FACTORS = {"tokens", "parallel_tokens"}  # their logits are sharp
 TF32 = Float32Products.TF32
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+{way}
+
+
+def factory():
+    return nn.Linear(8, 4), lambda generator: torch.randn(4, 8, generator=generator), lambda output, _: output.sum()
+"""
 
 
 def in_tf32(spec: ModelSpec, world_size: int = 2) -> Baseline:
@@ -44,16 +60,54 @@ def scaled(spec: ModelSpec, factor: int) -> Iterator[ModelSpec]:
     yield replace(spec, build=build)
 
 
-def test_the_settings_are_tf32_inside_the_block_alone() -> None:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    with multiply_with(TF32):
-        assert torch.backends.cuda.matmul.allow_tf32
-        assert torch.backends.cudnn.allow_tf32
-        with multiply_with(Float32Products.FULL):
-            assert not torch.backends.cuda.matmul.allow_tf32
-            assert not torch.backends.cudnn.allow_tf32
-        assert torch.backends.cuda.matmul.allow_tf32
-    assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+WAYS = (
+    "torch.set_float32_matmul_precision('high')",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+)
+
+
+def read_precision() -> tuple[object, ...]:
+    operators = [operator.fp32_precision for operator in float32_products.find_operators_with_precision()]
+    return float32_products.read_matmul_precision(), *operators
+
+
+@pytest.mark.parametrize("way", ["pass", *WAYS])
+def test_the_settings_are_tf32_inside_the_block_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
+    with keep_precision():
+        exec(way, {"torch": torch})  # noqa: S102 - one of WAYS
+        before = read_precision()
+        with multiply_with(TF32):
+            assert torch.backends.cuda.matmul.allow_tf32
+            assert torch.backends.cudnn.allow_tf32
+            with multiply_with(Float32Products.FULL):
+                assert not torch.backends.cuda.matmul.allow_tf32
+                assert not torch.backends.cudnn.allow_tf32
+            assert torch.backends.cuda.matmul.allow_tf32
+        after = read_precision()
+    assert after[1:] == before[1:]
+    assert after[0] == before[0] or str(before[0]).startswith("fp32_precision")  # both APIs agree then
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_may_set_the_precision_in_every_way_of_torch(way: str, tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(MODEL.format(way=way))
+    command = ["model", "my_model:factory", "--stage", "1", "--only", "training.grads"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zharness", *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_cell_in_tf32_has_tensors_of_fp32_and_a_seed_of_its_own() -> None:
@@ -69,7 +123,17 @@ def test_a_cpu_and_an_old_gpu_refuse_tf32(tmp_path, monkeypatch) -> None:
     command = tmp_path / "nvidia-smi"
     command.touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for told, problem in (("9.0\n7.5", "compute capability 7.5 has no TF32"), ("9.0", ""), ("[N/A]", "")):
+    old, new, silent = (
+        f"{index}, a GPU, 580.1, Default, 80994, 81559, {told}\\n" for index, told in enumerate(("7.5", "9.0", "[N/A]"))
+    )
+    cases = (
+        (old + new, "0,1", "compute capability 7.5 has no TF32"),
+        (old + new, "1", ""),  # the remedy
+        (new, "", ""),
+        (silent, "", ""),
+    )
+    for told, visible, problem in cases:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         command.write_text(f"#!/bin/sh\nprintf '{told}'\n")
         assert problem in find_tf32_problem(uses_gpu=True)
         assert bool(problem) is bool(find_tf32_problem(uses_gpu=True))

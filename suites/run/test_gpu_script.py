@@ -28,7 +28,9 @@ def run_script(folder: Path, *sections: str, **variables: str) -> subprocess.Com
     stand_in.parent.mkdir(exist_ok=True)
     stand_in.write_text(
         f'#!/bin/sh\ncase "$*" in *gpu_results.py*) exec {sys.executable} "$@" ;; '
-        '*"mutants import"*) echo reads_early ;; esac\necho "said"\n'
+        '*"mutants import"*) [ -z "$NO_NAMES" ] && printf "%s\\n" reads_early '
+        "forwards_in_tf32 backwards_in_tf32; exit ;; "
+        '*bench_gpu.py*) [ -z "$BREAKS" ] || exit 1 ;; *" check "*) [ -z "$BREAKS" ] || exit 1 ;; esac\necho "said"\n'
     )
     stand_in.chmod(0o755)
     path = f"{stand_in.parent}:{os.environ['PATH']}"
@@ -68,7 +70,23 @@ def test_the_limits_of_all_sections_fit_the_time_that_a_device_is_lent(whole: tu
     assert all(int(limit) > 0 for limit in limits)
     text = (SCRIPTS / "gpu.sh").read_text()
     table = text.partition("declare -A LIMIT=(")[2].partition("\n)")[0]
-    assert sum(int(part.split("=")[1]) for part in table.split() if part.startswith("[")) <= 15 * 60
+    assert sum(int(part.split("=")[1]) for part in table.split() if part.startswith("[")) <= 885
+
+
+@pytest.mark.parametrize("section", ["steps", "nccl"])
+def test_a_command_that_ends_with_1_and_no_records_is_a_failure(section: str, tmp_path: Path) -> None:
+    assert run_script(tmp_path, section, BREAKS="1").returncode == 1
+    if section == "nccl":
+        cell = Cell.parse("training.grads[ddp-zero0-w1-fp32-mlp]")
+        record = Record(cell, 0, Verdict.FAIL, "1", "2", cause="a wrong number")
+        (tmp_path / "out" / "nccl.jsonl").write_text(json.dumps(record.as_json()))
+        assert run_script(tmp_path, section, BREAKS="1").returncode == 0, "the page shows the records"
+
+
+def test_without_names_no_mutants_run(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "mutants", NO_NAMES="1")
+    assert (done.returncode, "their names cannot be read" in done.stderr) == (1, True)
+    assert "-m zharness mutants" not in (tmp_path / "out" / "sections.tsv").read_text()
 
 
 def test_a_spent_budget_leaves_sections_out_and_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str
 
 
 def test_a_shared_gpu_with_room_is_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA H100 80GB HBM3, 580.159.04, Default, 80994, 81559")
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA H100 80GB HBM3, 580.159.04, Default, 80994, 81559, 9.0")
     require_usable_gpus(48)
     [gpu] = read_gpus()
     assert (gpu.name, gpu.driver, gpu.free_mib) == ("NVIDIA H100 80GB HBM3", "580.159.04", 80994)
@@ -38,7 +38,7 @@ def test_a_shared_gpu_with_room_is_usable(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_little_memory_bounds_the_jobs_and_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096")
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096, 9.0")
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert choose_job_count(2) == 2
     with pytest.raises(UsageError, match=r"12 processes need about 7200 MiB .* GPU 0 has 4000 MiB free: use fewer"):
@@ -46,7 +46,7 @@ def test_little_memory_bounds_the_jobs_and_refuses_more(tmp_path: Path, monkeypa
 
 
 def test_a_gpu_in_exclusive_mode_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Exclusive_Process, 4000, 4096")
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Exclusive_Process, 4000, 4096, 9.0")
     with pytest.raises(UsageError, match=r"GPU 0 is in compute mode Exclusive_Process, .* 'nvidia-smi -c DEFAULT'"):
         require_usable_gpus(2)
     assert next(inspect_gpus(read_gpus())).severity is Severity.PROBLEM
@@ -64,7 +64,7 @@ def test_no_visible_gpu_and_no_cuda_are_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_multi_process_service_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096")
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096, 9.0")
     (tmp_path / "control").touch()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     *_, service = inspect_gpus(read_gpus())

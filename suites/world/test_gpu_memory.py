@@ -35,7 +35,7 @@ from zharness.errors import UsageError
 from zharness.run import Record, Verdict
 from zharness.run.record import parse_record
 
-H100 = "0, NVIDIA H100 80GB HBM3, 580.159.04, Default, 80994, 81559"
+H100 = "0, NVIDIA H100 80GB HBM3, 580.159.04, Default, 80994, 81559, 9.0"
 DEVICE = torch.device("cuda", 0)
 
 
@@ -101,7 +101,7 @@ def test_a_share_bounds_what_torch_takes(fractions: list[float], monkeypatch: py
 
 
 def test_the_jobs_follow_from_the_measured_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096")
+    install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096, 9.0")
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert choose_job_count(2) == 2
     monkeypatch.setenv(CONTEXT_VARIABLE, "300")

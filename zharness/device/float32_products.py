@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 
-from zharness.device.gpu_facts import NVIDIA_SMI_SECONDS
+from zharness.device import is_gpu_requested
+from zharness.device.gpu_facts import read_gpus
 
 FIRST_CAPABILITY_WITH_TF32 = 8.0
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 
 
 class Float32Products(Enum):
@@ -40,39 +41,91 @@ class Float32Products(Enum):
 def multiply_with(products: Float32Products) -> Iterator[None]:
     """Let CUDA's products and convolutions of float32 have these factors inside the block, and reset both after it.
 
-    A CPU has no TF32, and nothing changes there.
+    A CPU has no TF32: unless ranks use GPUs, nothing is read or changed.
     """
-    cudnn, precision = torch.backends.cudnn, torch.get_float32_matmul_precision()
-    before = cudnn.allow_tf32
-    cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = products is Float32Products.TF32
+    if not is_gpu_requested():
+        yield
+        return
+    with keep_precision():
+        allows_tf32 = products is Float32Products.TF32
+        torch.set_float32_matmul_precision("high" if allows_tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = allows_tf32
+        for operator in find_convolutions():  # False alone lets torch.backends.fp32_precision decide
+            operator.fp32_precision = "tf32" if allows_tf32 else "ieee"
+        yield
+
+
+@contextmanager
+def keep_precision() -> Iterator[None]:
+    """Reset the precision of float32 products and convolutions after the block, whichever of torch's APIs set it."""
+    precision = read_matmul_precision()
+    before = [(operator, operator.fp32_precision) for operator in find_operators_with_precision()]
+    allows_tf32 = is_tf32_in_convolutions()
     try:
         yield
     finally:
-        cudnn.allow_tf32 = before
-        torch.set_float32_matmul_precision(precision)  # which matmul.allow_tf32 is another name of
+        if precision in MATMUL_PRECISIONS:
+            torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = allows_tf32
+        for operator, value in before:
+            operator.fp32_precision = value
+
+
+def find_operators_with_precision() -> list[Any]:
+    """Return torch's operators whose precision ``fp32_precision`` sets; releases before 2.9 have none."""
+    backends = torch.backends
+    operators = [
+        backends,  # the others take its precision until they have their own
+        backends.cuda.matmul,
+        getattr(backends.mkldnn, "matmul", None),
+        *find_convolutions(),
+    ]
+    return [operator for operator in operators if hasattr(operator, "fp32_precision")]
+
+
+def find_convolutions() -> list[Any]:
+    """Return cuDNN's operators whose precision ``fp32_precision`` sets; releases before 2.9 have none."""
+    cudnn = torch.backends.cudnn
+    return [getattr(cudnn, name) for name in ("conv", "rnn") if hasattr(cudnn, name)]
+
+
+def read_matmul_precision() -> str:
+    """Return torch's precision of float32 products: highest, high or medium, or that which ``fp32_precision`` set.
+
+    After ``fp32_precision`` was set, torch refuses to tell the precision by its older name.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return f"fp32_precision {torch.backends.cuda.matmul.fp32_precision}"
+
+
+def is_tf32_in_products() -> bool:
+    """Return whether CUDA may round the factors of float32 products to TF32."""
+    return _is_tf32(torch.backends.cuda.matmul, torch.backends.cuda.matmul)
+
+
+def is_tf32_in_convolutions() -> bool:
+    """Return whether cuDNN may round the factors of float32 convolutions to TF32."""
+    return _is_tf32(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn)
+
+
+def _is_tf32(operator: Any, older: Any) -> bool:
+    """Return whether ``operator`` is in TF32; releases before 2.9 tell it by ``allow_tf32`` of ``older``."""
+    if hasattr(operator, "fp32_precision"):
+        return bool(operator.fp32_precision == "tf32")
+    return bool(older.allow_tf32)
 
 
 def find_tf32_problem(uses_gpu: bool) -> str:
     """Return why this machine cannot run cells in tf32, with a remedy, or an empty string. Does not start CUDA."""
     if not uses_gpu:
         return "tf32 is a way in which GPUs multiply: add --device cuda (or ZHARNESS_DEVICE=cuda), or leave tf32 out"
-    capability = min(read_compute_capabilities(), default=FIRST_CAPABILITY_WITH_TF32)
+    told = [gpu.capability for gpu in read_gpus() if gpu.capability is not None]
+    capability = min(told, default=FIRST_CAPABILITY_WITH_TF32)
     if capability < FIRST_CAPABILITY_WITH_TF32:
         return (
             f"a GPU of compute capability {capability} has no TF32, which begins with "
             f"{FIRST_CAPABILITY_WITH_TF32}: leave tf32 out, or choose other GPUs by CUDA_VISIBLE_DEVICES"
         )
     return ""
-
-
-def read_compute_capabilities() -> tuple[float, ...]:
-    """Return the compute capabilities that nvidia-smi tells, such as 9.0; empty if it tells none, as old ones do."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return ()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_SECONDS)
-    except subprocess.TimeoutExpired:
-        return ()
-    lines = done.stdout.split() if done.returncode == 0 else []
-    return tuple(float(line) for line in lines if line.replace(".", "", 1).isdigit())

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-QUERY = "index,name,driver_version,compute_mode,memory.free,memory.total"
+QUERY = "index,name,driver_version,compute_mode,memory.free,memory.total,compute_cap"
 # A CUDA context with cuBLAS's workspace takes 0.5 GiB of an H100, and the tensors of a law next to nothing.
 CONTEXT_MIB = 600
 # What it takes on this machine, which ``zharness doctor`` measures.
@@ -19,7 +19,7 @@ NVIDIA_SMI_SECONDS = 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it; memory is in MiB, and None if the driver does not tell it."""
+    """One GPU as nvidia-smi describes it; memory is in MiB. What the driver does not tell is None."""
 
     index: int
     name: str
@@ -27,6 +27,7 @@ class Gpu:
     compute_mode: str
     free_mib: int | None
     total_mib: int | None
+    capability: float | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -66,9 +67,10 @@ def parse_gpu(line: str) -> Gpu | None:
     index, *parts = (part.strip() for part in line.split(","))
     if not index.isdigit() or len(parts) != len(QUERY.split(",")) - 1:
         return None
-    name, driver, mode, *memory = parts
+    name, driver, mode, *memory, capability = parts
     free, total = (int(part) if part.isdigit() else None for part in memory)
-    return Gpu(int(index), name, driver, mode, free, total)
+    is_told = capability.replace(".", "", 1).isdigit()
+    return Gpu(int(index), name, driver, mode, free, total, float(capability) if is_told else None)
 
 
 def is_visible(gpu: Gpu) -> bool:

@@ -31,6 +31,7 @@ from zharness.engines.deepspeed_options import (
     ZERO_INIT,
 )
 from zharness.engines.deepspeed_schedulers import json_scheduler
+from zharness.engines.gpu_options import NO_GPU
 from zharness.engines.options import merge_options
 from zharness.engines.protocol import EngineConfig, OptimizerSpec
 from zharness.errors import ConfigError, EngineContractError
@@ -117,10 +118,14 @@ def json_optimizer(spec: OptimizerSpec) -> dict[str, Any]:
 
 
 def require_buildable(stage: int, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with the reason, for options that this machine cannot build at ``stage``."""
+    """Raise ConfigError, with the reason, for options that this machine cannot build at ``stage``.
+
+    An option that is left out because it changes nothing on a CPU can be built there.
+    """
     for name, entry in DEEPSPEED_OPTIONS.items():
-        if entry.option.absent and stage in entry.stages and _contains(options, entry.option.options):
-            raise ConfigError(f"got {name}, which cannot be built: {entry.option.absent}")
+        absent = entry.option.absent
+        if absent not in ("", NO_GPU) and stage in entry.stages and _contains(options, entry.option.options):
+            raise ConfigError(f"got {name}, which cannot be built: {absent}")
 
 
 def initialize(

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from zharness import torch_private as private
 from zharness.device import compute_device_type, is_gpu_requested
+from zharness.device.float32_products import read_matmul_precision
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.parity import Comparison, Part, compare_bitwise
 
 RANDOM_STATE = "random state"
-MATMUL_PRECISIONS = ("highest", "high", "medium")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,7 +32,7 @@ def read_process_state() -> dict[str, Tensor]:
         "default dtype": FLOAT_DTYPES.index(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
-        "precision of matrix products": MATMUL_PRECISIONS.index(torch.get_float32_matmul_precision()),
+        "precision of matrix products": zlib.crc32(read_matmul_precision().encode()),
         "multithreaded backward": private.is_backward_multithreaded(),
         "garbage collection": gc.isenabled(),
         "number of threads": torch.get_num_threads(),

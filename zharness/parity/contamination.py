@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zharness.device import is_gpu_requested
+from zharness.device.float32_products import is_tf32_in_convolutions, is_tf32_in_products, read_matmul_precision
 from zharness.errors import HarnessFault, UsageError
 
 # The namespaces of functions that an engine, a model or an optimizer computes with.
@@ -77,13 +78,13 @@ def read_process_conditions() -> ProcessConditions:
     cuda = is_gpu_requested()
     settings = {
         "the number of threads": torch.get_num_threads(),
-        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "the precision of float32 products": read_matmul_precision(),
         "the default dtype": torch.get_default_dtype(),
         "flushing of subnormals": float(torch.tensor(1e-40) * 1.0) == 0.0,
         "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic kernels": torch.are_deterministic_algorithms_enabled() or not cuda,
-        "TF32 in products": cuda and torch.backends.cuda.matmul.allow_tf32,
-        "TF32 in convolutions": cuda and torch.backends.cudnn.allow_tf32,
+        "TF32 in products": cuda and is_tf32_in_products(),
+        "TF32 in convolutions": cuda and is_tf32_in_convolutions(),
         "kernels chosen by their speed": cuda and torch.backends.cudnn.benchmark,
     }
     return ProcessConditions({name: str(value) for name, value in settings.items()}, tuple(find_replaced_functions()))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zharness.device import compute_device_type
+from zharness.device.float32_products import keep_precision
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict, require_gathered
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.judge_context import JudgeContext
@@ -38,16 +39,15 @@ def wide_default_dtype() -> Iterator[None]:
 @contextmanager
 def strict_algorithms() -> Iterator[None]:
     """Turn on deterministic algorithms, faster matrix products and single-threaded backwards in the ``with`` block."""
-    deterministic, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_float32_matmul_precision("high")
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with keep_precision(), torch.autograd.set_multithreading_enabled(False):
+            torch.set_float32_matmul_precision("high")
             yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
-        torch.set_float32_matmul_precision(precision)
 
 
 def bf16_autocast() -> AbstractContextManager[object]:
