@@ -40,7 +40,7 @@ def test_a_shared_gpu_with_room_is_usable(tmp_path: Path, monkeypatch: pytest.Mo
 def test_little_memory_bounds_the_jobs_and_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096, 9.0")
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert choose_job_count(2) == 2
+    assert choose_job_count(2) == 1
     with pytest.raises(UsageError, match=r"12 processes need about 7200 MiB .* GPU 0 has 4000 MiB free: use fewer"):
         require_usable_gpus(12)
 

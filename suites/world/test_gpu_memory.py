@@ -103,9 +103,15 @@ def test_a_share_bounds_what_torch_takes(fractions: list[float], monkeypatch: py
 def test_the_jobs_follow_from_the_measured_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvidia_smi(tmp_path, monkeypatch, "0, NVIDIA T400, 550.1, Default, 4000, 4096, 9.0")
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    assert choose_job_count(2) == 2
+    assert choose_job_count(2) == 1
     monkeypatch.setenv(CONTEXT_VARIABLE, "300")
-    assert choose_job_count(2) == 4
+    assert choose_job_count(2) == 2
+    for context in (100, 300, 600):
+        monkeypatch.setenv(CONTEXT_VARIABLE, str(context))
+        processes = 3 * choose_job_count(2)
+        share = choose_share(read_gpus(), processes)
+        assert share is not None
+        assert processes * (context + share) <= 4000
 
 
 def test_a_context_costs_what_is_missing_beside_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from zharness.device.determinism import use_deterministic_algorithms
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
-from zharness.device.gpu_memory import SHARE_VARIABLE, bound_memory, choose_share
+from zharness.device.gpu_memory import LEAST_SHARE_MIB, SHARE_VARIABLE, bound_memory, choose_share
 from zharness.errors import UsageError
 
 DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
@@ -64,9 +64,12 @@ def choose_job_count(world_size: int) -> int:
     cores = max(1, os.cpu_count() or 1)
     if not is_gpu_requested():
         return cores
-    counts = [gpu.largest_context_count for gpu in read_gpus()]
-    contexts = sum(count for count in counts if count is not None)
-    return cores if not counts or None in counts else min(cores, max(1, contexts // (world_size + 1)))
+    gpus = read_gpus()
+    free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
+    if not free or len(free) < len(gpus):
+        return cores
+    processes = len(free) * (min(free) // (gpus[0].context_mib + LEAST_SHARE_MIB))  # as choose_share spreads them
+    return min(cores, max(1, processes // (world_size + 1)))
 
 
 def is_gpu_requested() -> bool:
