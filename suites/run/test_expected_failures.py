@@ -250,10 +250,11 @@ def test_an_entry_for_default_options_is_stale_on_those_alone() -> None:
     entry = replace(ENTRY_OF_ANY_SETTING, engine_variants=())
     named = replace(ENTRY_OF_ANY_SETTING, engine_variants=("overlap_comm",))
     default = Cell("training.grads", "reference", 1, 2, "fp32", "mlp")
-    overlapped = replace(default, engine_variant="overlap_comm")
-    both = replace(default, engine_variant="overlap_comm+2_by_engine")
-    assert [entry.is_stale_on(cell) for cell in (default, overlapped, both)] == [True, False, False]
+    overlapped, both = (replace(default, engine_variant=f"overlap_comm{more}") for more in ("", "+2_by_engine"))
+    alone = replace(default, world_size=1)  # nothing is reduced there
+    assert [entry.is_stale_on(cell) for cell in (default, overlapped, both, alone)] == [True, False, False, False]
     assert [named.is_stale_on(cell) for cell in (overlapped, both)] == [True, False]
+    assert replace(entry, world_sizes=(1,)).is_stale_on(alone)
 
 
 def test_an_entry_for_joined_options_covers_the_cells_that_set_all_of_them() -> None:
@@ -291,11 +292,10 @@ def test_an_entry_for_options_is_stale_if_every_cell_that_sets_one_passes() -> N
     failed = [*passed, ended_under("overlap_comm+4_by_engine", Verdict.FAIL)]
     assert not describe_stale_failures(failed, (entry,))
     assert not describe_stale_failures(passed[:1], (entry,)), "no cell sets the option"
-    assert not describe_stale_failures(
-        [ended_under("overlap_comm+2_by_engine", Verdict.UNSUPPORTED), *passed[:1]], (entry,)
-    )
-    other_variant = ended_under("", variant="other")
-    assert not describe_stale_failures([*passed, other_variant], (entry,)), "another law variant may fail"
+    unsupported = ended_under("overlap_comm+2_by_engine", Verdict.UNSUPPORTED)
+    assert not describe_stale_failures([unsupported, *passed[:1]], (entry,))
+    other = ended_under("", variant="other")
+    assert not describe_stale_failures([*passed, other], (entry,)), "another law variant may fail"
     narrowed = replace(entry, unless_engine_variants=("tiny_buckets", "2_by_engine"))
     assert not describe_stale_failures(passed, (narrowed,))
 

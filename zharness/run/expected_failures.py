@@ -128,9 +128,10 @@ class ExpectedFailure:
         This is the case if the cell has the whole engine variant that the entry names, if the entry names no variant
         and the cell has default options, or if the cell runs a configuration file. Under other options, accumulation
         windows or calls of backward, a cell may pass although the entry is right about other cells.
-        An entry that ``describes_a_way_to_fail`` is stale in a whole run alone, one on a user's model if it names it.
+        An entry that ``describes_a_way_to_fail`` is stale in a whole run alone, one on a user's model if it names it,
+        and one on a single rank, which reduces and gathers nothing, if it names that world size.
         """
-        if self.describes_a_way_to_fail:
+        if self.describes_a_way_to_fail or (cell.world_size == 1 and 1 not in self.world_sizes):
             return False
         if is_user_model(cell.model) and cell.model not in self.models:
             return False
