@@ -57,7 +57,7 @@ LAWS = (
         features=(Feature.READ_OUT, Feature.STEP_READ_OUT),
         variants=(
             Variant(compares_engine_with_itself=True),
-            Variant(IDLE, (Feature.NO_GRADIENT,), compares_engine_with_itself=True),
+            Variant(IDLE, (Feature.NO_GRADIENT, Feature.PARAMETERS), compares_engine_with_itself=True),
         ),
         weights_stay_integers=False,
         kept_because="the only law that reads an entry of optimizer state which is a single number",
