@@ -92,11 +92,15 @@ def main():
     parallel_state_sp.initialize_sequence_parallel(dist.get_world_size())
     steps = [measure_step(device, stage) for stage in range(4)]
     dist.barrier()
+    line = f"the weight moved at stages 0, 1 and 2 by {steps[0]:g}, {steps[1]:g} and {steps[2]:g}"
+    line += f", and at stage 3 by {steps[3]:g}; the mean of all tokens is {RIGHT:g}"
     verdict = judge_steps(steps, dist.get_world_size())
+    assert verdict < 2, f"neither the mean nor its multiple: {line}"
     if dist.get_rank() == 0:
-        line = f"the weight moved at stages 0, 1 and 2 by {steps[0]:g}, {steps[1]:g} and {steps[2]:g}"
-        line += f", and at stage 3 by {steps[3]:g}; the mean of all tokens is {RIGHT:g}"
-        print(OK if verdict == 0 else f"repro: {'REPRODUCED' if verdict == 1 else 'neither'}: {line}", flush=True)
+        if verdict == 1:
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
+        else:
+            print(OK, flush=True)
     dist.destroy_process_group()
     sys.exit(verdict)
 
