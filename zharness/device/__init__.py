@@ -11,7 +11,7 @@ import torch
 
 from zharness.device.determinism import use_deterministic_algorithms
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
-from zharness.device.gpu_memory import LEAST_SHARE_MIB, SHARE_VARIABLE, bound_memory, choose_share
+from zharness.device.gpu_memory import LEAST_SHARE_MIB, SHARE_VARIABLE, bound_memory, choose_share, smallest_free_mib
 from zharness.errors import UsageError
 
 DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
@@ -65,10 +65,10 @@ def choose_job_count(world_size: int) -> int:
     if not is_gpu_requested():
         return cores
     gpus = read_gpus()
-    free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
-    if not free or len(free) < len(gpus):
+    free = smallest_free_mib(gpus)
+    if free is None:
         return cores
-    processes = len(free) * (min(free) // (gpus[0].context_mib + LEAST_SHARE_MIB))  # as choose_share spreads them
+    processes = len(gpus) * (free // (gpus[0].context_mib + LEAST_SHARE_MIB))  # as choose_share spreads them
     return min(cores, max(1, processes // (world_size + 1)))
 
 

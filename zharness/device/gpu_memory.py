@@ -49,17 +49,23 @@ def read_peaks() -> GpuMemory | None:
     return GpuMemory(torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB)
 
 
+def smallest_free_mib(gpus: tuple[Gpu, ...]) -> int | None:
+    """Return the free memory of the GPU that has least, in MiB; None if it is not known of each, or there is no GPU."""
+    free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
+    return min(free) if free and len(free) == len(gpus) else None
+
+
 def choose_share(gpus: tuple[Gpu, ...], processes: int) -> int | None:
     """Return how many MiB torch may take in each of ``processes`` processes, so that all of them fit beside each other.
 
     That is an equal part of the free memory without the CUDA context, and at least LEAST_SHARE_MIB. It is None if the
     free memory is not known.
     """
-    free = [gpu.free_mib for gpu in gpus if gpu.free_mib is not None]
-    if not free or len(free) < len(gpus):
+    free = smallest_free_mib(gpus)
+    if free is None:
         return None
-    on_one = -(-processes // len(free))
-    return max(LEAST_SHARE_MIB, min(free) // on_one - gpus[0].context_mib)
+    on_one = -(-processes // len(gpus))
+    return max(LEAST_SHARE_MIB, free // on_one - gpus[0].context_mib)
 
 
 def bound_memory(device: torch.device) -> None:

@@ -23,8 +23,6 @@ from zharness.parity import Comparison, Part, compare_bitwise
 
 HALVING = replace(MOMENTUM_SGD, schedule=(1.0, 0.5, 0.25))  # powers of two, so that a product with a rate is exact
 STEPS = len(HALVING.schedule) - 1
-
-
 BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
 HUGE = 2.0**127  # twice as much is no number of float32
 OVERFLOWING = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
