@@ -101,6 +101,10 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "vectors_ignored": EngineOption(
         {"ignored_params": VECTORS},
+        excludes={
+            "fused_optimizer": "the kernel takes all weights at once, those that are ignored too: 'got mixed "
+            "torch.Tensor and DTensor'"
+        },
         refuses={
             **dict.fromkeys((Feature.RESOURCES, Feature.SHARD_ACCESS), UNSHARDED_REASON),
             Feature.CLIP: "clip_grad_norm_ raises 'got mixed torch.Tensor and DTensor'",
