@@ -149,6 +149,15 @@ def test_the_hint_names_how_often_the_terms_of_a_sum_count(
     assert described == (f"it is the sum in which {hint}" if hint else "")
 
 
+def test_an_error_that_rounding_explains_and_a_term_of_one_element_have_no_hint() -> None:
+    right = TERMS[0] + TERMS[1]
+    assert describe_counted_terms(right + 2.0**-23 * TERMS[0], right, TERMS) == ""
+    assert (
+        describe_counted_terms(torch.tensor([7.0]), torch.tensor([3.0]), [torch.tensor([1.0]), torch.tensor([2.0])])
+        == ""
+    )
+
+
 def test_terms_that_depend_on_each_other_have_no_hint_of_several_factors() -> None:
     terms = [TERMS[0], 2 * TERMS[0]]
     assert describe_counted_terms(TERMS[1], 3 * TERMS[0], terms) == ""

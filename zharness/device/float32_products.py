@@ -19,7 +19,8 @@ MATMUL_PRECISIONS = ("highest", "high", "medium")
 class Float32Products(Enum):
     """The precision of the factors of float32 products; their sums are in float32 in both cases.
 
-    TF32 keeps 10 bits of the significand behind the leading one, so that a factor has a relative error up to 2^-11
+    TF32 keeps 10 bits of the significand behind the leading one, so that a factor has a relative error up to 2^-11,
+    and up to 2^-10 in kernels that pass float32 to tensor cores, which ignore the other bits
     (https://docs.nvidia.com/cuda/cublas/#floating-point-emulation-and-tf32; NVIDIA A100 white paper, figure 9).
     """
 
@@ -33,7 +34,7 @@ class Float32Products(Enum):
 
     @property
     def eps(self) -> float:
-        """Return the distance from 1 to the next larger factor: twice the largest relative error of a factor."""
+        """Return the distance from 1 to the next larger factor: the largest relative error of a truncated factor."""
         return float(2.0 ** (1 - self.factor_bits))
 
 

@@ -24,7 +24,9 @@ DISCARDED_GRADS_KEPT_HINT = "the sum with the gradients that zero_grad() discard
 ZERO_GRADIENT_HINT = "it is 0 x the right gradient"
 AS_EVERY_GRADIENT = ", as is every other gradient"
 MAX_TERMS = 8  # of a sum; the hint about terms tries each subset of them
-ROUNDINGS = 4  # that the hint about terms allows an engine, each one eps of its largest element
+# The hint about terms allows an engine this many roundings, each one eps of the largest element: of a term that it
+# reduces, of the sum over terms, of the scale, and of the quotient by ranks.
+ROUNDINGS = 4
 OLD_GRADIENT_KEPT_HINT = "it is the gradient from before zero_grad()"
 REDUCED_AGAIN_HINT = "each end of a backward reduced again what the earlier ones had left"
 LAST_DISCARDED_GRAD_KEPT_HINT = "the sum with the last gradient that zero_grad() discarded"
@@ -131,11 +133,14 @@ def hint_counted_term(
 def describe_counted_terms(found: Tensor, right: Tensor, terms: Sequence[Tensor]) -> str:
     """Return a hint that says how often each of ``terms`` counts in ``found``; '' if ``found`` is not a sum of them.
 
-    Each counts once in ``right``. All tensors are float64.
+    Each counts once in ``right``. All tensors are float64. Nothing is said of an error that rounding explains, nor of
+    a term with one element, of which every error is a multiple.
     """
     if len(terms) > MAX_TERMS or not all(bool(tensor.isfinite().all()) for tensor in (found, *terms)):
         return ""
     error, rounding = found - right, ROUNDINGS * torch.finfo(torch.float32).eps * float(found.abs().max())
+    if bool((error.abs() <= rounding).all()):
+        return ""
     for size in range(1, len(terms)):
         for chosen in combinations(terms, size):
             factor = fit_multiple(error, torch.stack(chosen).sum(dim=0), rounding)
@@ -182,8 +187,9 @@ def group_equal_terms(terms: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def fit_multiple(error: Tensor, term: Tensor, rounding: float) -> float | None:
     """Return the factor by which ``error`` is a multiple of ``term``, up to ``rounding``, or None if it is none."""
-    norm = float((term * term).sum())
-    factor = float((error * term).sum()) / norm if norm else 0.0
+    if int(term.count_nonzero()) < 2:
+        return None
+    factor = float((error * term).sum() / (term * term).sum())
     return factor if factor and bool(((error - factor * term).abs() <= rounding).all()) else None
 
 
