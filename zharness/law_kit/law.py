@@ -118,7 +118,7 @@ class Law:
     covers_triples: bool = False
     needs_fresh_ranks: bool = False
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
-    mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
+    mesh_support: MeshSupport = MeshSupport.ANY
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
 
     def get_variant(self, name: str) -> Variant:

@@ -385,6 +385,7 @@ class Engine:
             self.loss_scaler.close()
             self._gradients.close()
             self._parameters.close()
+            self.comm.close()
 
 
 def _copy_to_cpu(value: Any) -> Any:
