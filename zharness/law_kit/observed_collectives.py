@@ -160,20 +160,21 @@ class AxisSizes:
 
 
 def split_shapes(
-    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int
+    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, coordinate: int = 0
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parts that one of ``tensor_size`` ranks has of the parameters ``shapes``.
+    """Return the shapes of the parts that the rank at ``coordinate`` of tp has of the parameters ``shapes``.
 
-    A column-wise layer splits the first dimension of weight and bias, a row-wise one the last of the weight.
+    A column-wise layer splits the first dimension of weight and bias, a row-wise one the last of the weight. As in
+    torch.chunk, the last ranks have the smaller parts.
     """
     parts = {name: list(shape) for name, shape in shapes.items()}
     for name, part in parts.items() if tensor_size > 1 else ():
         module, _, kind = name.rpartition(".")
         word = plan.get(module, "")
-        if "colwise" in word:
-            part[0] //= tensor_size
-        elif word.startswith("rowwise") and kind == "weight":
-            part[-1] //= tensor_size
+        if "colwise" in word or (word.startswith("rowwise") and kind == "weight"):
+            dim = 0 if "colwise" in word else -1
+            chunk = -(-part[dim] // tensor_size)
+            part[dim] = max(0, min(chunk, part[dim] - coordinate * chunk))
     return {name: tuple(part) for name, part in parts.items()}
 
 

@@ -49,12 +49,13 @@ def read_stage(ctx: JudgeContext) -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """What the mesh leaves of the parameters on one rank of tp, and by how many shards and copies that is divided.
+    """What one rank of tp has of the parameters, and by how many shards and copies that is divided.
 
-    ``shapes`` are those of the whole parts of one rank of tp, by the parameter's name.
+    ``shapes`` are those of its parts, by the parameter's name, and ``ranks`` are the ranks with this coordinate of tp.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
+    ranks: tuple[int, ...]
     shards: int
     copies: int
 
@@ -64,12 +65,20 @@ class Division:
         return [math.prod(shape) for shape in self.shapes.values()]
 
 
-def divide_parameters(ctx: JudgeContext) -> Division:
-    """Return how the cell's mesh divides the parameters of the model."""
+def divide_parameters(ctx: JudgeContext) -> list[Division]:
+    """Return how the cell's mesh divides the parameters of the model, for each coordinate of tp."""
     axes = ctx.mesh.shape(ctx.world_size)
     shapes = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
-    parts = split_shapes(shapes, ctx.baseline.spec.tp_plan, axes[TENSOR])
-    return Division(parts, axes[DATA_SHARD] * axes[CONTEXT], axes[REPLICATE])
+    coordinates = [ctx.mesh.coordinates(rank, ctx.world_size)[TENSOR] for rank in range(ctx.world_size)]
+    return [
+        Division(
+            split_shapes(shapes, ctx.baseline.spec.tp_plan, axes[TENSOR], at),
+            tuple(rank for rank, coordinate in enumerate(coordinates) if coordinate == at),
+            axes[DATA_SHARD] * axes[CONTEXT],
+            axes[REPLICATE],
+        )
+        for at in range(axes[TENSOR])
+    ]
 
 
 def two_largest_modules_bytes(division: Division) -> float:

@@ -22,6 +22,7 @@ from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
+from zharness.mesh import TENSOR
 from zharness.parity import Comparison, Part, compare_bitwise
 
 EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
@@ -82,7 +83,10 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                yield compare_bitwise(place, torch.full_like(times, ctx.claims.replicas), times)
+                # tp splits a weight, or leaves it whole on all of its ranks.
+                whole = ctx.claims.replicas * ctx.mesh.size(TENSOR)
+                owners = whole if bool((times == whole).all()) else ctx.claims.replicas
+                yield compare_bitwise(place, torch.full_like(times, owners), times)
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
