@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Feature, Reduction
 from zharness.law_kit.clipping import CLIP_ROUNDINGS, NO_CLIPPING, ClipFactor, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import ModelScope, Variant
+from zharness.law_kit.law import MeshSupport, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import ClippedSgdStep
 from zharness.law_kit.optimizers import UNIT_LR_SGD
@@ -150,5 +150,6 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law of weights of two dtypes that clips their gradients",
+        mesh_support=MeshSupport.WHOLE_SEQUENCES,
     ),
 )
