@@ -92,6 +92,9 @@ class Comm:
             tally.elements * dtype.itemsize * kind.passes for (kind, dtype), tally in self._tallies.items()
         )
 
+    def close(self) -> None:
+        """Keep the group, which belongs to the caller; subclasses that make groups destroy them."""
+
     @property
     def transfer_device(self) -> torch.device:
         """Return a device on which the group's backend takes tensors: the current GPU with NCCL, else the CPU."""

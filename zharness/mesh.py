@@ -68,6 +68,11 @@ class Mesh:
         """Return the size of a named axis, or 1 for an axis that the mesh does not name."""
         return dict(self.sizes).get(axis, 1)
 
+    @property
+    def smallest_world(self) -> int:
+        """The number of ranks of the smallest world that has this mesh."""
+        return self._count_named() * self.size(EXPERT)
+
     def explain_misfit(self, world_size: int) -> str:
         """Return the reason why ``world_size`` ranks cannot form this mesh, or '' if they can."""
         named = self._count_named()

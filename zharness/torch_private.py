@@ -201,6 +201,18 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
         dist.distributed_c10d._update_default_pg(whole)
 
 
+def agree_on_group_names(device: torch.device) -> None:
+    """Let every rank count the process groups as the rank that made the most (_world.group_count, torch 2.1).
+
+    torch names a new group by that count, and a group of which the ranks have different names waits for ever. Ranks
+    that made groups of their own, as inside ``default_group``, count differently. Every rank has to call this function.
+    """
+    world = dist.distributed_c10d._world
+    count = torch.tensor(world.group_count, device=device)
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    world.group_count = int(count)
+
+
 def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
     """Return the group that an argument of a collective operator names, or None for another argument.
 

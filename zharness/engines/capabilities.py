@@ -207,7 +207,8 @@ class Capabilities:
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
-    - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``refuses_on`` maps an axis of a mesh to the features that the engine refuses on meshes with it, with the reasons.
+    - ``options_without_mesh`` are the keys of options that the engine cannot have on a mesh.
     - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
       its value; it is None if they are sent in the reduce dtype there.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
@@ -243,7 +244,8 @@ class Capabilities:
     unknown_options: Mapping[str, str] = field(default_factory=dict)
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
-    refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    refuses_on: Mapping[str, Mapping[Feature, str]] = field(default_factory=dict)
+    options_without_mesh: frozenset[str] = frozenset()
     sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
@@ -298,17 +300,25 @@ class Capabilities:
 
         So they count as kernels of the engine's own, which only tiers X and C judge.
         """
-        found = self
-        if mesh.size(REPLICATE) > self.replicas:
-            found = replace(self, replicas=mesh.size(REPLICATE))
+        if not mesh.sizes:
+            return self
+        refuses = dict(self.refuses)
+        for axis in mesh.axes:
+            refuses.update(self.refuses_on.get(axis, {}))
+        variants = {
+            name: self.variants[name]
+            for name, option in self.engine_options.items()
+            if self.options_without_mesh.isdisjoint(option.options)
+        }
+        replicas = max(self.replicas, mesh.size(REPLICATE))
+        found = replace(self, refuses=refuses, variants=variants, replicas=replicas)
         if CONTEXT in mesh.axes:
             reason = "parts of a sequence have parts of a gradient, which are added over ranks"
             found = replace(found, own_kernels=dict.fromkeys(self.stages, reason))
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
-        refuses = {**self.refuses, **self.refuses_on_tp}
-        return replace(found, own_kernels=dict.fromkeys(self.stages, reason), refuses=refuses)
+        return replace(found, own_kernels=dict.fromkeys(self.stages, reason))
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""

@@ -93,7 +93,7 @@ CAPABILITIES = Capabilities(
         CONTEXT: "its sequences, AutoTP and experts are each split over neighbouring ranks, so that two of them would "
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
-    refuses_on_tp=REFUSES_ON_TP,
+    refuses_on={TENSOR: REFUSES_ON_TP},
     # 'Default value is fp32' (constants.py); engine.py, under sequence_parallel_size > 1, reads it in place of
     # communication_data_type, which has no effect on cp.
     sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),

@@ -286,8 +286,8 @@ def local_piece(param: Any) -> Piece | None:
     """Return the piece of ``param`` whose master weight this rank owns, or None if this rank owns none."""
     rank = dist.get_rank()
     if hasattr(param, "ds_tensor"):
-        size = param.ds_tensor.ds_numel
-        start, stop = min(rank * size, param.ds_numel), min((rank + 1) * size, param.ds_numel)
+        size, part = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
+        start, stop = min(part * size, param.ds_numel), min((part + 1) * size, param.ds_numel)
         return Piece(rank, start, stop) if stop > start else None
     mapping = getattr(param, "_hp_mapping", None)
     if mapping is None:

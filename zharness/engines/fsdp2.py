@@ -22,10 +22,13 @@ from zharness.engines.fsdp2_options import (
     ALL_REDUCE,
     BOTH,
     DOCUMENTATION,
+    GROUPS_REMAIN,
     OPTIONS,
     OPTIONS_AT_EVERY_STAGE,
     OPTIONS_AT_STAGE_3,
+    OPTIONS_WITHOUT_MESH,
     PARAM_DTYPES,
+    REPLICA_REFUSES,
     UNSHARDABLE,
     VECTORS,
     ZERO_FILL_REASON,
@@ -124,6 +127,8 @@ CAPABILITIES = Capabilities(
     own_model={"grouping": BLOCK},  # the usual grouping of large models
     junctions=fully_sharded_modules,
     mesh_axes=frozenset({REPLICATE, TENSOR}),
+    refuses_on={REPLICATE: REPLICA_REFUSES, TENSOR: GROUPS_REMAIN},
+    options_without_mesh=OPTIONS_WITHOUT_MESH,
     unknown_options=find_unknown_options(),
 )
 
@@ -198,7 +203,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 def refuse_options_on_mesh(config: EngineConfig) -> None:
     """Raise ConfigError for an option that counts ranks and does not know the axes of a mesh."""
-    for name in ("replicas", "ignored_params"):
+    for name in sorted(OPTIONS_WITHOUT_MESH):
         if config.mesh.sizes and config.options.get(name):
             raise ConfigError(f"the option {name} cannot be set on the mesh {config.mesh.label}")
 

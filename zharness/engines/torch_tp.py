@@ -38,6 +38,7 @@ REFUSES = {
     Feature.EDITS: f"all ranks have to edit a split weight, which is a DTensor, together ({DOCUMENTATION})",
     Feature.DEFERRED: "parallelize_module splits the values that a model has, and a model on the meta device has none",
     Feature.RESOURCES: "it does not count the bytes that it allocates",
+    Feature.STEADINESS: "the process groups of its DeviceMesh, and their threads, live until destroy_process_group",
     Feature.OWN_WEIGHT_GRADIENTS: (
         "autograd.grad returns DTensors for split weights, which do not mix with the tensors of whole weights "
         f"({DOCUMENTATION})"

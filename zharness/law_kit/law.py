@@ -24,6 +24,7 @@ class MeshSupport(Enum):
     """The meshes on which a law is stated."""
 
     DATA_PARALLEL = "the law is stated for data parallelism alone so far"
+    WHOLE_SEQUENCES = "its models or transforms have whole sequences, and the axis cp gives each rank a part"
     ANY = "the law counts micro-batches and not ranks, and does not ask who owns which elements"
     ONLY = "the law is about a mesh of several axes"
 
@@ -118,7 +119,7 @@ class Law:
     covers_triples: bool = False
     needs_fresh_ranks: bool = False
     setting_support: SettingSupport = SettingSupport.OPTIONS_ONLY
-    mesh_support: MeshSupport = MeshSupport.DATA_PARALLEL
+    mesh_support: MeshSupport = MeshSupport.ANY
     form: CallForm = CallForm.FORWARD_AND_BACKWARD
 
     def get_variant(self, name: str) -> Variant:

@@ -159,20 +159,36 @@ class AxisSizes:
     partial: int
 
 
+def split_shapes(
+    shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, coordinate: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts that the rank at ``coordinate`` of tp has of the parameters ``shapes``.
+
+    A column-wise layer splits the first dimension of weight and bias, a row-wise one the last of the weight. As in
+    torch.chunk, the last ranks have the smaller parts.
+    """
+    parts = {name: list(shape) for name, shape in shapes.items()}
+    for name, part in parts.items() if tensor_size > 1 else ():
+        module, _, kind = name.rpartition(".")
+        word = plan.get(module, "")
+        if "colwise" in word or (word.startswith("rowwise") and kind == "weight"):
+            dim = 0 if "colwise" in word else -1
+            chunk = -(-part[dim] // tensor_size)
+            part[dim] = max(0, min(chunk, part[dim] - coordinate * chunk))
+    return {name: tuple(part) for name, part in parts.items()}
+
+
 def measure_parameters(
     shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], tensor_size: int, shards: int
 ) -> AxisSizes:
     """Return the sizes of parameters that ``plan`` splits over ``tensor_size`` ranks, and that shards then split."""
     local = padding = partial = 0
-    for name, shape in shapes.items():
-        module, _, kind = name.rpartition(".")
-        word = plan.get(module, "") if tensor_size > 1 else ""
+    for name, shape in split_shapes(shapes, plan, tensor_size).items():
         numel = math.prod(shape)
-        split = "colwise" in word or (word.startswith("rowwise") and kind == "weight")
-        local_numel = numel // tensor_size if split else numel
-        local += local_numel
-        padding += (shards - 1) * max(1, local_numel // shape[0])
-        partial += local_numel if word == "sequence_parallel" else 0
+        local += numel
+        padding += (shards - 1) * max(1, numel // shapes[name][0])
+        word = plan.get(name.rpartition(".")[0], "") if tensor_size > 1 else ""
+        partial += numel if word == "sequence_parallel" else 0
     return AxisSizes(local, padding, partial)
 
 

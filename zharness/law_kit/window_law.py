@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zharness.engines.protocol import Feature
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.setting import OWNER_FEATURES, REQUIRED_FEATURES, BackwardCall
 from zharness.law_kit.window_judge import make_window_judge
 from zharness.law_kit.window_scenarios import WindowScenario, make_window_observer
@@ -37,7 +37,6 @@ def window_law(
         features=(Feature.PARAMETERS, *features),
         variants=tuple(Variant(variant, required_features(scenario)) for variant, scenario in scenarios.items()),
         dtypes=dtypes,
-        mesh_support=MeshSupport.ANY,
     )
 
 

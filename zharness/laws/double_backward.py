@@ -14,7 +14,7 @@ from zharness.errors import RoundedScenarioError
 from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ZERO_LR_SGD
@@ -321,6 +321,5 @@ LAWS = (
         ),
         steps=LawSteps(observe_retained_then_zero_grad),
         kept_because="every way to call backward, on every model: a released engine fails this law",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -382,9 +382,8 @@ class Engine:
         if self._phase is not EnginePhase.CLOSED:
             self._phase = EnginePhase.CLOSED
             self._step_guard.remove()
-            self.loss_scaler.close()
-            self._gradients.close()
-            self._parameters.close()
+            for part in (self.loss_scaler, self._gradients, self._parameters, self.comm):
+                part.close()
 
 
 def _copy_to_cpu(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from zharness.engines.protocol import Absent, AccumulationOwner, Engine, Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import SupportsReadOut
 from zharness.errors import EngineContractError
-from zharness.law_kit.law import Law, MeshSupport
+from zharness.law_kit.law import Law
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Tier
@@ -47,7 +47,7 @@ def access_law(
     name: str, statement: str, observe: Callable[..., None], judge: Callable[..., Any], **law_fields: Any
 ) -> Law:
     """Build a law of the group ``access``. ``law_fields`` are values for further fields of Law."""
-    fields = {"tier": Tier.STAGED, "models": (SIMILAR,), "mesh_support": MeshSupport.ANY, **law_fields}
+    fields = {"tier": Tier.STAGED, "models": (SIMILAR,), **law_fields}
     return Law(name=f"access.{name}", statement=statement, observe=observe, judge=judge, **fields)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.scenarios import Participant
@@ -88,6 +88,5 @@ LAWS = (
         variants=tuple(map(Variant, (BEFORE_STEPS, BETWEEN_STEPS, BEFORE_BACKWARD, AFTER_BACKWARD))),
         dtypes=("fp32",),
         kept_because="the only law that closes one of several engines and goes on training",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -15,7 +15,7 @@ from zharness.engines.protocol import AccumulationOwner, Feature, OptimizerSpec,
 from zharness.law_kit.engine_facts import collect_engine_facts
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -184,6 +184,5 @@ LAWS = (
         variants=tuple(Variant(name, pair.features, compares_engine_with_itself=True) for name, pair in PAIRS.items()),
         dtypes=("fp32", "fp16"),
         kept_because="the only engines in one process with windows, norms, optimizers and checkpoints of their own",
-        mesh_support=MeshSupport.ANY,
     ),
 )

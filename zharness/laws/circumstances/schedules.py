@@ -10,7 +10,7 @@ from torch import Tensor
 from zharness.engines.protocol import Absent, Engine, Feature, OptimizerSpec
 from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.circumstances.common import sum_loss
 from zharness.laws.circumstances.not_finite import Outcome, step_and_classify
@@ -100,6 +100,5 @@ LAWS = (
         dtypes=("fp32",),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in FACTORS),
         kept_because="the only learning rates after a step that was applied with gradients that are not finite",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -180,7 +180,6 @@ LAWS = (
         ),
         dtypes=("bf16", "fp16"),
         kept_because="the only law that judges the steps before and after an overflow under a static loss scale",
-        mesh_support=MeshSupport.ANY,
     ),
     Law(
         name="values.idle_after_skipped",
@@ -200,6 +199,5 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         dtypes=("bf16", "fp16"),
         kept_because="the only idle weights after a skipped step, whose gradients an engine may have kept",
-        mesh_support=MeshSupport.ANY,
     ),
 )

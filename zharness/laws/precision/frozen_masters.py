@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
@@ -57,6 +57,5 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only weights in low precision that are read while they are frozen",
-        mesh_support=MeshSupport.ANY,
     ),
 )

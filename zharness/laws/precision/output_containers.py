@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.backward_outputs import OUTPUT_CONTAINERS
@@ -72,7 +72,6 @@ LAWS = (
         judge=judge_output_containers,
         dtypes=("bf16", "fp16"),  # backward.outputs has fp32
         variants=tuple(map(Variant, OUTPUT_CONTAINERS)),
-        mesh_support=MeshSupport.ANY,
         kept_because="the only low-precision outputs in containers, which an engine that casts outputs takes apart",
     ),
 )

@@ -1,14 +1,16 @@
 """Define laws on the bytes that a rank stores, sends and gathers: they obey the formulas of the ZeRO paper.
 
 The formulas are in Rajbhandari et al., "ZeRO", sections 5 and 7. In them, psi is the number of bytes of all parameters,
-and N is the world size.
+and N is the world size. On a mesh psi is what a rank of tp has of them, N is the number of shards, and gradients are
+also reduced over the copies of each shard.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
-
-import torch
+from itertools import product
 
 from zharness.engines.protocol import AccumulationOwner, Feature, Resources, Traffic
 from zharness.law_kit.judge_context import JudgeContext
@@ -16,6 +18,8 @@ from zharness.law_kit.optimizers import PLAIN_ADAMW, ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.resources.common import (
     ACCUMULATIONS,
+    Division,
+    divide_parameters,
     read_stage,
     record_stage,
     require_observation,
@@ -53,15 +57,21 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
     Each of these numbers is divided by N at the stages that shard it; padding and AdamW's step counts are added. If
     parameters are sharded, the parameters of at most two modules may stay gathered between a forward and its backward.
     """
-    stage, shapes = read_stage(ctx), {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
-    sizes = [shape.numel() for shape in shapes.values()]
-    shards = [largest_shard_numel(ctx, name, shape) for name, shape in shapes.items()]
+    for division in divide_parameters(ctx):
+        yield from judge_memory_of_division(ctx, division)
+
+
+def judge_memory_of_division(ctx: JudgeContext, division: Division) -> Iterator[Comparison]:
+    """Compare the bytes of the ranks of ``division`` with the formulas."""
+    stage, sizes = read_stage(ctx), division.sizes
+    shards = [largest_shard_numel(ctx, name, division) for name in division.shapes]
     for name, records, shards_from in (("parameters", 1, 3), ("gradients", 1, 2), ("optimizer_state", 2, 1)):
-        ranks = ctx.world_size if stage >= shards_from else 1
+        ranks = division.shards if stage >= shards_from else 1
         share = records * 4 * sum(sizes) / ranks
         padding = records * 4 * (sum(shards) - sum(sizes) / ranks) if ranks > 1 else 0
         counts = 4 * len(sizes) if name == "optimizer_state" else 0
-        for rank, record in enumerate(ctx.rank_records("sizes")):
+        for rank in division.ranks:
+            record = ctx.rank_records("sizes")[rank]
             place = ctx.location(name, Part.GATHER, 0, rank)
             at_most = share + padding + counts
             # The last shard may be shorter by as much as the others are padded.
@@ -69,19 +79,22 @@ def judge_memory_per_rank(ctx: JudgeContext) -> Iterator[Comparison]:
             yield compare_within_range(place, scalar(least), record[name], scalar(at_most))
             if name == "parameters" and stage >= shards_from:
                 used = ctx.location(PARAMETERS_AFTER_FORWARD, Part.GATHER, 0, rank)
-                yield compare_within_range(
-                    used, scalar(0), record[PARAMETERS_AFTER_FORWARD], scalar(at_most + two_largest_modules_bytes(ctx))
-                )
+                most = scalar(at_most + two_largest_modules_bytes(division))
+                yield compare_within_range(used, scalar(0), record[PARAMETERS_AFTER_FORWARD], most)
 
 
-def largest_shard_numel(ctx: JudgeContext, name: str, shape: torch.Size) -> int:
+def largest_shard_numel(ctx: JudgeContext, name: str, division: Division) -> int:
     """Return the number of elements in the largest padded shard of the parameter ``name``.
 
     The parameter is split into equal numbers of elements, or into rows if the engine's layout says so.
     """
-    even, by_rows = -(-shape.numel() // ctx.world_size), -(-shape[0] // ctx.world_size) * shape[1:].numel()
-    declared = (piece.stop - piece.start for piece in ctx.evidence[0].layout.get(name, ()))
-    return by_rows if max(declared, default=0) == by_rows else even
+    shape, shards = division.shapes[name], division.shards
+    even, by_rows = -(-math.prod(shape) // shards), -(-shape[0] // shards) * math.prod(shape[1:])
+    declared: Counter[int] = Counter()
+    for piece in ctx.evidence[0].layout.get(name, ()):
+        if piece.rank in division.ranks:
+            declared[piece.rank] += piece.stop - piece.start
+    return by_rows if max(declared.values(), default=0) == by_rows else even
 
 
 def observe_comm_volume(ctx: RankContext) -> None:
@@ -103,11 +116,18 @@ def observe_comm_volume(ctx: RankContext) -> None:
 def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
     """Check the bytes sent: 2 psi at stages 0 and 1, (A+1) psi at stage 2, and 2A to 3A psi at stage 3.
 
-    A is the number of micro-batches. Each of these numbers is multiplied by (N-1)/N, where N is the world size. Stage 3
-    sends less than 3A psi if backward does not gather the parameters again.
+    A is the number of micro-batches. Each of these numbers is multiplied by (N-1)/N, where N is the number of shards.
+    Stage 3 sends less than 3A psi if backward does not gather the parameters again. With C copies of the weights, each
+    reduction also sends 2 (C-1)/C of a shard.
     """
-    stage, sizes = read_stage(ctx), [p.numel() for p in ctx.baseline.build_module().parameters()]
-    ranks = ctx.world_size
+    for division in divide_parameters(ctx):
+        yield from judge_volume_of_division(ctx, division)
+
+
+def judge_volume_of_division(ctx: JudgeContext, division: Division) -> Iterator[Comparison]:
+    """Compare the bytes that the ranks of ``division`` sent of parameters and gradients with the formulas."""
+    stage = read_stage(ctx)
+    sizes, ranks, copies = division.sizes, division.shards, division.copies
     psi = 4.0 * sum(sizes)
     for steps in ACCUMULATIONS:
         passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
@@ -118,9 +138,12 @@ def judge_comm_volume(ctx: JudgeContext) -> Iterator[Comparison]:
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
         share = (ranks - 1) / ranks
-        for rank, record in enumerate(ctx.rank_records("sent", steps)):
+        over_copies = (1 if stage < 2 else steps) * 2 * (copies - 1) / copies
+        least, most = share * least + over_copies * psi / ranks, share * most + over_copies * (psi / ranks + padding)
+        for rank in division.ranks:
+            sent = ctx.rank_records("sent", steps)[rank]["sent"]
             place = ctx.location("sent", Part.REDUCTION, steps, rank)
-            yield compare_within_range(place, scalar(share * least), record["sent"], scalar(share * most))
+            yield compare_within_range(place, scalar(least), sent, scalar(most))
 
 
 PREFETCH_BUCKET_SIZES = (0, 100)  # elements that stage 3 gathers in one collective
@@ -150,12 +173,12 @@ def judge_gathered_bytes(ctx: JudgeContext) -> Iterator[Comparison]:
 
     Below stage 3, the peak has to be 0.
     """
-    for bucket in PREFETCH_BUCKET_SIZES:
-        padded = (
-            bucket * ctx.world_size
-        )  # a bucket may hold parameters of one element, each padded to one element on every rank
-        most = two_largest_modules_bytes(ctx) + 4 * padded if read_stage(ctx) == 3 else 0
-        for rank, record in enumerate(ctx.rank_records("gathered", bucket)):
+    for division, bucket in product(divide_parameters(ctx), PREFETCH_BUCKET_SIZES):
+        # A bucket may hold parameters of one element, each padded to one element on every rank.
+        padded = bucket * division.shards
+        most = two_largest_modules_bytes(division) + 4 * padded if read_stage(ctx) == 3 else 0
+        for rank in division.ranks:
+            record = ctx.rank_records("gathered", bucket)[rank]
             yield compare_bitwise(ctx.location("rest", Part.GATHER, 0, rank), scalar(0), record["rest"])
             yield compare_within_range(
                 ctx.location("peak", Part.GATHER, 0, rank), scalar(0), record["peak"], scalar(most)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +14,9 @@ from zharness.engines.protocol import Engine, Feature
 from zharness.errors import EngineContractError
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.observed_collectives import split_shapes
 from zharness.law_kit.rank_context import RankContext
+from zharness.mesh import CONTEXT, DATA_SHARD, REPLICATE, TENSOR
 from zharness.parity import Comparison, Tier
 
 T = TypeVar("T")
@@ -42,10 +47,46 @@ def read_stage(ctx: JudgeContext) -> int:
     return int(ctx.rank_records("case")[0]["stage"])
 
 
-def two_largest_modules_bytes(ctx: JudgeContext) -> float:
+@dataclass(frozen=True)
+class Division:
+    """What one rank of tp has of the parameters, and by how many shards and copies that is divided.
+
+    ``shapes`` are those of its parts, by the parameter's name, and ``ranks`` are the ranks with this coordinate of tp.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    ranks: tuple[int, ...]
+    shards: int
+    copies: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of elements of each part."""
+        return [math.prod(shape) for shape in self.shapes.values()]
+
+
+def divide_parameters(ctx: JudgeContext) -> list[Division]:
+    """Return how the cell's mesh divides the parameters of the model, for each coordinate of tp."""
+    axes = ctx.mesh.shape(ctx.world_size)
+    shapes = {name: p.shape for name, p in ctx.baseline.build_module().named_parameters()}
+    coordinates = [ctx.mesh.coordinates(rank, ctx.world_size)[TENSOR] for rank in range(ctx.world_size)]
+    return [
+        Division(
+            split_shapes(shapes, ctx.baseline.spec.tp_plan, axes[TENSOR], at),
+            tuple(rank for rank, coordinate in enumerate(coordinates) if coordinate == at),
+            axes[DATA_SHARD] * axes[CONTEXT],
+            axes[REPLICATE],
+        )
+        for at in range(axes[TENSOR])
+    ]
+
+
+def two_largest_modules_bytes(division: Division) -> float:
     """Return the bytes of the parameters in the two largest modules; parameters of submodules do not count."""
-    modules = ctx.baseline.build_module().modules()
-    return sum(sorted(4.0 * sum(p.numel() for p in module.parameters(recurse=False)) for module in modules)[-2:])
+    modules: Counter[str] = Counter()
+    for name, size in zip(division.shapes, division.sizes, strict=True):
+        modules[name.rpartition(".")[0]] += size
+    return 4.0 * sum(sorted(modules.values())[-2:])
 
 
 JudgeFunction = Callable[[JudgeContext], Iterator[Comparison]]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zharness.engines.protocol import Feature
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import MeshSupport
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.resources.common import resource_law
@@ -157,5 +158,6 @@ LAWS = (
         judge_hook_count,
         Feature.STEADINESS,
         kept_because="the only law that counts work instead of numbers",
+        mesh_support=MeshSupport.WHOLE_SEQUENCES,
     ),
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport
+from zharness.law_kit.law import Law
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
@@ -158,7 +158,6 @@ LAWS = (
         judge=judge_close,
         dtypes=("fp32",),
         kept_because="the only law that uses a model after its engine",
-        mesh_support=MeshSupport.ANY,
     ),
     resource_law(
         "no_leak",

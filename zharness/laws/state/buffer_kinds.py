@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Engine, Feature, require_full_state_dict
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -116,6 +116,5 @@ LAWS = (
         features=(Feature.CHECKPOINT,),
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in KINDS),
         kept_because="the only buffers of float64, of integers beyond float32's, of bool, without elements, or shared",
-        mesh_support=MeshSupport.ANY,
     ),
 )

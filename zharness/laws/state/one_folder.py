@@ -13,7 +13,7 @@ import torch
 from zharness.engines.protocol import Engine, Feature, require_gathered
 from zharness.engines.tensor_access import require_write_in
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
@@ -84,6 +84,5 @@ LAWS = (
             Variant(WRITTEN, (Feature.WRITE_IN, Feature.WRITE_IN_FORWARD), compares_engine_with_itself=True),
         ),
         kept_because="the only law that loads a folder twice, and that saves twice after one number of steps",
-        mesh_support=MeshSupport.ANY,
     ),
 )

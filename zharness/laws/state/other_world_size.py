@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,9 +34,11 @@ PARTS = {"params": Part.GATHER, "masters": Part.OPTIMIZER, "state": Part.OPTIMIZ
 
 
 def count_fewer_ranks(ctx: RankContext) -> int:
-    """Return the size of the smaller world: one rank less, or as many as an option of the cell lets it have."""
+    """Return the size of the smaller world: one rank less, or what mesh and options allow."""
     options = ctx.capabilities.engine_options
-    factor = max((options[name].world_size_factor for name in ctx.setting.options), default=1)
+    factor = math.lcm(
+        ctx.config.mesh.smallest_world, *(options[name].world_size_factor for name in ctx.setting.options)
+    )
     return max(factor, (ctx.world_size - 1) // factor * factor)
 
 
@@ -53,7 +56,7 @@ def observe_other_world_size(ctx: RankContext) -> None:
             if ctx.rank < size:
                 with private.default_group(group) if size == fewer < ctx.world_size else nullcontext():
                     act(ctx, folder)
-            dist.barrier()
+            private.agree_on_group_names(ctx.device)
     ctx.record("sizes", {name: torch.tensor(size) for name, size in zip((SAVED, LOADED), sizes, strict=True)})
 
 

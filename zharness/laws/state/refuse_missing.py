@@ -8,7 +8,7 @@ import torch
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import PLAIN_ADAMW
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.rank_actions import collect_training_state, load_raises, run_on_rank_0, shared_folder
@@ -55,6 +55,5 @@ LAWS = (
         weights_stay_integers=False,
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in (EMPTY, ABSENT)),
         kept_because="the only loads without a file: an engine that goes on trains from its initial weights",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps, StepsKind
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.optimizers import TRAJECTORY_OPTIMIZERS
@@ -228,6 +228,5 @@ LAWS = (
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         is_long=True,
         kept_because="the only law that compares a resumed engine bitwise, with schedule, random state and buffers",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -15,7 +15,7 @@ from zharness.engines.protocol import Engine, Feature, require_full_state_dict, 
 from zharness.engines.tensor_access import require_read_out, require_write_in
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -272,6 +272,5 @@ LAWS = (
             Variant(WRITTEN, (Feature.READ_OUT, Feature.WRITE_IN), compares_engine_with_itself=True),
         ),
         kept_because="the only law that saves one engine several times, and loads into one with other frozen weights",
-        mesh_support=MeshSupport.ANY,
     ),
 )

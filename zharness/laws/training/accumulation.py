@@ -12,7 +12,7 @@ from zharness.engines.protocol import AccumulationOwner, Engine, Feature
 from zharness.law_kit.accumulation import accumulate, judge_engine_divided_gradients
 from zharness.law_kit.clipping import judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext, divide_loss_by
-from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -164,6 +164,5 @@ LAWS = (
         steps=LawSteps(observe_accumulation, rounds=True),
         is_long=True,
         kept_because="every accumulation owner and window length, over two boundaries",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -15,7 +15,7 @@ from zharness.device.float32_products import keep_precision
 from zharness.engines.protocol import Engine, Feature, OptimizerSpec, require_full_state_dict, require_gathered
 from zharness.engines.tensor_access import require_read_out
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.law import Variant
 from zharness.law_kit.process_state import read_process_state
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -239,7 +239,6 @@ LAWS = (
             Variant(EDITED, (Feature.EDITS,), compares_engine_with_itself=True),
         ),
         kept_because="the only law that sets modes away from their defaults, and that looks at them after a load",
-        mesh_support=MeshSupport.ANY,
         needs_fresh_ranks=True,
     ),
 )

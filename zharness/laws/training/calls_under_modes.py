@@ -10,7 +10,7 @@ import torch
 from zharness.device import compute_device_type
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.law import Variant
 from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -65,6 +65,5 @@ LAWS = (
         variants=tuple(Variant(name, compares_engine_with_itself=True) for name in MODES),
         sets_autocast=True,
         kept_because="the only law that makes a step in a mode of the caller",
-        mesh_support=MeshSupport.ANY,
     ),
 )

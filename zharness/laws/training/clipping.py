@@ -138,7 +138,6 @@ LAWS = (
         steps=LawSteps(observe_clip_and_norm),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that clips below the norm and compares the norm",
-        mesh_support=MeshSupport.ANY,
     ),
     variation_law(
         "clip_wide",
@@ -151,5 +150,6 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law of weights of two dtypes that clips their gradients",
+        mesh_support=MeshSupport.WHOLE_SEQUENCES,
     ),
 )

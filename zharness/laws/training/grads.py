@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
@@ -77,7 +77,6 @@ LAWS = (
         steps=LawSteps(observe_grads),
         is_gradient_law=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        mesh_support=MeshSupport.ANY,
         kept_because="the shortest law, which applies to every engine: the first one to read in a report",
     ),
     Law(
@@ -91,7 +90,6 @@ LAWS = (
         steps=LawSteps(observe_one_hot_rank),
         compares_later_forwards=True,
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
-        mesh_support=MeshSupport.ANY,
         kept_because="bitwise on random weights, where other laws bound a mean, and names the rank that is lost",
     ),
 )

@@ -11,7 +11,7 @@ from zharness.engines.options import are_options_compatible
 from zharness.engines.protocol import Absent, Engine, Feature
 from zharness.law_kit.buffers import compare_buffers, read_initial_buffers
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, ModelScope, Variant
+from zharness.law_kit.law import ModelScope, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import PLAIN_ADAMW, UNIT_LR_SGD
 from zharness.law_kit.pairwise import build_pairwise_rows
@@ -117,7 +117,6 @@ LAWS = (
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         kept_because="needs no baseline: it holds for a model that no other law can run",
-        mesh_support=MeshSupport.ANY,
     ),
     variation_law(
         "buffers",

@@ -14,7 +14,7 @@ from torch import Tensor
 from zharness.law_kit.buffers import copy_buffers, restore_buffers
 from zharness.law_kit.hints import hint_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, ModelScope, Variant
+from zharness.law_kit.law import Law, ModelScope, Variant
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
 from zharness.mesh import CONTEXT
@@ -113,6 +113,5 @@ LAWS = (
         variants=(Variant(model_scope=ModelScope.ANY),),
         is_gradient_law=True,
         kept_because="the only law for random weights on an engine with kernels of its own",
-        mesh_support=MeshSupport.ANY,
     ),
 )

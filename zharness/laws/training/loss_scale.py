@@ -9,7 +9,6 @@ import torch
 from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.dtypes import LOSS_SCALES
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.optimizers import ZERO_LR_SGD
@@ -113,7 +112,6 @@ LAWS = (
         judge_small_gradients,
         models=("exact",),
         dtypes=("fp16",),
-        mesh_support=MeshSupport.ANY,
         weights_stay_integers=False,
         kept_because="the only gradients below the smallest number of their weights' dtype",
     ),

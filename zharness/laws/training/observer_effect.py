@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zharness.engines.protocol import Engine, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_actions import collect_training_state
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_records
@@ -85,6 +85,5 @@ LAWS = (
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         variants=(Variant(compares_engine_with_itself=True),),
         kept_because="the only law that reads everything twice, beside an engine that nothing reads",
-        mesh_support=MeshSupport.ANY,
     ),
 )

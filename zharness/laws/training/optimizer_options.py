@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zharness.engines.protocol import Feature, GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport, Variant
+from zharness.law_kit.law import Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext, scalar
@@ -154,6 +154,5 @@ LAWS = (
         ),
         steps=LawSteps(observe_optimizer_options),
         kept_because="the only law that sets these options: an engine that builds the optimizer anew may drop one",
-        mesh_support=MeshSupport.ANY,
     ),
 )

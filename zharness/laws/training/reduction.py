@@ -7,7 +7,6 @@ from contextlib import suppress
 
 from zharness.engines.protocol import Feature, Reduction
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import MeshSupport
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext
@@ -88,7 +87,6 @@ LAWS = (
         steps=LawSteps(observe_sum_or_mean),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that trains with both reductions",
-        mesh_support=MeshSupport.ANY,
     ),
     variation_law(
         "no_sync",
@@ -99,6 +97,5 @@ LAWS = (
         features=(Feature.NO_SYNC,),
         steps=LawSteps(observe_no_sync),
         kept_because="the only law that postpones synchronization",
-        mesh_support=MeshSupport.ANY,
     ),
 )

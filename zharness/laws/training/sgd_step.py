@@ -22,6 +22,7 @@ from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
+from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 
 EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
@@ -34,22 +35,23 @@ def observe_sgd_step(ctx: RankContext) -> None:
         ctx.record("switches", read_process_state(), 0)
         engine = ctx.build_engine(optimizer=UNIT_LR_SGD)
         ctx.record("switches", read_process_state(), 1)
-        ctx.record("shards", collect_local_shards(engine), 0)
+        ctx.record("shards", collect_local_shards(engine, ctx.config.mesh), 0)
         with eval_mode(engine), torch.no_grad():
             ctx.loss(engine, EVAL_MICRO)
         ctx.record("switches", read_process_state(), 2)
         train_and_record_step(ctx, engine)
-        ctx.record("shards", collect_local_shards(engine), 1)
+        ctx.record("shards", collect_local_shards(engine, ctx.config.mesh), 1)
         ctx.record("switches", read_process_state(), 3)
         engine.close()
         ctx.record("switches", read_process_state(), 4)
 
 
-def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
+def collect_local_shards(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's shards as flat tensors, by the name of the parameter.
 
-    A shard is a DTensor, or a tensor whose shape is not that of the full parameter. Empty tensors are left out, because
-    the parameter's elements are then stored elsewhere.
+    A shard is a DTensor, or a tensor whose shape is not that of the full parameter; on tp that may be a part that
+    every rank of data parallelism has whole. Empty tensors are left out, because the parameter's elements are then
+    stored elsewhere.
     """
     full_params = engine.full_params()
     named: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if name in full_params}
@@ -57,7 +59,8 @@ def collect_local_shards(engine: Engine) -> dict[str, Tensor]:
     return {
         name: shard.detach().flatten()
         for name, shard in shards.items()
-        if is_dtensor(named[name]) or (shard.numel() and shard.shape != full_params[name].shape)
+        if is_dtensor(named[name])
+        or (TENSOR not in mesh.axes and shard.numel() and shard.shape != full_params[name].shape)
     }
 
 
@@ -82,7 +85,10 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                yield compare_bitwise(place, torch.full_like(times, ctx.claims.replicas), times)
+                # tp splits a weight, or leaves it whole on all of its ranks.
+                whole = ctx.claims.replicas * ctx.mesh.size(TENSOR)
+                owners = whole if bool((times == whole).all()) else ctx.claims.replicas
+                yield compare_bitwise(place, torch.full_like(times, owners), times)
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:

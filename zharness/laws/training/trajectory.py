@@ -17,7 +17,7 @@ from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.engine_facts import collect_engine_facts, compare_engine_facts
 from zharness.law_kit.hints import hint_added_gradient
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.law_steps import LawSteps
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -187,6 +187,5 @@ LAWS = (
         steps=LawSteps(observe_optimizers),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law with optimizers and options beyond the default ones",
-        mesh_support=MeshSupport.ANY,
     ),
 )

@@ -11,6 +11,7 @@ within a copy. Gradients are reduce-scattered within each copy, and each shard i
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zharness.comm import Comm
@@ -35,6 +36,24 @@ class ReplicatedShards(Comm):
     @property
     def all_ranks(self) -> Comm:
         return self._all_ranks
+
+    def logical_bytes(self) -> float:
+        """Return the bytes that one rank has to send within its copy and across the copies."""
+        return super().logical_bytes() + self._across_copies.logical_bytes()
+
+    def reset(self) -> None:
+        """Set the tallies within the copy and across the copies to zero."""
+        super().reset()
+        self._across_copies.reset()
+
+    def close(self) -> None:
+        """Destroy the two groups, whose threads would live as long as the process.
+
+        A DeviceMesh takes the default group for an axis of all ranks, and that one belongs to the caller.
+        """
+        for group in (self.group, self._across_copies.group):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Tensor:
         """Fill ``shard`` with this rank's slice of the sum over all ranks of ``full``."""
