@@ -330,6 +330,14 @@ MODELS: dict[str, ModelSpec] = {
             )
             for name, parts, build, plan in exact_chain.PIPELINE_MODELS
         ),
+        ModelSpec(
+            name="random_chain",
+            summary="four blocks of random weights, each of which takes the output of the one before",
+            build=partial(exact_chain.ChainModel, random=True),
+            batch=_draw_ternary_batch,
+            loss=_mse,
+            pp_plan=exact_chain.PIPELINE_PLAN,
+        ),
         *(ModelSpec(batch=partial(_draw_parts, draw), **fields) for draw, fields in random_routed.EXPERT_MODELS),
         *(
             ModelSpec(batch=partial(_draw_parts, draw), **causal_attention.SPLIT, **fields)
