@@ -58,6 +58,8 @@ class Feature(Enum):
     EDITS = "full weights that one rank edits for all ranks"
     IN_PLACE_EDITS = "weights that the caller edits in place on every rank: the engine trains with them, or raises"
     DEFERRED = "a model built on the meta device"
+    INITIAL_WEIGHTS = "the initial weights of rank 0 on all ranks, whatever their own models have"
+    INITIAL_BUFFERS = "the initial buffers of rank 0 on all ranks, whatever their own models have"
     AUTOCAST = "a configuration section that runs forwards under torch.autocast"
     LOSS_SCALER = "a dynamic loss scale that skips steps with an overflow"
     AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"

@@ -40,6 +40,7 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     "the files of this law have none",
     Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize does not materialize models of "
     f"the meta device ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
+    Feature.INITIAL_BUFFERS: "initialize broadcasts parameters, and no buffers (engine.py, _broadcast_model)",
     Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section: 'Type fp16 is not supported on your device.' "
     "(engine.py, _do_sanity_check)",
     Feature.REDUCE_DTYPES: "its comms_logger counts calls and bytes of each collective, but not by dtype "
