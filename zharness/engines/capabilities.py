@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
-from zharness.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
+from zharness.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -209,7 +209,8 @@ class Capabilities:
     - ``mesh_axes`` are the axes of a mesh, by the names of ``zharness.mesh.AXES``, that the engine can have beside the
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
-    - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason.
+    - ``refuses_on_tp`` maps each feature that the engine refuses only on a mesh with the axis tp to the reason, and
+      ``refuses_on_ep`` each that it refuses only on one with the axis ep.
     - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
       its value; it is None if they are sent in the reduce dtype there.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
@@ -246,6 +247,7 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on_tp: Mapping[Feature, str] = field(default_factory=dict)
+    refuses_on_ep: Mapping[Feature, str] = field(default_factory=dict)
     sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
@@ -296,7 +298,7 @@ class Capabilities:
         return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
 
     def on_mesh(self, mesh: Mesh) -> Capabilities:
-        """Return the capabilities on ``mesh``: tp and cp split matrix products, whose sums then round in other places.
+        """Return the capabilities on ``mesh``: tp, ep and cp split matrix products, whose sums round in other places.
 
         So they count as kernels of the engine's own, which only tiers X and C judge.
         """
@@ -306,10 +308,14 @@ class Capabilities:
         if CONTEXT in mesh.axes:
             reason = "parts of a sequence have parts of a gradient, which are added over ranks"
             found = replace(found, own_kernels=dict.fromkeys(self.stages, reason))
+        if EXPERT in mesh.axes:
+            reason = "an expert multiplies tokens of several ranks in one product"
+            refuses = {**self.refuses, **self.refuses_on_ep}
+            found = replace(found, own_kernels=dict.fromkeys(self.stages, reason), refuses=refuses)
         if TENSOR not in mesh.axes:
             return found
         reason = "tensor parallelism adds parts of a matrix product over ranks"
-        refuses = {**self.refuses, **self.refuses_on_tp}
+        refuses = {**found.refuses, **self.refuses_on_tp}
         return replace(found, own_kernels=dict.fromkeys(self.stages, reason), refuses=refuses)
 
     def with_options(self, names: Sequence[str]) -> Capabilities:

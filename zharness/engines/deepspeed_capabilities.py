@@ -57,6 +57,10 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
     Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",
 }
+REFUSES_ON_EP: dict[Feature, str] = dict.fromkeys(
+    (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
+    "a rank has its own experts, and no parameter of the name of another rank's",
+)
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
         Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
@@ -95,6 +99,7 @@ CAPABILITIES = Capabilities(
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
     refuses_on_tp=REFUSES_ON_TP,
+    refuses_on_ep=REFUSES_ON_EP,
     # 'Default value is fp32' (constants.py); engine.py, under sequence_parallel_size > 1, reads it in place of
     # communication_data_type, which has no effect on cp.
     sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),

@@ -47,6 +47,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_copies,
     mesh_dropout,
     mesh_experts,
+    mesh_experts_steps,
     mesh_not_finite,
     mesh_state,
     mesh_token_loss,

@@ -101,7 +101,8 @@ class ModelSpec:
     no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
     ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
     experts of each layer of experts, which ep splits. ``cp_plan`` has the attention modules of a model whose sequence
-    cp splits, and ``cp_parts`` what cp has to divide. On such a mesh it runs the laws of the model ``stands_in_for``.
+    cp splits, and ``cp_parts`` what cp has to divide. On a mesh with ep or cp it runs the laws of the model
+    ``stands_in_for``.
     """
 
     name: str
