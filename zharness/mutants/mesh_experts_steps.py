@@ -97,3 +97,37 @@ class StepsExpertsByTheFirstRate(KnowsItsExperts):
         for group, rate in zip(of_experts, self.first_rates, strict=True):
             group["lr"] = rate
         self.right.step()
+
+
+def on_overflow(variant: str, parameter: str) -> Target:
+    """Return a target of the law of an expert whose gradient is not finite."""
+    return on_steps("mesh.expert_not_finite", variant, Part.OPTIMIZER, parameter, model="routed")
+
+
+class KnowsItsOverflow(KnowsItsExperts):
+    """The base class of mutants that decide by the gradients of this rank's experts."""
+
+    def own_is_finite(self) -> bool:
+        """Return whether all gradients of this rank's experts are finite."""
+        return all(bool(param.grad.isfinite().all()) for param in self.own if param.grad is not None)
+
+
+@mutant(FaultKind.RANKS, on_overflow("inf", "moe.experts.2.*"), origin=Origin.MESH)
+class LeavesOutExpertsThatOverflow(KnowsItsOverflow):
+    """A step leaves out the experts of a rank on which one overflows, and moves everything else."""
+
+    def step(self) -> None:
+        for param in () if self.own_is_finite() else self.own:
+            param.grad = None
+        self.right.step()
+
+
+@mutant(FaultKind.RANKS, on_overflow("nan", "outcome"), origin=Origin.MESH)
+class RaisesWhereAnExpertOverflows(KnowsItsOverflow):
+    """All ranks make the step, and the one whose expert overflows raises after it."""
+
+    def step(self) -> None:
+        is_finite = self.own_is_finite()
+        self.right.step()
+        if not is_finite:
+            raise FloatingPointError("a gradient of an expert is not finite")
