@@ -10,10 +10,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zharness.engines.option_keys import find_reason
-from zharness.mesh import CONTEXT, REPLICATE, TENSOR, Mesh
+from zharness.mesh import CONTEXT, EXPERT, REPLICATE, TENSOR, Mesh
 
 if TYPE_CHECKING:
     from torch import nn
+
+# Why sums of matrix products round in other places on an axis.
+SPLIT_PRODUCTS = {
+    TENSOR: "tensor parallelism adds parts of a matrix product over ranks",
+    EXPERT: "an expert multiplies tokens of several ranks in one product",
+    CONTEXT: "parts of a sequence have parts of a gradient, which are added over ranks",
+}
 
 
 class Feature(Enum):
@@ -58,6 +65,8 @@ class Feature(Enum):
     EDITS = "full weights that one rank edits for all ranks"
     IN_PLACE_EDITS = "weights that the caller edits in place on every rank: the engine trains with them, or raises"
     DEFERRED = "a model built on the meta device"
+    INITIAL_WEIGHTS = "the initial weights of rank 0 on all ranks, whatever their own models have"
+    INITIAL_BUFFERS = "the initial buffers of rank 0 on all ranks, whatever their own models have"
     AUTOCAST = "a configuration section that runs forwards under torch.autocast"
     LOSS_SCALER = "a dynamic loss scale that skips steps with an overflow"
     AUTOCAST_SCALER = "a dynamic loss scale under torch_autocast in fp16"
@@ -296,7 +305,7 @@ class Capabilities:
         return frozenset(frozenset((name, other)) for name in names for other in known[name].excludes if other in names)
 
     def on_mesh(self, mesh: Mesh) -> Capabilities:
-        """Return the capabilities on ``mesh``: tp and cp split matrix products, whose sums then round in other places.
+        """Return the capabilities on ``mesh``: tp, ep and cp split matrix products, whose sums round in other places.
 
         So they count as kernels of the engine's own, which only tiers X and C judge.
         """
@@ -311,14 +320,9 @@ class Capabilities:
             if self.options_without_mesh.isdisjoint(option.options)
         }
         replicas = max(self.replicas, mesh.size(REPLICATE))
-        found = replace(self, refuses=refuses, variants=variants, replicas=replicas)
-        if CONTEXT in mesh.axes:
-            reason = "parts of a sequence have parts of a gradient, which are added over ranks"
-            found = replace(found, own_kernels=dict.fromkeys(self.stages, reason))
-        if TENSOR not in mesh.axes:
-            return found
-        reason = "tensor parallelism adds parts of a matrix product over ranks"
-        return replace(found, own_kernels=dict.fromkeys(self.stages, reason))
+        reason = next((reason for axis, reason in SPLIT_PRODUCTS.items() if axis in mesh.axes), "")
+        own_kernels = dict.fromkeys(self.stages, reason) if reason else self.own_kernels
+        return replace(self, refuses=refuses, variants=variants, replicas=replicas, own_kernels=own_kernels)
 
     def with_options(self, names: Sequence[str]) -> Capabilities:
         """Return the capabilities of an engine on which the named options are set, without options they exclude."""

@@ -40,6 +40,7 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     "the files of this law have none",
     Feature.DEFERRED: "a model is built whole or inside deepspeed.zero.Init; initialize does not materialize models of "
     f"the meta device ({_DOCUMENTATION}/zero3.html#constructing-massive-models)",
+    Feature.INITIAL_BUFFERS: "initialize broadcasts parameters, and no buffers (engine.py, _broadcast_model)",
     Feature.LOSS_SCALER: "the CPU accelerator refuses the fp16 section: 'Type fp16 is not supported on your device.' "
     "(engine.py, _do_sanity_check)",
     Feature.REDUCE_DTYPES: "its comms_logger counts calls and bytes of each collective, but not by dtype "
@@ -56,6 +57,10 @@ _REFUSED_AT_EVERY_STAGE: dict[Feature, str] = {
     Feature.RESOURCES: "it does not count its memory by parameters, gradients and optimizer state",
     Feature.TRAFFIC: "it does not count gathered bytes, nor does its comms_logger count the bytes that a rank sends",
 }
+REFUSES_ON_EP: dict[Feature, str] = dict.fromkeys(
+    (Feature.EDITS, Feature.READ_OUT, Feature.WRITE_IN, Feature.SHARD_ACCESS),
+    "a rank has its own experts, and no parameter of the name of another rank's",
+)
 _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
     0: {
         Feature.READ_OUT: _NO_ACCESS_AT_STAGE_0,
@@ -93,7 +98,7 @@ CAPABILITIES = Capabilities(
         CONTEXT: "its sequences, AutoTP and experts are each split over neighbouring ranks, so that two of them would "
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
-    refuses_on={TENSOR: REFUSES_ON_TP},
+    refuses_on={TENSOR: REFUSES_ON_TP, EXPERT: REFUSES_ON_EP},
     # 'Default value is fp32' (constants.py); engine.py, under sequence_parallel_size > 1, reads it in place of
     # communication_data_type, which has no effect on cp.
     sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zharness.engines.deepspeed_round_robin import RoundRobinLinks
 from zharness.engines.deepspeed_tensors import DeepSpeedTensorReader, gather_by_name, gather_pieces, own_pieces
 from zharness.engines.protocol import EngineConfig, Piece
+from zharness.engines.torch_engine import snapshot
 from zharness.errors import ConfigError
 from zharness.mesh import EXPERT
 
@@ -67,16 +68,21 @@ def split_experts(model: nn.Module, config: EngineConfig) -> tuple[nn.Module, di
 
 
 def build_moe(layer: Any, size: int) -> Any:
-    """Return DeepSpeed's MoE for a layer of experts, which drops no token and draws no random number."""
+    """Return DeepSpeed's MoE for a layer of experts, which drops no token and draws no random number.
+
+    Its new gate draws weights, which those of the layer replace, so that the generator's state is restored.
+    """
     moe_class: Any = importlib.import_module("deepspeed.moe.layer").MoE
-    return moe_class(
-        layer.gate.in_features,
-        copy.deepcopy(layer.experts[0]),
-        num_experts=len(layer.experts),
-        ep_size=size,
-        drop_tokens=False,
-        use_rts=False,
-    ).to(layer.gate.weight.device)
+    with torch.random.fork_rng(devices=[]):
+        moe = moe_class(
+            layer.gate.in_features,
+            copy.deepcopy(layer.experts[0]),
+            num_experts=len(layer.experts),
+            ep_size=size,
+            drop_tokens=False,
+            use_rts=False,
+        )
+    return moe.to(layer.gate.weight)
 
 
 def split_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -115,8 +121,10 @@ class ExpertTensorReader(DeepSpeedTensorReader):
         return self._merge(super().optimizer_state(), self.experts.optimizer_state())
 
     def state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the state dict of the plain model, which has no buffers; ``module`` has names of DeepSpeed's."""
-        return self.weights()
+        """Return the state dict of the plain model: its weights, and the buffers of ``module``, which has no others."""
+        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        saved = module.state_dict()
+        return self.weights() | {name: snapshot(saved[name]) for name in saved if name in buffers}
 
     def layout(self) -> dict[str, tuple[Piece, ...]]:
         """Return which pieces of a parameter each rank owns; a parameter that every rank has whole has no entry."""

@@ -32,6 +32,7 @@ REFUSES_ON_TP: Mapping[Feature, str] = {
     Feature.READ_OUT: _PARTS,
     Feature.WRITE_IN: _PARTS,
     Feature.SHARD_ACCESS: _PARTS,
+    Feature.INITIAL_WEIGHTS: "ranks of data parallelism broadcast to each other, and those of tp do not",
     Feature.EDITS: f"it documents no way to edit a parameter that AutoTP has split ({_DOCUMENTATION})",
 }
 

@@ -60,6 +60,10 @@ REFUSES = {
         "the forward of each group is a collective, which every rank has to call: 'this strategy unshards (via "
         f"all-gather) before the forward' ({DOCUMENTATION})"
     ),
+    **dict.fromkeys(
+        (Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS),
+        f"'sync_module_states=True requires GPU communication', and its default is False ({DOCUMENTATION})",
+    ),
     Feature.EDITS: (
         "'The full parameters can be modified, but only the portion corresponding to the local param shard will "
         f"persist' ({DOCUMENTATION})"

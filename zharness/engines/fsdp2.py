@@ -84,6 +84,11 @@ REFUSES = {
         f"all-gathers the parameters' ({DOCUMENTATION})"
     ),
     Feature.SPARSE_GRADIENTS: "it copies gradients into one buffer by fsdp::chunk_cat, which takes dense tensors only",
+    **dict.fromkeys(
+        (Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS),
+        "each rank shards the values of its own model, which the caller makes equal, as by set_model_state_dict with "
+        "broadcast_from_rank0 (https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html)",
+    ),
     Feature.EDITS: (
         "all ranks have to edit the parameter, a DTensor, together: 'represents the sharded parameters as DTensor s' "
         f"({DOCUMENTATION})"

@@ -52,6 +52,10 @@ REFUSES: dict[Feature, str] = {
     Feature.RESOURCES: "it does not count the bytes that it allocates",
     Feature.RANK_BUFFERS: "torch.distributed.checkpoint saves a tensor that is not a DTensor once for all ranks",
     Feature.STEADINESS: "the process groups of its device mesh live until destroy_process_group",
+    **dict.fromkeys(
+        (Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS),
+        "each rank shards the values of its own model; broadcast_params is for the caller to call",
+    ),
     **dict.fromkeys((Feature.OUTSIDE_FORWARD, Feature.SUBMODULES), _DISTRIBUTED),
     **dict.fromkeys(
         (Feature.TORCH_FUNC, Feature.TRANSFORMS),

@@ -82,7 +82,10 @@ SCHEDULES: Mapping[str, ScheduleKind] = {
 _LEFT_TO_THE_CALLER = f"the schedules leave it to the caller ({DOCUMENTATION})"
 CAPABILITIES = Capabilities(
     stages=frozenset({0}),
-    refuses=dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
+    refuses={
+        **dict.fromkeys((Feature.UNIVERSAL_CHECKPOINT, Feature.LOSS_SCALER), _LEFT_TO_THE_CALLER),
+        **dict.fromkeys((Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS), "a stage has the values of its own ranks"),
+    },
     mesh_axes=frozenset({PIPELINE}),
     variants={
         FULLY_SHARD: EngineOption({DATA_PARALLEL: FULLY_SHARD}, models=UNTIED),

@@ -37,6 +37,10 @@ REFUSES = {
     Feature.UNEVEN_RANKS: f"every rank of tp runs every module that is split ({DOCUMENTATION})",
     Feature.EDITS: f"all ranks have to edit a split weight, which is a DTensor, together ({DOCUMENTATION})",
     Feature.DEFERRED: "parallelize_module splits the values that a model has, and a model on the meta device has none",
+    **dict.fromkeys(
+        (Feature.INITIAL_WEIGHTS, Feature.INITIAL_BUFFERS),
+        "a split weight is that of the first rank of tp (src_data_rank), and the others stay as each rank has them",
+    ),
     Feature.RESOURCES: "it does not count the bytes that it allocates",
     Feature.STEADINESS: "the process groups of its DeviceMesh, and their threads, live until destroy_process_group",
     Feature.OWN_WEIGHT_GRADIENTS: (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from zharness.law_kit.clipping import CLIP_ROUNDINGS, ClipFactor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.rank_context import scalar
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison
 from zharness.parity.bounds import gamma
@@ -54,6 +55,23 @@ def hint_clipping_norm(
     hint = f"the gradients were clipped by the norm {clip_norm:.6g}, and their norm is {right_norm:.6g}"
     meaning = next((text for text, norm in iter_other_norms(ctx, grads) if is_close(clip_norm, norm)), "")
     return add_hint(comparison, f"{hint}; {clip_norm:.6g} is {meaning}" if meaning else hint)
+
+
+def hint_other_norm(
+    ctx: JudgeContext,
+    comparison: Comparison,
+    grads: Mapping[str, Tensor],
+    limit: float,
+    judge: Callable[[ClipFactor], Iterator[Comparison]],
+) -> Comparison:
+    """Add to a mismatch the norm with which ``judge`` would find no mismatch, and whose norm that is."""
+    if comparison.mismatch is None:
+        return comparison
+    error = total_norm_and_bound(grads)[1]
+    for meaning, norm in iter_other_norms(ctx, grads):
+        if all(each.mismatch is None for each in judge(ClipFactor.from_norm(limit, scalar(norm), error, None))):
+            return add_hint(comparison, f"the gradients were clipped by {norm:.6g}, which is {meaning}")
+    return comparison
 
 
 def is_close(rounded: float, norm: float) -> bool:

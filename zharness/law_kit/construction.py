@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from zharness.parity.compare import check_names
 Layout = Mapping[str, tuple[Piece, ...]]
 
 
-def construct_engine(factory: EngineFactory, model: nn.Module, config: EngineConfig) -> tuple[Engine, Layout]:
+class InitialValues(Enum):
+    """What an engine may do with the weights and buffers of the model that it gets."""
+
+    KEPT = "they stay as they are, as all ranks have the same"
+    FROM_RANK_0 = "a rank whose model has others takes those of rank 0"
+
+
+def construct_engine(
+    factory: EngineFactory, model: nn.Module, config: EngineConfig, values: InitialValues = InitialValues.KEPT
+) -> tuple[Engine, Layout]:
     """Build an engine around ``model``, and return the engine with the layout of its parameters.
 
-    Raise EngineContractError if the factory did not return an Engine, or if it changed the model. The message names the
-    method, module, parameter or buffer.
+    Raise EngineContractError if the factory did not return an Engine, or if it changed more of the model than
+    ``values`` allows. The message names the method, module, parameter or buffer.
     """
     snapshot = ModelSnapshot.capture(model)
+    if values is InitialValues.FROM_RANK_0:
+        snapshot = replace(snapshot, weights={}, buffers={})
     engine = factory(model, config)
     require_engine(engine)
     layout = require_mapping("layout", engine.layout())

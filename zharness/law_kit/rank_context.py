@@ -22,7 +22,7 @@ from zharness.engines.protocol import (
     Piece,
 )
 from zharness.law_kit.backward_calls import call_backward
-from zharness.law_kit.construction import construct_engine, require_cpu_tensor, require_mapping
+from zharness.law_kit.construction import InitialValues, construct_engine, require_cpu_tensor, require_mapping
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import DTYPES
 from zharness.law_kit.setting import DEFAULT_SETTING, Setting
@@ -100,11 +100,19 @@ class RankContext:
 
     def build_engine_around(self, model: nn.Module, **overrides: Any) -> Engine:
         """Build a new engine around ``model``, which is moved to this rank's device unless it is on the meta device."""
+        return self._construct(model, InitialValues.KEPT, overrides)
+
+    def build_engine_from_rank_0(self, model: nn.Module, **overrides: Any) -> Engine:
+        """Build a new engine around ``model``, whose weights and buffers may differ from those of rank 0's model."""
+        return self._construct(model, InitialValues.FROM_RANK_0, overrides)
+
+    def _construct(self, model: nn.Module, values: InitialValues, overrides: dict[str, Any]) -> Engine:
+        """Build a new engine around ``model``, and record its layout and the conditions of the process."""
         if not any(parameter.is_meta for parameter in model.parameters()):
             model = model.to(self.device)
         options = merge_options(self.config.options, overrides.pop("options", {}))
         engine, self._layout = construct_engine(
-            self._factory, model, replace(self.config, options=options, **overrides)
+            self._factory, model, replace(self.config, options=options, **overrides), values
         )
         # Read while the engine lives: it may undo its changes to the process when it is closed.
         self._contamination = read_process_conditions()

@@ -37,6 +37,7 @@ MICRO_BATCHES = 4  # a power of two, so that their mean is exact; as many as a z
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev")
 MODELS = ("chain", "skips", "tied_chain", "tied_ends")
+RANDOM_MODEL = "random_chain"  # what stages send has more bits than a message in half precision
 CLIP = 1.0  # below every norm of these models
 CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
 SAVED = 1  # the number of the batch before which the state is saved
@@ -349,6 +350,7 @@ LAWS = (
         observe_training,
         judge_training,
         tuple(Variant(name, schedules=(name,)) for name in SCHEDULES),
+        models=(*MODELS, RANDOM_MODEL),
         kept_because="the only law of a schedule: it names the wrong micro-batch or stage",
     ),
     pipeline_law(

@@ -265,6 +265,12 @@ def sequence_group() -> Any:
     return importlib.import_module(SEQUENCE_STATE).get_sequence_parallel_group()
 
 
+def deepspeed_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
+    """Return the optimizer that DeepSpeed has at stage 0."""
+    found: torch.optim.Optimizer = engine._engine.optimizer
+    return found
+
+
 def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
     """Apply the decorator ``wrap`` to the function that computes the norm of ZeRO's stages 1 and 2."""
     engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)

@@ -20,11 +20,14 @@ def needs_mesh(law: Law) -> bool:
 
 
 def applies_to_model(law: Law, model: str, mesh: Mesh) -> bool:
-    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on the axis cp.
+    """Return whether ``law`` names ``model`` of the workload, or the one that ``model`` stands in for on ep or cp.
 
-    Only attention needs a whole sequence, which few models have, so that the others could show nothing on cp.
+    Only attention needs a whole sequence, and only a layer of experts is split over ep. Few models have either, so that
+    the others could show nothing there. A calibrated law has to check first that rounding chooses no other expert,
+    which those do that name a model of experts.
     """
-    return model in law.models or (CONTEXT in mesh.axes and model_spec(model).stands_in_for in law.models)
+    stands_in = CONTEXT in mesh.axes or (EXPERT in mesh.axes and not law.is_calibrated)
+    return model in law.models or (stands_in and model_spec(model).stands_in_for in law.models)
 
 
 def explain_missing_plan(model: str, mesh: Mesh) -> str:

@@ -1,4 +1,8 @@
-"""Define exact models that call their blocks one after another, so that a pipeline can split them into stages."""
+"""Define models that call their blocks one after another, so that a pipeline can split them into stages.
+
+They are exact, but for one of random weights: what a message between two stages rounds shows there at once, while small
+integers are the same in half precision.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +51,10 @@ class ChainModel(nn.Module):
     """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
 
     With ``skips``, each block but the last returns two tensors, which the next one takes. With ``tied``, the first and
-    the last block have one weight.
+    the last block have one weight. With ``random``, the weights are those that torch draws.
     """
 
-    def __init__(self, skips: bool = False, tied: bool = False) -> None:
+    def __init__(self, skips: bool = False, tied: bool = False, random: bool = False) -> None:
         super().__init__()
         inner: type[Block] = SkippingBlock if skips else Block
         last: type[Block] = LastBlock if skips else Block
@@ -58,7 +62,8 @@ class ChainModel(nn.Module):
         if tied:
             first_linear, last_linear = (block.get_submodule("linear") for block in (self.blocks[0], self.blocks[-1]))
             last_linear.weight = first_linear.weight
-        make_ternary(self)
+        if not random:
+            make_ternary(self)
 
     def forward(self, x: Tensor) -> Tensor:
         values: tuple[Tensor, ...] = (x,)

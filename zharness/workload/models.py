@@ -101,7 +101,8 @@ class ModelSpec:
     no cells on the axis tp. ``tp_parts`` are the numbers that tp has to divide, such as that of attention heads.
     ``pp_plan`` has the modules that are called one after another, which pp splits, and ``ep_plan`` the number of
     experts of each layer of experts, which ep splits. ``cp_plan`` has the attention modules of a model whose sequence
-    cp splits, and ``cp_parts`` what cp has to divide. On such a mesh it runs the laws of the model ``stands_in_for``.
+    cp splits, and ``cp_parts`` what cp has to divide. On a mesh with ep or cp it runs the laws of the model
+    ``stands_in_for``.
     """
 
     name: str
@@ -329,6 +330,14 @@ MODELS: dict[str, ModelSpec] = {
                 pp_plan=plan,
             )
             for name, parts, build, plan in exact_chain.PIPELINE_MODELS
+        ),
+        ModelSpec(
+            name="random_chain",
+            summary="four blocks of random weights, each of which takes the output of the one before",
+            build=partial(exact_chain.ChainModel, random=True),
+            batch=_draw_ternary_batch,
+            loss=_mse,
+            pp_plan=exact_chain.PIPELINE_PLAN,
         ),
         *(ModelSpec(batch=partial(_draw_parts, draw), **fields) for draw, fields in random_routed.EXPERT_MODELS),
         *(

@@ -96,6 +96,7 @@ EXPERT_MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
             "loss": linear_loss,
             "exact": True,
             "ep_plan": EXPERT_PLAN,
+            "stands_in_for": "exact",
         },
     ),
     (
@@ -106,6 +107,7 @@ EXPERT_MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
             "build": RandomRoutedModel,
             "loss": nn.functional.mse_loss,
             "ep_plan": EXPERT_PLAN,
+            "stands_in_for": "mlp",
         },
     ),
 )

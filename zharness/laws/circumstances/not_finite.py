@@ -94,13 +94,17 @@ def observe_not_finite(ctx: RankContext) -> None:
 
 
 def step_and_classify(engine: Engine) -> Outcome:
-    """Make a step, and return whether the engine applied it, counted it as skipped, or raised FloatingPointError."""
-    before = engine.observe().skipped_steps
+    """Make a step, and return whether the engine applied it, counted it as skipped, or raised FloatingPointError.
+
+    Every rank observes the engine after the step, which may be a collective, also one that raised alone.
+    """
+    before, outcome = engine.observe().skipped_steps, Outcome.APPLIED
     try:
         engine.step()
     except FloatingPointError:
-        return Outcome.RAISED
-    return Outcome.APPLIED if engine.observe().skipped_steps == before else Outcome.SKIPPED
+        outcome = Outcome.RAISED
+    is_skipped = engine.observe().skipped_steps != before
+    return Outcome.SKIPPED if is_skipped and outcome is Outcome.APPLIED else outcome
 
 
 def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:

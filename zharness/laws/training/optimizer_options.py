@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from zharness.engines.protocol import Feature, GroupSpec, OptimizerSpec
+from zharness.law_kit.clipped_step import hint_other_norm
 from zharness.law_kit.clipping import NO_CLIPPING, judge_clip_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -136,7 +138,9 @@ def judge_optimizer_options(ctx: JudgeContext) -> Iterator[Comparison]:
         grads, factor = ctx.rank_records("grads", step)[0], NO_CLIPPING
         if run.clip is not None:
             factor = yield from judge_clip_factor(ctx, "norm", step, grads, run.clip)
-        yield from judge_step(ctx, run.optimizer, grads, RecordedStep(step, "masters"), factor)
+        judge = partial(judge_step, ctx, run.optimizer, grads, RecordedStep(step, "masters"))
+        for comparison in judge(factor):
+            yield comparison if run.clip is None else hint_other_norm(ctx, comparison, grads, run.clip, judge)
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
 
 
