@@ -24,10 +24,11 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    options that ``cli/project_options.py`` finds by ``project_file.py``;
    ``names.py`` and ``cli/name_index.py`` refuse unknown names before torch is imported, with the cache folder of
    ``releases/overlay.py``; ``world/launch.py`` detects
-   torchrun; ``run/expected_failures.py`` reads the expected failures,
+   torchrun; ``run/expected_failures.py`` and ``run/user_failures.py`` read the expected failures,
    in the TOML of ``toml_text.py``, which ``run/matching_failures.py`` matches with cells;
    ``report/outputs.py`` holds the outputs.
-2. The plan. ``run/check_loop.py`` is the loop over cells. ``run/plan.py`` makes the cells of ``cell.py``, which
+2. The plan. ``run/check_loop.py`` is the loop over cells (``run/cell_queue.py``,
+   ``run/progress.py``). ``run/plan.py`` makes the cells of ``cell.py``, which
    ``run/cell_planner.py`` accepts or refuses, with the axes
    of ``mesh.py`` (``run/mesh_claims.py``), from the laws (``laws/registry.py``, ``law_kit/law.py``), the engines
    (``engines/registry.py``) and the models (``workload/model_lookup.py``, ``workload/user_model.py``).

@@ -40,8 +40,8 @@ def find_project_file(folder: Path) -> ProjectFile | None:
         if path.is_file():
             text = read_text(path)
             content = parse_toml(text, str(path))
-            # The keys engine and releases are those of a file of expected failures.
-            require_keys(content, (*COMMANDS, "engine", "releases", "expected_failure"), path)
+            # The keys engine, around and releases are those of a file of expected failures.
+            require_keys(content, (*COMMANDS, "engine", "around", "releases", "expected_failure"), path)
             return ProjectFile(path, read_commands(content, path), text if "expected_failure" in content else "")
         path = candidate / "pyproject.toml"
         if path.is_file() and (own := find_own_table(path)):

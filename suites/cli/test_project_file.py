@@ -11,9 +11,9 @@ from zharness.cell import Cell
 from zharness.errors import UsageError
 from zharness.project_file import find_project_file
 from zharness.report.first_project_file import find_signature, write_project_file
-from zharness.run.expected_failures import read_expected_failures
 from zharness.run.record import Record, Verdict
 from zharness.run.record_reader import load_records
+from zharness.run.user_failures import read_expected_failures
 
 BROKEN = "zharness.mutants:never_reduces"
 MODEL = """

@@ -11,8 +11,11 @@ from zharness.errors import UsageError
 from zharness.mesh import DEFAULT_MESH, Mesh
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import Request, plan
+from zharness.run.record import Record, Verdict
 from zharness.run.runner import rank_pool
 from zharness.run.unmatched_failures import iter_covered_cells
+from zharness.run.verdicts import make_failure_record
+from zharness.world import GroupOutcome, RankEnd, RankOutcome
 
 
 def claims(engine: str, stage: int) -> Capabilities:
@@ -142,3 +145,11 @@ def test_an_expected_failure_covers_cells_of_a_mesh_only_if_it_names_the_mesh() 
     split = Cell("training.grads", "fsdp2", 3, 2, "fp32", "exact", mesh=Mesh.parse("tp2"))
     assert [entry.covers_cell(cell, "2.13.0") for cell in (plain, split)] == [True, False]
     assert [named.covers_cell(cell, "2.13.0") for cell in (plain, split)] == [False, True]
+
+
+@pytest.mark.parametrize("end", [RankEnd.HUNG, RankEnd.RAISED])
+def test_a_failure_of_a_rank_ends_with_the_rank_s_coordinates(end: RankEnd) -> None:
+    failed = GroupOutcome((RankOutcome(2, end, 0, cause="it failed"),), 0.0)
+    for label, words in (("w4.tp2", "; rank 2 is dp_shard 1, tp 0"), ("w4", "it failed")):
+        blank = Record(Cell.parse(f"training.grads[fsdp2-zero3-{label}-fp32-exact]"), 0, Verdict.ERROR, "", "")
+        assert make_failure_record(failed, blank).cause.endswith(words)

@@ -7,7 +7,9 @@ import pytest
 
 from zharness.cell import Cell
 from zharness.run.cell_planner import PlannedCell
-from zharness.run.check_loop import ProgressLog, RunOptions, Stop, describe_stop, run_cells
+from zharness.run.cell_queue import CellQueue, by_pool, in_order
+from zharness.run.check_loop import RunOptions, Stop, describe_stop, run_cells
+from zharness.run.progress import ProgressLog
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import RankPool, rank_pool
 
@@ -51,6 +53,16 @@ def test_a_pool_that_no_later_cell_needs_is_closed() -> None:
     assert [next(records).cell.world_size for _ in cells]
     assert {1, 2} in runner.open_pools
     assert 1 not in runner.open_pools[-1]
+
+
+def test_each_runner_takes_the_cells_of_a_pool_of_its_own_as_long_as_there_are_some() -> None:
+    cells = [make_cell(stage, 2, law) for stage in (0, 1) for law in ("training.grads", "training.modes")]
+    queue = CellQueue([*cells, make_cell(1, 2, "training.sgd_step")], by_pool)
+    assert [queue.take(runner).cell.stage for runner in "ababa"] == [0, 1, 0, 1, 1]
+    in_turn = CellQueue(cells, in_order)
+    assert [in_turn.take(runner) for runner in "abab"] == cells
+    assert RunOptions().group is by_pool
+    assert RunOptions(shuffle_seed=1).group is in_order
 
 
 def test_a_run_stops_after_the_number_of_failures_that_it_may_have() -> None:

@@ -21,8 +21,6 @@ from zharness.run.expected_failures import (
     ExpectedFailure,
     expected_failures_for,
     load_shipped_failures,
-    read_expected_failures,
-    require_narrow_entry,
 )
 from zharness.run.matching_failures import (
     find_expected_failure,
@@ -32,6 +30,7 @@ from zharness.run.matching_failures import (
 )
 from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
+from zharness.run.user_failures import read_expected_failures, require_narrow_entry
 
 ENTRY = """
 [[expected_failure]]

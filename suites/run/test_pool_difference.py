@@ -144,3 +144,12 @@ def test_the_judge_of_a_second_run_is_fresh_too(tmp_path: Path) -> None:
     )  # fmt: skip
     runner.run(PlannedCell(CELL))
     assert ranks.isolations == judges.isolations == [Isolation.POOLED, Isolation.FRESH]
+
+
+def test_a_cell_that_has_to_crash_runs_on_fresh_ranks_and_leaves_those_of_its_pool_to_other_cells() -> None:
+    crash = replace(LEAK, isolation="")
+    crashed = ended(Verdict.CRASH, CRASHED)
+    record = run(ended(Verdict.PASS), crashed, crash)
+    assert (record.verdict, record.pool_difference) == (Verdict.CRASH, "")
+    for on_pooled_ranks in (LEAK, replace(crash, engine_variants=("tiny_buckets",))):
+        assert run(ended(Verdict.PASS), crashed, on_pooled_ranks).verdict is Verdict.PASS

@@ -75,7 +75,7 @@ def compare(
     from zharness.releases import compare_releases
     from zharness.releases.rank_environment import prepare_rank_environment
     from zharness.run.changed_cells import ChangeSelection
-    from zharness.run.expected_failures import read_expected_failures
+    from zharness.run.user_failures import read_expected_failures
 
     cell_options, user_failures = CellOptions(**options), read_expected_failures(expected_failures)
     request = (cell_options.build_change_request if commit else cell_options.build_request)(checks)

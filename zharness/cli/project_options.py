@@ -38,7 +38,7 @@ def read_project_failures(
     project: ProjectFile | None, further_files: Sequence[Path] = ()
 ) -> tuple[ExpectedFailure, ...]:
     """Read the expected failures of ``further_files`` and then those of the project's file. Raises UsageError."""
-    from zharness.run.expected_failures import parse_user_failures, read_expected_failures
+    from zharness.run.user_failures import parse_user_failures, read_expected_failures
 
     own = parse_user_failures(project.expected_failures, str(project.path)) if project is not None else ()
     return (*read_expected_failures(further_files), *own)

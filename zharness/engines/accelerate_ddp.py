@@ -95,7 +95,7 @@ class AccelerateEngine(TorchEngine):
             forward=model.__call__,
             no_sync=self._leave_unreduced,
             params=leaf_parameters(model),
-            full_tensor=identity,
+            full_tensors=identity,
             layout={},
             drop_gradients=do_nothing,
             release=self._release,

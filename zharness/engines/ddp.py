@@ -142,7 +142,7 @@ def wrap_in_ddp(model: nn.Module, config: EngineConfig) -> EngineAdapter:
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
         params=leaf_parameters(model),
-        full_tensor=identity,
+        full_tensors=identity,
         layout={},
         drop_gradients=do_nothing,
         release=partial(call_each, partial(remove_hooks, hooks), drop_compiled_graphs if is_compiled else do_nothing),

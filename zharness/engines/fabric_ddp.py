@@ -51,7 +51,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
         forward=prepared.__call__,
         no_sync=lambda: fabric.no_backward_sync(prepared),
         params=leaf_parameters(model),
-        full_tensor=identity,
+        full_tensors=identity,
         layout={},
         drop_gradients=do_nothing,
         release=lambda: ddp.remove_hooks(hooks),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from zharness.engines.launch_variables import launch_variables
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
-from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_engine import EngineAdapter, TorchEngine
+from zharness.engines.torch_gathers import gather_full_tensor
 from zharness.errors import CheckpointError
 
 if TYPE_CHECKING:

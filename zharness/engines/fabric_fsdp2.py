@@ -32,8 +32,8 @@ from zharness.engines.fsdp2_options import (
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 from zharness.engines.tensor_parallel import apply_plan, find_owners
-from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_engine import EngineAdapter, call_each, do_nothing, leaf_parameters, validate_config
+from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.errors import EngineContractError
 from zharness.mesh import TENSOR
 
@@ -94,7 +94,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
         forward=prepared.__call__,
         no_sync=sync.disable,
         params=params,
-        full_tensor=gather_full_tensor,
+        full_tensors=gather_full_tensors,
         layout=find_owners(params),
         drop_gradients=lambda: call_each(reset, sync.drop_unreduced_gradients),
         release=lambda: fsdp2.reshard(sharded),

@@ -201,7 +201,7 @@ def factory(model: nn.Module, config: EngineConfig) -> FSDP1Engine:
         forward=wrapped.__call__,
         no_sync=wrapped.no_sync,
         params=params,
-        full_tensor=identity,
+        full_tensors=identity,
         layout=flat_layout(wrapped, params),
         drop_gradients=do_nothing,
         release=partial(unwrap, model),

@@ -44,7 +44,6 @@ from zharness.engines.fsdp_groups import BLOCK, LEAF, select_group_modules
 from zharness.engines.gpu_options import FUSED, build_fused_optimizer, compile_in_place, drop_compiled_graphs
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature, Piece
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
-from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     TORCH_REFUSES,
@@ -56,6 +55,7 @@ from zharness.engines.torch_engine import (
     register_all_reduce_hooks,
     validate_config,
 )
+from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.errors import ConfigError
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR, Mesh
 from zharness.reference.client.meta_init import infer_device
@@ -189,7 +189,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         no_sync=sync.disable,
         # Collected now, while the shards are registered: between forward and backward the full parameters may be.
         params=params,
-        full_tensor=gather_full_tensor,
+        full_tensors=gather_full_tensors,
         compute_dtype=PARAM_DTYPES[config.dtype],
         layout={name: shard_pieces(tuple(shape), mesh.size(-1), replicas) for name, shape in shapes.items()}
         if devices is None

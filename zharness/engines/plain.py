@@ -35,7 +35,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         forward=model.__call__,
         no_sync=nullcontext,
         params=leaf_parameters(model),
-        full_tensor=identity,
+        full_tensors=identity,
         layout={},
         drop_gradients=do_nothing,
         release=do_nothing,

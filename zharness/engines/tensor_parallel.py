@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines.protocol import EngineConfig, Piece
+from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.errors import ConfigError
 from zharness.mesh import DATA_AXES, TENSOR, Mesh
 
@@ -117,23 +118,29 @@ def find_owners(params: Mapping[str, Tensor]) -> dict[str, tuple[Piece, ...]]:
     """
     from torch.distributed.tensor import DTensor
 
-    seen = {
-        name: list_runs(gather_rank_numbers(param)) for name, param in params.items() if isinstance(param.data, DTensor)
-    }
+    sharded = {name: param for name, param in params.items() if isinstance(param.data, DTensor)}
+    seen = dict(zip(sharded, map(list_runs, gather_rank_numbers(list(sharded.values()))), strict=True))
     views: list[Mapping[str, list[Piece]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(views, seen)
     return {name: tuple(dict.fromkeys(piece for view in views for piece in view[name])) for name in seen}
 
 
-def gather_rank_numbers(param: Any) -> Tensor:
-    """Return a full tensor that holds, for each element of ``param``, the rank from which it was gathered."""
+def gather_rank_numbers(params: Sequence[Any]) -> list[Tensor]:
+    """Return for each DTensor a flat tensor that holds, for each element, the rank from which it was gathered."""
     from torch.distributed.tensor import DTensor
 
-    local = torch.full_like(param.to_local(), dist.get_rank(), dtype=torch.int64)
-    placed = DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return placed.full_tensor().flatten()
+    placed = [
+        DTensor.from_local(
+            torch.full_like(param.to_local(), dist.get_rank(), dtype=torch.int64),
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+        for param in params
+    ]
+    return [full.flatten() for full in gather_full_tensors(placed)]
 
 
 def list_runs(ranks: Tensor) -> list[Piece]:

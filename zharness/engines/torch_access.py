@@ -140,13 +140,6 @@ def copy_into(target: Tensor, value: Tensor) -> None:
         target.copy_(local)
 
 
-def gather_full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor (collective), or any other tensor, such as a step count, unchanged."""
-    from zharness.distributed_tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def reduce_partial_sums(tensor: Tensor) -> Tensor:
     """Return a DTensor of partial sums with the sums on every rank (collective), or any other tensor unchanged.
 

@@ -7,12 +7,12 @@ a shard, and which rank owns which elements: the fields of ``EngineAdapter`` des
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from zharness.engines.torch_access import BY_STATE_DICT, TENSOR_ACCESS, TorchTen
 from zharness.engines.torch_checkpoint import CheckpointFormat, EngineState
 from zharness.errors import ConfigError, UsageError
 
+K = TypeVar("K")
+FullTensors = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 STATE_LAWS_NOT_CLAIMED = "the laws on saved state do not cover this engine yet, so it does not claim the feature"
 _CALLER_OWNS_SCALER = (
     "the loss scale belongs to the caller's torch.amp.GradScaler, which torch's engines do not see "
@@ -78,7 +80,7 @@ def absent_resources(_optimizer: torch.optim.Optimizer) -> Absent:
 class EngineAdapter:
     """The functions and values in which torch's engines differ.
 
-    - ``full_tensor`` returns the full tensor of a parameter, gradient or optimizer state. It may be collective.
+    - ``full_tensors`` returns the full tensors of parameters, gradients or optimizer state. It may be collective.
     - ``drop_gradients`` drops gradients that are not in ``.grad``.
     - ``release`` undoes at ``close()`` the changes that building the engine made.
     - ``compute_dtype`` is the dtype in which the model computes, or None if that is the optimizer's dtype.
@@ -91,7 +93,7 @@ class EngineAdapter:
     forward: Callable[..., Any]
     no_sync: Callable[[], AbstractContextManager[Any]]
     params: Mapping[str, nn.Parameter]
-    full_tensor: Callable[[Tensor], Tensor]
+    full_tensors: FullTensors
     layout: Mapping[str, tuple[Piece, ...]]
     drop_gradients: Callable[[], None]
     release: Callable[[], None]
@@ -114,9 +116,9 @@ def call_each(*actions: Callable[[], None]) -> None:
         action()
 
 
-def identity(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` unchanged, as the ``full_tensor`` of an engine that shards nothing."""
-    return tensor
+def identity(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return ``tensors`` unchanged, as the ``full_tensors`` of an engine that shards nothing."""
+    return tensors
 
 
 def leaf_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -173,6 +175,28 @@ def snapshot(tensor: Tensor) -> Tensor:
     """Return a dense CPU copy that shares no memory with ``tensor``."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.detach().to("cpu", copy=True)
+
+
+def copy_full(tensors: Mapping[K, Tensor], full_tensors: FullTensors) -> dict[K, Tensor]:
+    """Return a CPU copy of the full tensor of each of ``tensors``. This is a collective if ``full_tensors`` is one."""
+    full = full_tensors(list(tensors.values()))
+    return {key: snapshot(tensor) for key, tensor in zip(tensors, full, strict=True)}
+
+
+def copy_full_states(
+    states: Mapping[str, Mapping[str, Any]], full_tensors: FullTensors
+) -> dict[str, dict[str, Tensor]]:
+    """Return CPU copies of the tensors of an optimizer's states by parameter name, as ``copy_full`` does."""
+    tensors = {
+        (name, key): value
+        for name, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    full: dict[str, dict[str, Tensor]] = {name: {} for name, state in states.items() if state}
+    for (name, key), value in copy_full(tensors, full_tensors).items():
+        full[name][key] = value
+    return full
 
 
 def register_all_reduce_hooks(params: Iterable[nn.Parameter], reduction: Reduction) -> None:
@@ -246,7 +270,7 @@ class TorchEngine(TorchTensorAccess):
     def clip_gradients(self, limit: float) -> float:
         """Clip the gradients to the global norm ``limit``, and return the norm that they had."""
         norm = torch.nn.utils.clip_grad_norm_(self._adapter.params.values(), limit)
-        return float(self._adapter.full_tensor(norm))
+        return float(self._adapter.full_tensors([norm])[0])
 
     def zero_grad(self) -> None:
         # A new accumulation window begins: the earlier micro-batches do not count, as their gradients are dropped.
@@ -258,7 +282,7 @@ class TorchEngine(TorchTensorAccess):
         return self._adapter.no_sync()
 
     def full_grads(self) -> dict[str, Tensor]:
-        return {name: self._full_copy(p.grad) for name, p in self._adapter.params.items() if p.grad is not None}
+        return self._full_copies({name: p.grad for name, p in self._adapter.params.items() if p.grad is not None})
 
     def full_params(self) -> dict[str, Tensor]:
         """Return the parameters as the model computes with them, and those never trained so far as they are stored.
@@ -277,11 +301,7 @@ class TorchEngine(TorchTensorAccess):
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         states = self._adapter.optimizer_states(self._optimizer, self._adapter.params)
-        return {
-            name: {key: self._full_copy(value) for key, value in state.items() if isinstance(value, Tensor)}
-            for name, state in states.items()
-            if state
-        }
+        return copy_full_states(states, self._adapter.full_tensors)
 
     def grad_norm(self) -> float | None:
         return self._last_grad_norm
@@ -312,18 +332,14 @@ class TorchEngine(TorchTensorAccess):
         This is a collective.
         """
         tied = {name: id(param) for name, param in self.module.named_parameters(remove_duplicate=False)}
-        copies: dict[int, Tensor] = {}
-        state = {}
-        for name, tensor in self.module.state_dict().items():
-            key = tied.get(name, id(tensor))
-            if key not in copies:
-                copies[key] = self._full_copy(tensor)
-            state[name] = copies[key]
-        return state
+        state = self.module.state_dict()
+        keys = {name: tied.get(name, id(tensor)) for name, tensor in state.items()}
+        copies = self._full_copies({keys[name]: tensor for name, tensor in state.items()})
+        return {name: copies[key] for name, key in keys.items()}
 
     def _full_masters(self) -> dict[str, Tensor]:
         """Return full copies of the parameters that the optimizer updates. This is a collective if they are sharded."""
-        return {name: self._full_copy(param) for name, param in self._adapter.params.items()}
+        return self._full_copies(self._adapter.params)
 
     def _engine_state(self) -> EngineState:
         """Return the objects that a checkpoint saves and loads."""
@@ -345,4 +361,8 @@ class TorchEngine(TorchTensorAccess):
 
     def _full_copy(self, tensor: Tensor) -> Tensor:
         """Return a copy of the full tensor on the CPU. This is a collective if ``tensor`` is sharded."""
-        return snapshot(self._adapter.full_tensor(tensor.detach()))
+        return self._full_copies({"": tensor})[""]
+
+    def _full_copies(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+        """Return copies of the full tensors on the CPU. This is a collective if some are sharded."""
+        return copy_full(tensors, self._adapter.full_tensors)

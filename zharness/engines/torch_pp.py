@@ -30,9 +30,9 @@ from zharness.engines.protocol import (
     Piece,
 )
 from zharness.engines.tensor_parallel import build_device_mesh, gather_rank_numbers, list_runs
-from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import STAGES_FORMAT, EngineState
-from zharness.engines.torch_engine import snapshot, validate_config
+from zharness.engines.torch_engine import copy_full, copy_full_states, snapshot, validate_config
+from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.engines.torch_pp_stages import TiedWeights, build_named_tree, clip_over_stages
 from zharness.engines.without_forward import WithoutForward
 from zharness.errors import ConfigError, UsageError
@@ -180,11 +180,6 @@ def refuse_unequal_sizes(micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None
         raise UsageError(f"got micro-batches of {sizes} samples; expected one or more, with as many samples each")
 
 
-def full_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of the full tensor on CPU. This is a collective of the ranks of a stage if it is sharded."""
-    return snapshot(gather_full_tensor(tensor.detach()))
-
-
 def collect_owners(params: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, tuple[Piece, ...]]:
     """Return the flat elements of each parameter of ``names`` that each rank owns. This is a collective.
 
@@ -193,12 +188,9 @@ def collect_owners(params: Mapping[str, Tensor], names: Sequence[str]) -> dict[s
     from torch.distributed.tensor import DTensor
 
     rank = dist.get_rank()
-    own = {
-        name: list_runs(gather_rank_numbers(param))
-        if isinstance(param.data, DTensor)
-        else [Piece(rank, 0, param.numel())]
-        for name, param in params.items()
-    }
+    own = {name: [Piece(rank, 0, param.numel())] for name, param in params.items()}
+    sharded = {name: param for name, param in params.items() if isinstance(param.data, DTensor)}
+    own |= zip(sharded, map(list_runs, gather_rank_numbers(list(sharded.values()))), strict=True)
     views: list[Mapping[str, list[Piece]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(views, own)
     owners = {name: tuple(dict.fromkeys(piece for view in views for piece in view.get(name, []))) for name in names}
@@ -302,20 +294,15 @@ class PipelineEngine(WithoutForward):
         self._optimizer.zero_grad(set_to_none=True)
 
     def full_grads(self) -> dict[str, Tensor]:
-        return self._merge({name: full_copy(p.grad) for name, p in self._params.items() if p.grad is not None})
+        grads = {name: p.grad for name, p in self._params.items() if p.grad is not None}
+        return self._merge(copy_full(grads, gather_full_tensors))
 
     def full_params(self) -> dict[str, Tensor]:
-        return self._merge({name: full_copy(param) for name, param in self._params.items()})
+        return self._merge(copy_full(self._params, gather_full_tensors))
 
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         states = {name: self._optimizer.state.get(param, {}) for name, param in self._params.items()}
-        return self._merge(
-            {
-                name: {key: full_copy(value) for key, value in state.items() if isinstance(value, Tensor)}
-                for name, state in states.items()
-                if state
-            }
-        )
+        return self._merge(copy_full_states(states, gather_full_tensors))
 
     def grad_norm(self) -> float | None:
         return None if self._clip is None else self._norm

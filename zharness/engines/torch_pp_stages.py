@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zharness.engines.torch_access import gather_full_tensor
+from zharness.engines.torch_gathers import gather_full_tensor
 
 
 class TiedWeights:

@@ -13,7 +13,6 @@ from torch import nn
 from zharness.comm import Comm
 from zharness.engines.protocol import Capabilities, EngineConfig, Feature
 from zharness.engines.tensor_parallel import build_device_mesh, find_owners, split_modules
-from zharness.engines.torch_access import gather_full_tensor
 from zharness.engines.torch_checkpoint import SHARDED_FORMAT
 from zharness.engines.torch_engine import (
     AUTOCAST_OPTION,
@@ -24,6 +23,7 @@ from zharness.engines.torch_engine import (
     leaf_parameters,
     validate_config,
 )
+from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.mesh import TENSOR
 from zharness.reference.client.meta_init import infer_device
 
@@ -68,7 +68,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         forward=model.__call__,
         no_sync=nullcontext,
         params=params,
-        full_tensor=gather_full_tensor,
+        full_tensors=gather_full_tensors,
         layout=find_owners(params),
         drop_gradients=do_nothing,
         release=do_nothing,

@@ -17,7 +17,8 @@ from zharness.engines import Capabilities, registry
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import WorldError
 from zharness.law_kit.rank_actions import shared_folder
-from zharness.run.observe_and_judge import judge, observe, probe_capabilities
+from zharness.run.claims import probe_capabilities
+from zharness.run.observe_and_judge import judge, observe
 from zharness.run.program_runner import judge_programs, observe_programs
 from zharness.run.record import Verdict
 from zharness.run.verdicts import conclude_judgement

@@ -75,7 +75,7 @@ def set_grad_norm(engine: TorchEngine, norm: float) -> None:
 
 def full_tensor(engine: TorchEngine, tensor: Tensor) -> Tensor:
     """Return the full tensor of a shard. This is a collective if the engine shards tensors."""
-    return engine._adapter.full_tensor(tensor)
+    return engine._adapter.full_tensors([tensor])[0]
 
 
 def reset_window(engine: TorchEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,19 +14,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import NoReturn, Protocol
-
-from tqdm import tqdm
+from typing import Protocol
 
 from zharness.cell import Cell, is_cell_id
 from zharness.device import choose_job_count
 from zharness.engines.warm_up import GetEnvironment
 from zharness.run import PlannedCell, Record, Request, Runner, observe_and_judge
+from zharness.run.cell_queue import CellQueue, Group, by_pool, in_order
 from zharness.run.changed_cells import ChangeSelection, select_changed_cells
 from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.missing_claims import describe_missing_claims
-from zharness.run.outcomes import outcome_name
 from zharness.run.plan import ARRAY_WORLD_SIZES, Plan, plan_with_coverage, shuffle_cells, validate_request
+from zharness.run.progress import write_with_progress
 from zharness.run.reach import (
     CellReach,
     ReachRecorder,
@@ -43,8 +41,6 @@ from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.world import Isolation
 from zharness.world.launch import detect_launch
 from zharness.world.server import RankEnvironment
-
-PROGRESS_INTERVAL = 15.0  # seconds between two lines of a run whose standard error is not a terminal
 
 
 class RunReporter(Protocol):
@@ -144,6 +140,11 @@ class RunOptions:
         order = {pool: number for number, pool in enumerate(dict.fromkeys(rank_pool(cell.cell) for cell in cells))}
         return sorted(cells, key=lambda cell: order[rank_pool(cell.cell)])
 
+    @property
+    def group(self) -> Group:
+        """What a runner prefers to take: cells of one pool, unless the cells have an order of their own."""
+        return by_pool if self.changes is None and self.shuffle_seed is None else in_order
+
     def job_count(self) -> int:
         """Return the number of cells to run at a time; by default one per core."""
         # A cell of two ranks does not need two cores: half of its time is start-up and judging.
@@ -238,7 +239,7 @@ def run_request(
         runners[0].require_user_models(rest)
         pin_runners_to_cores(runners, rest)
         sink = open_sink()
-        finished = run_cells(options.order_cells(rest), runners, options.stop)
+        finished = run_cells(options.order_cells(rest), runners, options.stop, options.group)
         if reach_folder is not None and options.reach_file is not None:
             recorder = stack.enter_context(open_reach_recorder(reach_folder, options.reach_file, earlier_reach))
             finished = record_reach(finished, recorder)
@@ -301,8 +302,10 @@ def requested_engines(request: Request) -> list[str]:
     return list(dict.fromkeys([*from_ids, *others]))
 
 
-def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER) -> Iterator[Record]:
-    """Run the cells, each on a free runner, and yield records as cells end.
+def run_cells(
+    cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Stop = NEVER, group: Group = in_order
+) -> Iterator[Record]:
+    """Run the cells, each on a free runner, which prefers those of one ``group``, and yield records as cells end.
 
     After ``stop``, no other cell starts. Cells that are running then are reported if the seconds are over, as they may
     be the first that fail, but not after the number of unexpected outcomes. A runner ends a pool of ranks
@@ -313,10 +316,13 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
     free_runners: SimpleQueue[Runner] = SimpleQueue()
     for runner in runners:
         free_runners.put(runner)
+    queue = CellQueue(cells, group)
 
-    def run_on_free_runner(cell: PlannedCell) -> Record:
-        """Wait for a free runner and run ``cell`` on it."""
-        runner, pool = free_runners.get(), rank_pool(cell.cell)
+    def run_next_cell() -> Record:
+        """Wait for a free runner, and run the next cell for it."""
+        runner = free_runners.get()
+        cell = queue.take(runner)
+        pool = rank_pool(cell.cell)
         try:
             runner.close_pools(needed=cells_left)
             return runner.run(cell)
@@ -329,7 +335,7 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
 
     threads, unexpected, began = ThreadPoolExecutor(max_workers=len(runners)), 0, time.monotonic()
     try:
-        futures = [threads.submit(run_on_free_runner, cell) for cell in cells]
+        futures = [threads.submit(run_next_cell) for _ in cells]
         left = set(futures)
         for future in as_completed(futures):
             left.remove(future)
@@ -351,50 +357,3 @@ def run_cells(cells: Sequence[PlannedCell], runners: Sequence[Runner], stop: Sto
         raise
     finally:
         threads.shutdown(wait=True, cancel_futures=True)
-
-
-def write_with_progress(records: Iterable[Record], record_file: RecordFile | None, cell_count: int) -> Iterator[Record]:
-    """Yield ``records``, after writing each record to ``record_file`` and counting it in the progress report."""
-    unexpected = 0
-    log = ProgressLog(cell_count)
-    with progress_bar(cell_count) as bar:
-        for record in records:
-            if record_file is not None:
-                record_file.add(record)
-            unexpected += not record.is_expected
-            bar.set_postfix_str(f"{unexpected} unexpected" if unexpected else outcome_name(record), refresh=False)
-            bar.update()
-            if bar.disable:
-                log.count(unexpected)
-            yield record
-
-
-def progress_bar(total: int) -> tqdm[NoReturn]:
-    """Create a progress bar on standard error that disappears when full.
-
-    The bar is disabled if standard error is not a terminal.
-    """
-    return tqdm(total=total, unit="cell", leave=False, disable=not sys.stderr.isatty())
-
-
-class ProgressLog:
-    """Writes a line of progress to standard error every 15 seconds, for runs whose output goes to a file.
-
-    ``clock()`` returns the time in seconds.
-    """
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
-        self._clock = clock
-        self._began = self._last_line = clock()
-        self._finished = 0
-
-    def count(self, unexpected: int) -> None:
-        """Count one more finished cell. ``unexpected`` is the number of unexpected outcomes so far."""
-        self._finished += 1
-        now = self._clock()
-        if now - self._last_line >= PROGRESS_INTERVAL:
-            self._last_line = now
-            seconds = f"{now - self._began:.0f} s"
-            sys.stderr.write(f"{self._finished} of {self._total} cells in {seconds}, {unexpected} unexpected\n")
-            sys.stderr.flush()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from zharness import engines
-from zharness.engines import Capabilities, registry
+from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.errors import UsageError
-from zharness.run.observe_and_judge import probe_capabilities
+from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
+from zharness.run.observe_and_judge import raise_as_usage_error
+from zharness.workload import model_spec
 from zharness.world import RankOutcome, RankServer
 
 NO_RELEASE = "(no release)"  # the version of an engine whose package has none
@@ -43,3 +45,32 @@ def make_usage_error(failure: RankOutcome, fallback_message: str) -> UsageError:
 def get_engine_version(engine: str) -> str:
     """Return the release or version of ``engine``, or ``(no release)`` if its package has no version."""
     return registry.resolve_version(engine) or NO_RELEASE
+
+
+def probe_capabilities(engine: str, stage: int) -> Capabilities:
+    """Build the engine once, on one rank, and return the capabilities that the engine claims.
+
+    The engine is not built if its factory has ``capabilities`` with axes of a mesh, which one rank may be too few for.
+    Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
+    Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
+    """
+    factory = engines.get(engine)
+    declared = getattr(factory, "capabilities", None)
+    if isinstance(declared, Capabilities) and declared.mesh_axes:
+        return declared
+    config = EngineConfig(stage=stage)
+    spec = model_spec("mlp")
+    with raise_as_usage_error(f"factory {engine!r}, built without a mesh, as its attribute 'capabilities' has no axes"):
+        built, _ = construct_engine(factory, spec.model(0), config)
+    claims = built.capabilities
+    with raise_as_usage_error(f"full_params() of engine {engine!r}"):
+        require_initial_weights(built.full_params(), spec.model(0))
+    # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
+    with suppress(Exception):
+        batch = spec.micro_batch(0, 0, 0)
+        built.backward(spec.loss(built(batch.inputs), batch.target))
+    with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
+        require_gradients(built.full_grads(), spec.model(0))
+    with raise_as_usage_error(f"close() of engine {engine!r}"):
+        built.close()
+    return claims

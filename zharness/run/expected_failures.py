@@ -1,23 +1,22 @@
-"""Read expected failures from ``zharness/expected_failures/`` and from users' files, and match cells with them."""
+"""Read expected failures from ``zharness/expected_failures/``, and match cells with them."""
 
 from __future__ import annotations
 
 import importlib.resources
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
-from zharness.engines.registry import BUILT_IN, capabilities, resolve_version, split_release
+from zharness.engines.registry import BUILT_IN, resolve_version, split_release
 from zharness.errors import UsageError
-from zharness.law_kit.setting import SEPARATOR, split_settings
+from zharness.law_kit.setting import SEPARATOR
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
 from zharness.names import matches_pattern
@@ -36,6 +35,8 @@ LIST_KEYS: Mapping[str, type] = {
 FLAG_KEYS = ("user_models",)
 STRING_KEYS = ("engine", "law", "check", "upstream", "reason", "verdict", "releases", "documented", "isolation")
 POOLED = "pooled"
+DEFAULT_KEYS = ("engine", "releases")  # above the tables, for those that do not set them
+AROUND = "around"  # above the tables of a user's file: the engine on which that of the file is built
 TABLES = ("expected_failure", "excuse")  # the second is the older name, as ``check`` is of ``law``
 _HEADER = re.compile(rf"\s*\[\[\s*({'|'.join(TABLES)})\s*\]\]\s*(#.*)?")
 
@@ -120,7 +121,7 @@ class ExpectedFailure:
     @property
     def upper_bound(self) -> Version | None:
         """The smallest release of ``releases`` with the operator ``<``, ``<=`` or ``==``; None if there is none."""
-        return min(_list_bounds(self.releases, ("<", "<=", "==")), default=None)
+        return min(list_bounds(self.releases, ("<", "<=", "==")), default=None)
 
     def is_stale_on(self, cell: Cell) -> bool:
         """Return whether a pass of ``cell``, which this entry covers, shows that the entry is stale.
@@ -178,7 +179,7 @@ class ExpectedFailure:
             return False
 
 
-def _list_bounds(releases: str, operators: Sequence[str]) -> list[Version]:
+def list_bounds(releases: str, operators: Sequence[str]) -> list[Version]:
     """Return the releases that a specifier names with one of ``operators``."""
     return [Version(part.version.removesuffix(".*")) for part in SpecifierSet(releases) if part.operator in operators]
 
@@ -203,10 +204,15 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
     """
     name = split_release(engine)[0]
     around = BUILT_IN[name].around if name in BUILT_IN else ""
-    entries = load_shipped_failures(around) if around else ()
-    fitting = (each for each in entries if not each.engine_variants)  # the others are about options of that engine
-    current = (each for each in fitting if each.applies_to_version(resolve_version(around) or ""))
-    return (*load_own_failures(name), *(replace(each, engine=name, releases="") for each in current))
+    return (*load_own_failures(name), *(load_failures_around(around, name) if around else ()))
+
+
+def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
+    """Yield the expected failures of the installed engine ``around`` as those of ``engine``, which is built on it."""
+    for entry in load_shipped_failures(around):
+        # Entries with variants are about options of that engine.
+        if not entry.engine_variants and entry.applies_to_version(resolve_version(around) or ""):
+            yield replace(entry, engine=engine, releases="")
 
 
 def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
@@ -218,29 +224,6 @@ def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
         yield from (entry for entry in parse_expected_failures(text, source, stem) if entry.engine == name)
 
 
-def read_expected_failures(paths: Iterable[Path]) -> tuple[ExpectedFailure, ...]:
-    """Read the user's files of expected failures.
-
-    Raises UsageError with file and line for a file or an entry that cannot be used.
-    """
-    entries: list[ExpectedFailure] = []
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read expected failures from {str(path)!r}: {error}") from error
-        entries.extend(parse_user_failures(text, str(path)))
-    return tuple(entries)
-
-
-def parse_user_failures(text: str, source: str) -> tuple[ExpectedFailure, ...]:
-    """Parse the ``text`` of a user's file, whose entries must be narrow. Raises UsageError with file and line."""
-    entries = parse_expected_failures(text, source)
-    for entry in entries:
-        require_narrow_entry(entry)
-    return entries
-
-
 def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[ExpectedFailure, ...]:
     """Parse the tables ``[[expected_failure]]`` of one file. Raises UsageError with file and line.
 
@@ -250,11 +233,11 @@ def parse_expected_failures(text: str, source: str, engine: str = "") -> tuple[E
     ``law`` is a list stays one entry for all of these laws.
     """
     content = drop_option_tables(parse_toml(text, source), source)
-    unknown = sorted(set(content) - {"engine", "releases", *TABLES})
+    unknown = sorted(set(content) - {*DEFAULT_KEYS, AROUND, *TABLES})
     if unknown:
-        allowed = ("engine", "releases", "[[expected_failure]]")
+        allowed = (*DEFAULT_KEYS, AROUND, "[[expected_failure]]")
         raise UsageError.unknown_name(f"key in {source}", unknown[0], allowed)
-    defaults = {"engine": engine, **{key: value for key, value in content.items() if key not in TABLES}}
+    defaults = {"engine": engine, **{key: content[key] for key in DEFAULT_KEYS if key in content}}
     tables = {name: content.get(name, []) for name in TABLES}
     return tuple(
         parse_entry(expanded, location)
@@ -326,68 +309,9 @@ def parse_entry(entry: Mapping[str, Any], location: str) -> ExpectedFailure:
     return ExpectedFailure(**fields, check=laws[0], further_laws=laws[1:], location=location)
 
 
-def require_narrow_entry(entry: ExpectedFailure) -> None:
-    """Raise UsageError if ``entry`` would excuse failures of every law, or switch off the option that it is about.
-
-    A user's file is checked when it is read; a test checks the files of the package, because this function imports the
-    engine's claims.
-    """
-    if "*" in (entry.check, *entry.further_laws) and not may_cover_every_law(entry):
-        raise UsageError(
-            f"{entry.location}: got law = '*', which would also excuse other failures of the basic laws; list the laws "
-            "that fail, or give 'documented' and 'remedy', or 'releases' that end at a known one, or name "
-            "'engine_variants' that all have a known_bug"
-        )
-    overridden = find_overridden_options(entry)
-    if overridden:
-        raise UsageError(f"{entry.location}: the remedy overrides {', '.join(overridden)}, which engine_variants set")
-
-
-def find_overridden_options(entry: ExpectedFailure) -> list[str]:
-    """Return the keys of the remedy that an option among ``engine_variants`` sets, and so would no longer be tested."""
-    if not entry.remedy or not entry.engine_variants:
-        return []
-    claims = [capabilities(entry.engine, stage) for stage in entry.stages or range(4)]
-    options = [
-        found.engine_options[name].options
-        for found in claims
-        if found
-        for name in split_settings(entry.engine_variants)
-        if name in found.engine_options
-    ]
-    return sorted({key for keys in options for key in keys if key in entry.remedy})
-
-
 def is_list_of_text(value: object) -> bool:
     """Return whether ``value`` is a list of strings that is not empty."""
     return isinstance(value, list) and value != [] and all(isinstance(item, str) for item in value)
-
-
-def may_cover_every_law(entry: ExpectedFailure) -> bool:
-    """Return whether ``entry`` may have the law ``*``.
-
-    It may if a remedy is documented, with which the law has to hold; if its releases end, as they do not change any
-    more, unless they end behind the newest release that is known; or if the engine claims a ``known_bug``, which
-    affects every training, for each option that the entry names.
-    """
-    if (entry.documented and entry.remedy) or _ends_at_a_known_release(entry):
-        return True
-    claims = [capabilities(entry.engine, stage) for stage in entry.stages]
-    variants = [found.engine_options for found in claims if found is not None]
-    return bool(variants and entry.engine_variants) and all(
-        name in options and bool(options[name].known_bug) for options in variants for name in entry.engine_variants
-    )
-
-
-def _ends_at_a_known_release(entry: ExpectedFailure) -> bool:
-    """Return whether the releases of ``entry`` end, and not behind the newest one installed or named by the package."""
-    if entry.upper_bound is None:
-        return False
-    installed = resolve_version(entry.engine)
-    named = {shipped.releases for shipped in load_shipped_failures(entry.engine)}
-    known = [version for text in named for version in _list_bounds(text, (">=", "=="))]
-    known += [Version(installed)] if installed else []
-    return not known or entry.upper_bound <= max(known)
 
 
 def expected_failures_for(engine: str, user_failures: Sequence[ExpectedFailure] = ()) -> tuple[ExpectedFailure, ...]:

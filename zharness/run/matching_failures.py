@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zharness.cell import Cell
 from zharness.run.expected_failures import POOLED, ExpectedFailure, expected_failures_for
 
+LOSES_RANKS = ("crash", "hang")
 GENERAL_CAUSES = ("ended by a signal", "by peer", "did not finish")  # the end of a process, whatever ended it
 
 
@@ -105,6 +106,12 @@ def find_pool_failure(
     """Return the expected failure on pooled ranks that covers ``cell`` and matches its failure; None if none does."""
     covering = list_covering_entries(cell, version, user_failures, POOLED)
     return next((entry for entry in covering if entry.describes_failure(verdict, cause, details)), None)
+
+
+def has_to_lose_ranks(cell: Cell, version: str, user_failures: Sequence[ExpectedFailure] = ()) -> bool:
+    """Return whether ``cell`` is expected to crash or hang, so that its ranks can run no other cell."""
+    covering = list_covering_entries(cell, version, user_failures)
+    return any(entry.verdict in LOSES_RANKS and entry.is_stale_on(cell) for entry in covering)
 
 
 def find_expected_failure(

@@ -20,7 +20,6 @@ from zharness.device.float32_products import multiply_with
 from zharness.engines import Capabilities, EngineConfig
 from zharness.engines.options import merge_options
 from zharness.errors import EngineContractError, HarnessFault, UsageError
-from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.law_kit.default_training import DEFAULT_TRAINING, TrainingConfig
 from zharness.law_kit.dtypes import choose_products
 from zharness.law_kit.judge_context import stop_at_first_mismatch
@@ -359,31 +358,6 @@ def is_blind(comparison: Comparison) -> bool:
     """
     is_calibrated = comparison.tier is Tier.CALIBRATED
     return is_calibrated and comparison.undetermined > MAX_UNDETERMINED_SHARE * comparison.elements
-
-
-def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """Build the engine once, on one rank, and return the capabilities that the engine claims.
-
-    Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
-    Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
-    """
-    factory = engines.get(engine)
-    config = EngineConfig(stage=stage)
-    spec = model_spec("mlp")
-    with raise_as_usage_error(f"factory {engine!r}"):
-        built, _ = construct_engine(factory, spec.model(0), config)
-    claims = built.capabilities
-    with raise_as_usage_error(f"full_params() of engine {engine!r}"):
-        require_initial_weights(built.full_params(), spec.model(0))
-    # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
-    with suppress(Exception):
-        batch = spec.micro_batch(0, 0, 0)
-        built.backward(spec.loss(built(batch.inputs), batch.target))
-    with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
-        require_gradients(built.full_grads(), spec.model(0))
-    with raise_as_usage_error(f"close() of engine {engine!r}"):
-        built.close()
-    return claims
 
 
 @contextmanager

@@ -252,14 +252,15 @@ def require_variant(engine: str, variant: str, stages: tuple[int, ...], claims: 
 def first_buildable_claims(engine: str, stages: tuple[int, ...], claims: ClaimsLookup) -> Capabilities:
     """Return the claims at the first of ``stages`` at which the engine can be built.
 
-    Raises UsageError if the engine cannot be built at any of these stages.
+    Raises the first UsageError that is not about an unknown stage if the engine cannot be built at any of them.
     """
-    for stage in stages[:-1]:
+    errors = []
+    for stage in stages:
         try:
             return claims(engine, stage)
-        except UsageError:
-            continue
-    return claims(engine, stages[-1])
+        except UsageError as error:
+            errors.append(error)
+    raise next((error for error in errors if "unknown stage" not in str(error)), errors[0])
 
 
 def expand_law_cells(law: Law, engine: str, stage: int, request: Request) -> Iterator[Cell]:

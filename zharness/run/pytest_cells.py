@@ -16,7 +16,7 @@ from zharness.errors import UsageError
 from zharness.pytest_ranks.options import get_option
 from zharness.run.cell_planner import PlannedCell
 from zharness.run.claims import get_claims
-from zharness.run.expected_failures import ExpectedFailure, read_expected_failures
+from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.plan import (
     ClaimsLookup,
     Request,
@@ -28,6 +28,7 @@ from zharness.run.plan import (
 from zharness.run.record import Record, Verdict
 from zharness.run.runner import Runner
 from zharness.run.unmatched_failures import describe_unmatched_failures
+from zharness.run.user_failures import read_expected_failures
 from zharness.world import Isolation, RankServer
 
 RUNNER_KEY = pytest.StashKey[Runner]()

@@ -31,6 +31,7 @@ from zharness.run.matching_failures import (
     find_failure_with_remedy,
     find_matching_failure,
     find_pool_failure,
+    has_to_lose_ranks,
 )
 from zharness.run.record import Record, Verdict
 from zharness.run.verdicts import (
@@ -101,10 +102,9 @@ class Runner:
 
     def claims(self, engine: str, stage: int) -> Capabilities:
         """Return the capabilities that an engine claims at a stage. Raises UsageError if the engine cannot be built."""
-        key = (engine, stage)
-        if key not in self._claims:
-            self._claims[key] = get_claims(engine, stage, lambda: nullcontext(self._servers[engine]))
-        return self._claims[key]
+        if (engine, stage) not in self._claims:
+            self._claims[engine, stage] = get_claims(engine, stage, lambda: nullcontext(self._servers[engine]))
+        return self._claims[engine, stage]
 
     def call_in_judge(self, function: Callable[..., Any], model: str, *args: Any) -> Any:
         """Return ``function(model, *args)``, called in a process of the judge's server.
@@ -165,7 +165,7 @@ class Runner:
         """Run one cell and return its record, with expected failures and documented remedies applied."""
         began = time.monotonic()
         blank = self._blank_record(planned.cell)
-        isolation = Isolation.FRESH if get_law(planned.cell.law).needs_fresh_ranks else self.isolation
+        isolation = Isolation.FRESH if self._needs_fresh_ranks(blank) else self.isolation
         if planned.unsupported_reason:
             return replace(self._record_refused(planned, blank, isolation), seconds=time.monotonic() - began)
         record = self._run_expecting_failure(planned.cell, blank, isolation)
@@ -178,6 +178,11 @@ class Runner:
             )
             record = note_pool_difference(record, fresh, explanation)
         return replace(record, seconds=time.monotonic() - began)
+
+    def _needs_fresh_ranks(self, blank: Record) -> bool:
+        """Return whether a cell runs on ranks of its own: its law says so, or it would end those of its pool."""
+        loses_ranks = has_to_lose_ranks(blank.cell, blank.engine_version, self.user_expected_failures)
+        return loses_ranks or get_law(blank.cell.law).needs_fresh_ranks
 
     def _run_expecting_failure(self, cell: Cell, blank_record: Record, isolation: Isolation) -> Record:
         """Run a cell, and apply the expected failure that covers the cell, and its documented remedy."""

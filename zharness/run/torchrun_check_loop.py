@@ -21,9 +21,9 @@ from zharness.run.check_loop import (
     open_optional_record_file,
     requested_engines,
     sort_as_planned,
-    write_with_progress,
 )
 from zharness.run.plan import plan_with_coverage, validate_request
+from zharness.run.progress import write_with_progress
 from zharness.run.record import RecordFile
 from zharness.run.torchrun_runner import TorchrunRunner
 from zharness.run.unmatched_failures import describe_unmatched_failures

@@ -22,13 +22,17 @@ MODEL_PACKAGE = "workload"
 
 
 def make_failure_record(outcome: GroupOutcome, blank_record: Record) -> Record:
-    """Build the record of a cell in which a rank did not return. The cause is the first failure of a rank."""
-    cause = outcome.cause
+    """Build the record of a cell in which a rank did not return. The cause is the first failure of a rank.
+
+    On a mesh the cause ends with the coordinates of that rank.
+    """
+    cause, cell = outcome.cause, blank_record.cell
     assert cause is not None, "called only for a group that failed"
+    where = cell.mesh.describe_rank(cause.rank, cell.world_size)
     return replace(
         blank_record,
         verdict=verdict_of_rank_failure(cause),
-        cause=cause.describe(),
+        cause=f"{cause.describe()}; rank {cause.rank} is {where}" if where else cause.describe(),
         details=outcome.describe(),
         raising_frame=cause.raising_frame,
     )

@@ -29,7 +29,7 @@ def all_gather_full_tensors(shards: Mapping[K, tuple[Tensor, ShardLayout]], comm
     full: dict[K, Tensor] = {}
     # The padded lengths are the same on all ranks; the last ranks own fewer elements.
     lengths = {key: layout.shard_length for key, (_, layout) in shards.items()}
-    for keys in _coalesce_keys(
+    for keys in coalesce_keys(
         {key: shard for key, (shard, _) in shards.items()}, lengths, DEFAULT_BUCKET_SIZE // comm.world_size
     ):
         rows = all_gather_rows(join([pad_flat(shards[key][0], lengths[key]) for key in keys]), comm)
@@ -69,7 +69,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
     """Copy each tensor of rank ``source`` to all ranks, in place. This is a collective."""
     by_index = dict(enumerate(tensors))
     lengths = {key: tensor.numel() for key, tensor in by_index.items()}
-    for keys in _coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
+    for keys in coalesce_keys(by_index, lengths, DEFAULT_BUCKET_SIZE):
         # Copy even a single tensor: gloo releases the tensor that it sent a moment later, and the caller's tensor would
         # be counted as unsharded memory until then.
         flat = join([by_index[key].detach().reshape(-1) for key in keys])
@@ -79,7 +79,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, source: int = 0) ->
             by_index[key].copy_(part.view(by_index[key].shape))
 
 
-def _coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
+def coalesce_keys(tensors: Mapping[K, Tensor], lengths: Mapping[K, int], max_elements: int) -> Iterator[list[K]]:
     """Yield groups of keys whose tensors are sent in one collective.
 
     The tensors of a group have one dtype and device, and at most ``max_elements`` elements in all; a tensor with more
