@@ -52,9 +52,10 @@ class Model(nn.Module):
 
 
 def model(size: Size) -> Model:
-    """Build the model with the same initial weights on every rank."""
+    """Build the model with the same initial weights on every rank, on the rank's device: a GPU draws them at once."""
     torch.manual_seed(0)
-    return Model(size)
+    with this_device():
+        return Model(size)
 
 
 def batch(size: Size, samples: int, length: int) -> Tensor:
@@ -89,7 +90,7 @@ def build(name: str, stage: int, size: Size, samples: int, fused: bool = False, 
     """Build an engine around the model in its initial weights, with torch's AdamW, on the device of this rank."""
     adamw = OptimizerSpec("adamw", {"lr": 1e-4, **({"fused": True} if fused else {})})
     engine_config = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
-    return engines.get(name)(model(size).to(this_device()), engine_config)
+    return engines.get(name)(model(size), engine_config)
 
 
 def this_device() -> torch.device:
