@@ -229,3 +229,11 @@ def read_premultiplied_factor(op: Any) -> float | Tensor:
     """Return the factor of a PREMUL_SUM reduction, which only its pickled state tells (torch 1.13)."""
     factor: float | Tensor = op.__getstate__()[1]
     return factor
+
+
+def is_cuda_lost_by_fork() -> bool:
+    """Return whether a process that this one was forked from has asked CUDA's driver (_is_in_bad_fork, torch 1.0).
+
+    Then CUDA cannot start here.
+    """
+    return bool(torch.cuda._is_in_bad_fork())
