@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -237,3 +238,11 @@ def is_cuda_lost_by_fork() -> bool:
     Then CUDA cannot start here.
     """
     return bool(torch.cuda._is_in_bad_fork())
+
+
+def compile_in_this_process() -> None:
+    """Let inductor compile kernels in this process instead of in a worker for each core (compile_threads, torch 2.0).
+
+    Every rank would have workers of its own, each of which imports torch.
+    """
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # type: ignore[attr-defined]

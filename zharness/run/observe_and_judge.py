@@ -362,22 +362,22 @@ def is_blind(comparison: Comparison) -> bool:
 
 
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """Build the engine once, on one rank, and return the capabilities that the engine claims.
+    """Build the engine once, on one rank and its device, and return the capabilities that the engine claims.
 
     Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
     Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
     """
     factory = engines.get(engine)
     config = EngineConfig(stage=stage)
-    spec = model_spec("mlp")
+    spec, device = model_spec("mlp"), rank_device(dist.get_rank())
     with raise_as_usage_error(f"factory {engine!r}"):
-        built, _ = construct_engine(factory, spec.model(0), config)
+        built, _ = construct_engine(factory, spec.model(0).to(device), config)
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
     # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
     with suppress(Exception):
-        batch = spec.micro_batch(0, 0, 0)
+        batch = spec.micro_batch(0, 0, 0).map_tensors(lambda tensor: tensor.to(device))
         built.backward(spec.loss(built(batch.inputs), batch.target))
     with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
         require_gradients(built.full_grads(), spec.model(0))
