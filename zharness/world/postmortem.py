@@ -103,8 +103,8 @@ def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None)
     """Return the outcome with a more specific cause, if one is known.
 
     If the rank called a collective that differs from a peer's, ``mismatch`` replaces the cause. If a signal killed the
-    rank, the innermost frame of the fatal-error dump on its stderr is added to the cause. The kernel that stderr names is
-    added to a CUDA error.
+    rank, the innermost frame of the fatal-error dump on its stderr is added to the cause. The kernel that stderr
+    names is added to a CUDA error.
     """
     if mismatch is not None and outcome.rank in mismatch.ranks:
         return replace(
