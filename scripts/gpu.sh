@@ -5,7 +5,7 @@ set -euo pipefail
 ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options)
 declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
     [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=30 [ranks]=40
-    [tf32]=30 [options]=60 [page]=20
+    [tf32]=30 [options]=60 [page]=40
 )
 # What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
 SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"

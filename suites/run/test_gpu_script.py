@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from zharness.cell import Cell
 from zharness.cli.check import check
@@ -213,3 +214,17 @@ def test_step_times_are_measured_on_ranks_and_a_problem_is_told(monkeypatch: pyt
     assert len(timed[0][timing.PLAIN]) == 1, "one round of one step, as there is no time"
     [broken] = bench.time_team([("ddp", 0)], replace(plan, dtype="fp64"), 2, 60.0)
     assert "fp64" in broken["problem"]
+
+
+def test_deepspeed_is_timed_with_its_own_buckets_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    work = importlib.import_module("engines_bench.work")
+    monkeypatch.setattr(work, "model", lambda size: None)
+    monkeypatch.setattr(work.engines, "get", lambda name: lambda model, config: config)
+    for device, options in (("cuda", {"zero_optimization": {"reduce_bucket_size": 500_000_000}}), ("cpu", {})):
+        monkeypatch.setattr(work, "this_device", lambda device=device: torch.device(device))
+        assert work.build("deepspeed", 2, work.SIZES["tiny"], 2).options == options
+    monkeypatch.setattr(work, "this_device", lambda: torch.device("cuda"))
+    assert work.build("ddp", 0, work.SIZES["tiny"], 2, **work.precision("ddp", "bf16")).options == {
+        "torch_autocast": {"enabled": True, "dtype": "bf16"}
+    }
