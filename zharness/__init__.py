@@ -73,8 +73,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/inspection/recorded_reads.py`` and ``reference/inspection/tensor_access.py`` serve observers.
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
-   (``world/outcome.py``, ``world/leftovers.py``, ``device/cuda_errors.py``), its deadline passes (``world/deadline.py``,
-   ``world/postmortem.py``) or it can only wait for a rank that will not come (``world/part_departures.py``).
+   (``world/outcome.py``, ``world/leftovers.py``, ``device/cuda_errors.py``), its deadline passes
+   (``world/deadline.py``, ``world/postmortem.py``) or it can only wait for a rank that will not come
+   (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
    ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
    ``parity/bounds.py`` or exactly (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.
