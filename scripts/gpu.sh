@@ -4,12 +4,12 @@ set -euo pipefail
 
 ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options)
 declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
-    [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=30 [ranks]=40
-    [tf32]=30 [options]=60 [page]=40
+    [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=40 [ranks]=40
+    [tf32]=40 [options]=120 [page]=40
 )
 # What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
 SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"
-GRACE=8  # seconds in which a check that has reached its limit ends its last cells
+GRACE=20  # seconds in which a check starts, and ends its last cells when it has reached its limit
 
 usage() {
     cat <<'HELP'
@@ -118,7 +118,7 @@ print(*streams, "forwards_in_tf32", "backwards_in_tf32", sep="\n")')
     fi
     mkdir -p "$out/mutants"
     rm -f "$out"/mutants/*  # a mutant whose records are there would not run again
-    run mutants python3 -m zharness mutants "${mutants[@]}" --scope targets --jobs "$(nproc)" --jsonl "$out/mutants/records.jsonl"
+    run mutants python3 -m zharness mutants "${mutants[@]}" --scope targets --jobs "$(nproc)" --jsonl "$out/mutants/kills.jsonl"
 }
 
 section_default() { check default "${laws[@]}" --world-size 2; }
@@ -146,13 +146,12 @@ section_ranks() {
 
 section_tf32() { check tf32 "${side_laws[@]}" --engine ddp --engine fsdp2 --engine reference --dtype tf32 --depth 1; }
 
-section_options() {
-    local run option engine engines
-    for run in compiled:ddp,fsdp2 fused_optimizer:ddp,fsdp2 offload_unpinned:fsdp2 cpu_offload:fsdp2; do
-        option=${run%:*} engines=()
-        for engine in $(tr , ' ' <<<"${run#*:}"); do engines+=(--engine "$engine"); done
-        limit=$(limit_of options)
-        limit=$((limit / 4))
+section_options() {  # each with its share of the limit, in percent; compiling takes a cell seconds
+    local run option engine engines share
+    for run in compiled:40:ddp,fsdp2 fused_optimizer:20:ddp,fsdp2 cpu_offload:20:fsdp2 offload_unpinned:20:fsdp2; do
+        IFS=: read -r option share engines <<<"$run"
+        limit=$(($(limit_of options) * share / 100))
+        mapfile -t engines < <(for engine in ${engines//,/ }; do printf '%s\n' --engine "$engine"; done)
         check "options-$option" "${side_laws[@]}" "${engines[@]}" --variant "$option" --depth 1 --jobs 8
     done
 }

@@ -162,7 +162,7 @@ def test_the_results_have_the_figures(tmp_path: Path) -> None:
     runs = {
         "default.jsonl": Record(reference, 0, Verdict.PASS, "1", "2"),
         "nccl.jsonl": Record(replace(reference, engine="ddp", stage=0, world_size=1), 0, Verdict.FAIL, "1", "2"),
-        "mutants/records.jsonl.partial": Record(kill, 0, Verdict.FAIL, "1", "2"),
+        "mutants/kills.jsonl": Record(kill, 0, Verdict.FAIL, "1", "2"),
     }
     (tmp_path / "mutants").mkdir()
     for name, record in runs.items():
