@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from engines_bench.timing import PLAIN, TEAMS, Plan, time_steps
 from engines_bench.work import SIZES
 from tabulate import tabulate
 
-from zharness.device import choose_backend, compute_device_type
+from zharness.device import POISON_VARIABLE, Poison, choose_backend, compute_device_type
 from zharness.errors import ZHarnessError
 from zharness.world import run
 
@@ -23,20 +26,26 @@ EPILOG = """
 The plain model and a few engines train on the same ranks, in alternating rounds of a few steps; a step ends when its
 kernels have ended. Every rank runs the plain model too, without communication, so that ranks that share a GPU share it
 alike. In bf16, DDP and plain PyTorch run forwards under torch.autocast with weights in fp32; the other engines have
-weights in bf16 and train fp32 masters. The figures are written after each group of engines: a run that is cut keeps
-those before.
+weights in bf16 and train fp32 masters. Collectives of the backend staged are timed without poisoning. The groups share
+the seconds that are left; each runs fewer and shorter rounds if its share is small, but one. The figures are written
+after each group of engines: a run that is cut keeps those before.
 
   python scripts/bench_gpu.py --ranks 1,2 --json steps.json
   ZHARNESS_DEVICE=cpu python scripts/bench_gpu.py --size tiny --dtype fp32 --json steps.json     tries the script
 """
+GRACE_SECONDS = 15.0  # for a round that takes longer than the one before it, and for the end of ranks
 COLUMNS = ("engine", "stage", "ranks", "plain ms", "ms", "ratio", "low", "high", "problem")
 
 
 def time_team(team: Sequence[tuple[str, int]], plan: Plan, ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each engine of a group: its median step and its ratio to the plain model's, or the problem."""
+    """Return a row for each engine of a group: its median step and its ratio to the plain model's, or the problem.
+
+    The group may take ``seconds``, its start included.
+    """
+    plan = replace(plan, deadline=time.time() + seconds)
     where = [{"engine": name, "stage": stage, "ranks": ranks} for name, stage in team]
     try:
-        timed = run(time_steps, tuple(team), plan, world_size=ranks, timeout=seconds)[0]
+        timed = run(time_steps, tuple(team), plan, world_size=ranks, timeout=seconds + GRACE_SECONDS)[0]
     except ZHarnessError as error:
         return [{**row, "problem": str(error).splitlines()[0]} for row in where]
     rows = []
@@ -68,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="steps in a round (default 5)")
     parser.add_argument("--samples", type=int, default=8, help="samples of 512 tokens on each rank (default 8)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample (default 512)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit for one group of engines (default 120)")
+    parser.add_argument("--seconds", type=float, default=900.0, help="seconds for all groups together (default 900)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the figures are written")
     return parser.parse_args()
 
@@ -79,17 +88,17 @@ def main() -> None:
     plan = Plan(
         SIZES[options.size], options.rounds, options.steps, options.samples, options.length, False, options.dtype
     )
-    installed, rows = list_installed_engines(), list[dict[str, Any]]()
+    os.environ.setdefault(POISON_VARIABLE, Poison.OFF.value)
+    installed, rows, end = list_installed_engines(), list[dict[str, Any]](), time.time() + options.seconds
+    backends = {str(ranks): choose_backend(ranks).value for ranks in options.ranks}
     facts = {"torch": torch.__version__, "device": compute_device_type(), "size": options.size, "dtype": options.dtype}
-    for ranks in options.ranks:
-        for team in TEAMS:
-            chosen = [key for key in team if key[0] in installed]
-            if not chosen:
-                continue
-            rows += time_team(chosen, plan, ranks, options.seconds)
-            backends = {str(each): choose_backend(each).value for each in options.ranks}
-            options.json.write_text(json.dumps({**facts, "backends": backends, "rows": rows}, indent=1))
-            print(f"{ranks} ranks: {', '.join(f'{name} {stage}' for name, stage in chosen)}", file=sys.stderr)
+    facts |= {"poison": os.environ[POISON_VARIABLE], "backends": backends}
+    teams = [[key for key in team if key[0] in installed] for team in TEAMS]
+    groups = [(ranks, team) for ranks in options.ranks for team in teams if team]
+    for number, (ranks, team) in enumerate(groups):
+        rows += time_team(team, plan, ranks, (end - time.time()) / (len(groups) - number))
+        options.json.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+        print(f"{ranks} ranks: {', '.join(f'{name} {stage}' for name, stage in team)}", file=sys.stderr)
     shown = [[row.get(column, "") for column in COLUMNS] for row in rows]
     print(f"Median step, {options.size} parameters, {options.dtype}, {facts['device']}\n")
     print(tabulate(shown, COLUMNS, "github", floatfmt=".3f"))

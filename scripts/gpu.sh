@@ -2,12 +2,14 @@
 # Runs the laws, mutants of streams and step times on the GPUs of this machine, and leaves one JSON file and one page.
 set -euo pipefail
 
-ALL=(doctor mutants default torch deepspeed dtypes ranks nccl tf32 options steps)
-declare -A LIMIT=(  # seconds, the grace included; together below 15 minutes
-    [doctor]=45 [mutants]=60 [default]=110 [torch]=110 [deepspeed]=90 [dtypes]=75 [ranks]=60 [nccl]=45 [tf32]=60
-    [options]=100 [steps]=90 [page]=40
+ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options)
+declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
+    [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=40 [ranks]=40
+    [tf32]=40 [options]=120 [page]=40
 )
-GRACE=8  # seconds in which a check that has reached its limit ends its last cells
+# What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
+SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"
+GRACE=20  # seconds in which a check starts, and ends its last cells when it has reached its limit
 
 usage() {
     cat <<'HELP'
@@ -18,24 +20,25 @@ Runs sections with the python3 of this environment, all of them by default, in t
   doctor     what the machine has, and what a CUDA context takes
   mutants    the mutants of streams, and of TF32
   default    the default check of the reference engine (depth 2), on 2 ranks
-  torch      FSDP2, DDP, ZeRO-1 and FSDP1 at depth 1
-  deepspeed  DeepSpeed at depth 1, if it is installed
-  dtypes     bf16 and fp16 on the reference, FSDP2, FSDP1 and DeepSpeed
-  ranks      1 and 4 ranks on the reference, FSDP2 and DDP
-  nccl       1 rank with NCCL on the reference, FSDP2, DDP and DeepSpeed
-  tf32       products in TF32 on the reference, FSDP2 and DDP
-  options    options that only a GPU has: compiled models, unpinned offload, fused optimizers
+  torch      DDP and FSDP2 at depth 1
   steps      step times of a transformer of 100M parameters in bf16 beside DDP, FSDP2 and DeepSpeed
+  deepspeed  ZeRO-1 and FSDP1, and DeepSpeed if it is installed
+  dtypes     bf16 and fp16 on FSDP2, FSDP1, the reference and DeepSpeed
+  nccl       1 rank with NCCL on DDP, FSDP2, the reference and DeepSpeed
+  ranks      1 and 4 ranks on DDP, FSDP2 and the reference
+  tf32       products in TF32 on DDP, FSDP2 and the reference
+  options    options that only a GPU has: compiled models, unpinned offload, fused optimizers
   page       OUTPUT_FOLDER/results.json and page.html of all records there; runs at the end anyway
 
-Each section has a limit of its own, together less than 15 minutes; ZHARNESS_GPU_SCALE multiplies them (2: twice as
-long), and ZHARNESS_GPU_BUDGET is a limit in seconds for all: what does not fit any more is left out and told. A section
-that is cut keeps its records. ZHARNESS_GPU_LAWS limits checks to laws, separated by spaces.
+Each section has a limit of its own, and a section that is cut keeps its records. ZHARNESS_GPU_SCALE multiplies the
+limits (2: twice as long), and ZHARNESS_GPU_BUDGET is a limit in seconds for all: what does not fit any more is left out
+and told. The sections after steps run a few laws. ZHARNESS_GPU_LAWS names other ones for all checks, separated by
+spaces; 'all' runs every law everywhere.
 
-Ranks share a GPU if there are fewer GPUs than ranks. Needs torch with CUDA, and zharness importable: from a clone, without
-installing it, PYTHONPATH does (see docs/gpu.md). ZHARNESS_DEVICE=cpu with ZHARNESS_BACKEND=staged tries the script without
-a GPU. The default folder is gpu-results. The exit code is 1 if a section failed to run, and 0 even if laws do not hold:
-the page shows them.
+Ranks share a GPU if there are fewer GPUs than ranks. Needs torch with CUDA. Other packages that are missing are
+installed into OUTPUT_FOLDER/packages, from the folder of wheels that ZHARNESS_GPU_WHEELS names if it is set.
+ZHARNESS_DEVICE=cpu with ZHARNESS_BACKEND=staged tries the script without a GPU. The default folder is gpu-results.
+The exit code is 1 if a section failed to run, and 0 even if laws do not hold: the page shows them.
 HELP
 }
 
@@ -50,10 +53,12 @@ here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$out"
 export ZHARNESS_DEVICE=${ZHARNESS_DEVICE:-cuda}
 read -ra laws <<<"${ZHARNESS_GPU_LAWS:-}"
+read -ra side_laws <<<"${ZHARNESS_GPU_LAWS:-$SIDE_LAWS}"
+[ "${ZHARNESS_GPU_LAWS:-}" != all ] || laws=() side_laws=()
 failed=0
 
-left() {  # the seconds that are left of the budget
-    echo $((${ZHARNESS_GPU_BUDGET:-1000000} - SECONDS))
+left() {  # the seconds that are left of the budget for anything but the page
+    echo $((${ZHARNESS_GPU_BUDGET:-1000000} - SECONDS - LIMIT[page]))
 }
 
 limit_of() {  # the limit of a section, or what is left of the budget if that is less
@@ -90,7 +95,7 @@ shows_failures() {  # whether NAME ended with 1 because laws do not hold or muta
 check() {  # check NAME OPTION...: records go to NAME.jsonl
     local name=$1
     shift
-    run "$name" python3 -m zharness check "${laws[@]}" "$@" --max-seconds "$((limit > GRACE ? limit - GRACE : 1))" --jsonl "$out/$name.jsonl"
+    run "$name" python3 -m zharness check "$@" --max-seconds "$((limit > GRACE ? limit - GRACE : 1))" --jsonl "$out/$name.jsonl"
 }
 
 with_deepspeed() {  # the arguments, and DeepSpeed if it is installed
@@ -111,43 +116,48 @@ print(*streams, "forwards_in_tf32", "backwards_in_tf32", sep="\n")')
         failed=1
         return
     fi
-    run mutants python3 -m zharness mutants "${mutants[@]}" --scope targets
+    mkdir -p "$out/mutants"
+    rm -f "$out"/mutants/*  # a mutant whose records are there would not run again
+    run mutants python3 -m zharness mutants "${mutants[@]}" --scope targets --jobs "$(nproc)" --jsonl "$out/mutants/kills.jsonl"
 }
 
-section_default() { check default --world-size 2; }
+section_default() { check default "${laws[@]}" --world-size 2; }
 
-section_torch() { check torch --engine fsdp2 --engine ddp --engine zero1 --engine fsdp1 --depth 1; }
+section_torch() { check torch "${laws[@]}" --engine ddp --engine fsdp2 --depth 1; }
 
 section_deepspeed() {
-    if python3 -c 'import deepspeed' 2>/dev/null; then check deepspeed --engine deepspeed --depth 1; fi
+    mapfile -t engines < <(with_deepspeed --engine zero1 --engine fsdp1)
+    check deepspeed "${side_laws[@]}" "${engines[@]}" --depth 1
 }
 
 section_dtypes() {
-    mapfile -t engines < <(with_deepspeed --engine reference --engine fsdp2 --engine fsdp1)
-    check dtypes "${engines[@]}" --dtype bf16,fp16 --depth 1
+    mapfile -t engines < <(with_deepspeed --engine fsdp2 --engine fsdp1 --engine reference)
+    check dtypes "${side_laws[@]}" "${engines[@]}" --dtype bf16,fp16 --depth 1
 }
-
-section_ranks() { check ranks --engine reference --engine fsdp2 --engine ddp --world-size 1,4 --depth 1; }
 
 section_nccl() {
-    mapfile -t engines < <(with_deepspeed --engine reference --engine fsdp2 --engine ddp)
-    check nccl "${engines[@]}" --world-size 1 --backend "${ZHARNESS_BACKEND:-nccl}" --depth 1
+    mapfile -t engines < <(with_deepspeed --engine ddp --engine fsdp2 --engine reference)
+    check nccl "${side_laws[@]}" "${engines[@]}" --world-size 1 --backend "${ZHARNESS_BACKEND:-nccl}" --depth 1
 }
 
-section_tf32() { check tf32 --engine reference --engine fsdp2 --engine ddp --dtype tf32 --depth 1; }
+section_ranks() {
+    check ranks "${side_laws[@]}" --engine ddp --engine fsdp2 --engine reference --world-size 1,4 --depth 1
+}
 
-section_options() {
-    local pair engine option
-    for pair in ddp:compiled ddp:fused_optimizer fsdp2:compiled fsdp2:cpu_offload fsdp2:offload_unpinned; do
-        engine=${pair%:*} option=${pair#*:}
-        limit=$(limit_of options)
-        limit=$((limit / 5))
-        check "options-$engine-$option" --engine "$engine" --variant "$option" --depth 1
+section_tf32() { check tf32 "${side_laws[@]}" --engine ddp --engine fsdp2 --engine reference --dtype tf32 --depth 1; }
+
+section_options() {  # each with its share of the limit, in percent; compiling takes a cell seconds
+    local run option engine engines share
+    for run in compiled:40:ddp,fsdp2 fused_optimizer:20:ddp,fsdp2 cpu_offload:20:fsdp2 offload_unpinned:20:fsdp2; do
+        IFS=: read -r option share engines <<<"$run"
+        limit=$(($(limit_of options) * share / 100))
+        mapfile -t engines < <(for engine in ${engines//,/ }; do printf '%s\n' --engine "$engine"; done)
+        check "options-$option" "${side_laws[@]}" "${engines[@]}" --variant "$option" --depth 1 --jobs 8
     done
 }
 
 section_steps() {
-    run steps python3 "$here/bench_gpu.py" --size "${ZHARNESS_GPU_SIZE:-100M}" --seconds "$limit" --json "$out/steps.json"
+    run steps python3 "$here/bench_gpu.py" --size "${ZHARNESS_GPU_SIZE:-100M}" --seconds "$((limit - GRACE))" --json "$out/steps.json"
 }
 
 section_page() {
@@ -161,7 +171,19 @@ finish() {  # also if the script is cut: what was recorded is kept
     exit "$failed"
 }
 
-python3 -c 'import zharness' 2>/dev/null || { echo "zharness cannot be imported by python3: see docs/gpu.md" >&2; exit 2; }
+install_missing_packages() {  # what pyproject.toml names and this python3 lacks, beside torch
+    local missing source=()
+    mapfile -t missing < <(python3 "$here/missing_packages.py")
+    [ "${#missing[@]}" -gt 0 ] || return 0
+    [ -z "${ZHARNESS_GPU_WHEELS:-}" ] || source=(--no-index --find-links "$ZHARNESS_GPU_WHEELS")
+    python3 -m pip install --quiet --no-deps --target "$out/packages" "${source[@]}" "${missing[@]}" || {
+        echo "gpu.sh: these packages cannot be installed: ${missing[*]}; see docs/gpu.md" >&2
+        exit 2
+    }
+}
+
+export PYTHONPATH="$(cd "$here/.." && pwd):$(cd "$out" && pwd)/packages${PYTHONPATH:+:$PYTHONPATH}"
+install_missing_packages
 trap finish EXIT
 trap 'failed=1; exit' INT TERM
 for section in "${sections[@]}"; do

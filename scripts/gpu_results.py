@@ -17,6 +17,9 @@ import torch
 from tabulate import tabulate
 
 RECORDS, RESULTS, PAGE = "records.jsonl", "results.json", "page.html"
+BROKEN = ("fail", "crash", "hang", "error", "undetermined")
+FIGURE_ENGINES = ("reference", "fsdp2", "ddp")  # those that may not raise a false alarm
+ENDED = ("0", "1", "3")  # of a check that was not killed: laws hold, a law is broken, the harness failed in a cell
 STEP_COLUMNS = ("engine", "stage", "ranks", "plain ms", "ms", "ratio", "low", "high", "problem")
 
 
@@ -70,13 +73,48 @@ def find_largest_memory(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> d
 
 def list_unexpected(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Return the cells that broke a law, or in which the harness failed, without an entry that expects it."""
-    broken = ("fail", "crash", "hang", "error", "undetermined")
     return [
         {"section": section, "cell": record["case"], "verdict": record["verdict"], "cause": record["cause"]}
         for section, rows in records.items()
         for record in rows
-        if outcome(record) in broken
+        if outcome(record) in BROKEN
     ]
+
+
+def count_judged(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Return for each engine that may raise no false alarm how many cells were judged, and how many are unexpected."""
+    found = {engine: {"judged": 0, "unexpected": 0} for engine in FIGURE_ENGINES}
+    for record in (record for rows in records.values() for record in rows):
+        if record["engine"] in found and (result := outcome(record)) != "unsupported":
+            found[record["engine"]]["judged"] += 1
+            found[record["engine"]]["unexpected"] += result in BROKEN
+    return found
+
+
+def list_kills(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return for each mutant that the command names the laws that killed it; none if it lived or was not reached."""
+    words = next((str(each["command"]).split() for each in sections if each["name"] == "mutants"), [])
+    start = words.index("mutants") + 1 if "mutants" in words else 0
+    names = words[start : words.index("--scope") if "--scope" in words else None] if start else []
+    kills: dict[str, list[str]] = {name: [] for name in names}
+    for record in (record for rows in read_records(folder / "mutants").values() for record in rows):
+        name = str(record["engine"]).rpartition(":")[2]
+        if name in kills and record["verdict"] in BROKEN and record["verdict"] != "error":
+            kills[name].append(record["check"])
+    return kills
+
+
+def read_default(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the seconds of the default check, with its start, and whether it ran to its end; empty if it did not run.
+
+    A check that reached its limit says so in its output.
+    """
+    ran = next((each for each in sections if each["name"] == "default"), None)
+    log = folder / "default.log"
+    if ran is None or not log.is_file():
+        return {}
+    whole = ran["exit"] in ENDED and "STOPPED after" not in log.read_text(encoding="utf-8")
+    return {"seconds": ran["seconds"], "whole": whole}
 
 
 def list_nondeterministic(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -89,11 +127,17 @@ def build_results(folder: Path, records: Mapping[str, Sequence[Mapping[str, Any]
     """Return the results of all sections as plain data."""
     steps = folder / "steps.json"
     doctor = folder / "doctor.log"
+    sections = read_sections(folder)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "doctor": doctor.read_text(encoding="utf-8").splitlines() if doctor.is_file() else [],
-        "sections": read_sections(folder),
+        "figures": {
+            "default": read_default(folder, sections),
+            "mutants": list_kills(folder, sections),
+            "judged": count_judged(records),
+        },
+        "sections": sections,
         "cells": count_cells(records),
         "unexpected": list_unexpected(records),
         "nondeterministic": list_nondeterministic(records),
@@ -107,7 +151,16 @@ def render_tables(results: Mapping[str, Any]) -> str:
     ran = [[each[key] for key in ("name", "exit", "seconds", "command")] for each in results["sections"]]
     rows = results["steps"].get("rows", [])
     steps = [[row.get(column, "") for column in STEP_COLUMNS] for row in rows]
+    figures = results["figures"]
     parts = {
+        "Default check of the reference": json.dumps(figures["default"]),
+        "Mutants, and the laws that killed them": tabulate(
+            [[name, ", ".join(laws) or "LIVES"] for name, laws in figures["mutants"].items()]
+        ),
+        "Cells judged, and unexpected outcomes": tabulate(
+            [[engine, *counts.values()] for engine, counts in figures["judged"].items()],
+            ("engine", "judged", "unexpected"),
+        ),
         "Sections": tabulate(ran, ("section", "exit", "seconds", "command")),
         "Cells": tabulate(results["cells"], "keys"),
         f"Median step, {results['steps'].get('size', '')} {results['steps'].get('dtype', '')}": tabulate(

@@ -3,18 +3,19 @@
 [Note: floors]
 A file imports files of a lower floor, or of its own package (``suites/meta/test_house.py``)::
 
-    0  errors, environment, device, mesh, names, toml_text, comm, step_summary, torch_private
+    0  errors, environment, mesh, names, toml_text, comm, step_summary, torch_private
     0  distributed_tensor, raising_frame
-    1  cell, world, workload, reference, law_set, project_file
-    2  engines
-    3  pytest_ranks, parity
-    4  law_kit
-    5  laws, mutants
-    6  run
-    7  report, releases, kill_matrix, doctor, export
-    8  hunt, site, tour
-    9  plugin, cli, conformance, verification, compat
-    10 __main__
+    1  device
+    2  cell, world, workload, reference, law_set, project_file
+    3  engines
+    4  pytest_ranks, parity
+    5  law_kit
+    6  laws, mutants
+    7  run
+    8  report, releases, kill_matrix, doctor, export
+    9  hunt, site, tour
+    10 plugin, cli, conformance, verification, compat
+    11 __main__
 
 [Note: a cell from command to verdict]
 ``zharness check 'training.grads[reference-zero3-w2-fp32-mlp]'`` passes these files, in this order.
@@ -73,8 +74,9 @@ A file imports files of a lower floor, or of its own package (``suites/meta/test
    ``reference/inspection/recorded_reads.py`` and ``reference/inspection/tensor_access.py`` serve observers.
 6. The watch, beside steps 4 and 5. ``world/task_watcher.py`` collects reports and output (``world/streams.py``,
    ``world/current_rank.py``, ``world/progress.py``, ``world/rank_coordinator.py``) until each rank has an outcome
-   (``world/outcome.py``, ``world/leftovers.py``), its deadline passes (``world/deadline.py``,
-   ``world/postmortem.py``) or it can only wait for a rank that will not come (``world/part_departures.py``).
+   (``world/outcome.py``, ``world/leftovers.py``, ``device/cuda_errors.py``), its deadline passes
+   (``world/deadline.py``, ``world/postmortem.py``) or it can only wait for a rank that will not come
+   (``world/part_departures.py``).
 7. Judge, in a process that never imported the engine. ``law_kit/judge_context.py`` gives the law the evidence and the
    ``parity/baseline.py`` (``parity/baseline_cache.py``); ``parity/compare.py`` compares within
    ``parity/bounds.py`` or exactly (``parity/certificate.py``); ``parity/attribution.py`` explains a mismatch.

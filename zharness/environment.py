@@ -1,10 +1,12 @@
-"""Set environment variables for the time of a block."""
+"""Set environment variables for the time of a block, and that by which torch looks for GPUs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+DEVICE_VARIABLE = "ZHARNESS_DEVICE"
 
 
 @contextmanager
@@ -27,3 +29,12 @@ def set_variables(values: Mapping[str, str]) -> Iterator[None]:
     with restore_variables(*values):
         os.environ.update(values)
         yield
+
+
+def look_for_gpus_by_nvml() -> None:
+    """Let ``torch.cuda.is_available`` ask NVML if ranks use GPUs: the driver cannot be used after a fork.
+
+    torch asks the driver by default. Call this before code that might ask: an engine's import, a user's conftest.py.
+    """
+    if os.environ.get(DEVICE_VARIABLE) == "cuda":
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from zharness.environment import look_for_gpus_by_nvml
 from zharness.errors import UsageError
 from zharness.pytest_ranks.options import (
     add_free_short_names,
@@ -41,7 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
-    """Add the options without prefix whose names no plugin and no conftest.py has taken."""
+    """Add the options without prefix whose names no plugin and no conftest.py has taken.
+
+    A conftest.py may ask for GPUs, which must not make them unusable in ranks.
+    """
+    look_for_gpus_by_nvml()
     hide_values_from_paths(early_config, parser, args)
     yield
     add_free_short_names(parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -241,3 +242,19 @@ def read_premultiplied_factor(op: Any) -> float | Tensor:
     """Return the factor of a PREMUL_SUM reduction, which only its pickled state tells (torch 1.13)."""
     factor: float | Tensor = op.__getstate__()[1]
     return factor
+
+
+def is_cuda_lost_by_fork() -> bool:
+    """Return whether a process that this one was forked from has asked CUDA's driver (_is_in_bad_fork, torch 1.0).
+
+    Then CUDA cannot start here.
+    """
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def compile_in_this_process() -> None:
+    """Let inductor compile kernels in this process instead of in a worker for each core (compile_threads, torch 2.0).
+
+    Every rank would have workers of its own, each of which imports torch.
+    """
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # type: ignore[attr-defined]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -26,7 +28,8 @@ TEAMS: tuple[tuple[tuple[str, int], ...], ...] = (
 class Plan:
     """The plan of a measurement: ``rounds`` rounds of ``steps`` steps for each engine.
 
-    Each rank trains on ``samples`` x ``length`` tokens per step, in ``dtype``.
+    Each rank trains on ``samples`` x ``length`` tokens per step, in ``dtype``. Rounds get fewer and shorter, down to
+    one of one step, so that they end before ``deadline``, which is in seconds of ``time.time``.
     """
 
     size: Size
@@ -36,6 +39,7 @@ class Plan:
     length: int
     fused: bool
     dtype: str = "fp32"
+    deadline: float = math.inf
 
 
 def time_steps(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str, int], list[list[float]]]:
@@ -48,19 +52,34 @@ def time_steps(team: tuple[tuple[str, int], ...], plan: Plan) -> dict[tuple[str,
         for name, stage in (PLAIN, *team)
     }
     rounds: dict[tuple[str, int], list[list[float]]] = {key: [] for key in built}
+    steps, round_seconds = 1, math.inf  # of the warm-up
     for number in range(plan.rounds + 1):
+        left = share_number(plan.deadline - time.time())
+        if number == 1:
+            steps = max(1, min(plan.steps, int(left / round_seconds / plan.rounds)))
+        elif number > 1 and left < round_seconds:
+            break
         if dist.get_rank() == 0:
             print(f"  round {number} of {plan.rounds}{' (warm-up)' if number == 0 else ''}", file=sys.stderr)
+        begun = perf_counter()
         for key, engine in built.items():
             dist.barrier()
             seconds = []
-            for _ in range(1 if number == 0 else plan.steps):
+            for _ in range(steps):
                 start = perf_counter()
                 train(engine, ids)
                 finish_kernels()
                 seconds.append(perf_counter() - start)
             rounds[key].append(seconds)
+        round_seconds = share_number(perf_counter() - begun)
     return {key: timed[1:] for key, timed in rounds.items()}  # without the warm-up
+
+
+def share_number(number: float) -> float:
+    """Return rank 0's number on every rank, so that all of them run the same rounds. At most 1e9."""
+    shared = torch.tensor(min(number, 1e9), dtype=torch.float64, device=this_device())
+    dist.broadcast(shared, 0)
+    return shared.item()
 
 
 def finish_kernels() -> None:

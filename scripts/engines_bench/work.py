@@ -52,9 +52,10 @@ class Model(nn.Module):
 
 
 def model(size: Size) -> Model:
-    """Build the model with the same initial weights on every rank."""
+    """Build the model with the same initial weights on every rank, on the rank's device: a GPU draws them at once."""
     torch.manual_seed(0)
-    return Model(size)
+    with this_device():
+        return Model(size)
 
 
 def batch(size: Size, samples: int, length: int) -> Tensor:
@@ -74,6 +75,8 @@ def train(engine: Engine, ids: Tensor) -> None:
     engine.zero_grad()
 
 
+# The adapter's buckets are small, because DeepSpeed's own take 2 GB of every rank. A large model needs those.
+GPU_OPTIONS = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 500_000_000}}}
 # Engines without low-precision weights of their own: they run forwards under torch.autocast, with weights in fp32.
 UNDER_AUTOCAST = ("plain", "ddp")
 
@@ -88,8 +91,10 @@ def precision(name: str, dtype: str) -> dict[str, Any]:
 def build(name: str, stage: int, size: Size, samples: int, fused: bool = False, **config: Any) -> Engine:
     """Build an engine around the model in its initial weights, with torch's AdamW, on the device of this rank."""
     adamw = OptimizerSpec("adamw", {"lr": 1e-4, **({"fused": True} if fused else {})})
+    if this_device().type == "cuda":
+        config = {"options": GPU_OPTIONS.get(name, {}), **config}
     engine_config = EngineConfig(stage=stage, micro_batch_size=samples, optimizer=adamw, **config)
-    return engines.get(name)(model(size).to(this_device()), engine_config)
+    return engines.get(name)(model(size), engine_config)
 
 
 def this_device() -> torch.device:

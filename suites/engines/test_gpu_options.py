@@ -118,3 +118,11 @@ def test_small_buckets_exclude_graphs_which_torch_splits_by_buckets() -> None:
         )
     with pytest.raises(AssertionError, match="First bucket should be smaller/equal"):
         DDPOptimizer(int(1e-4 * 2**20), lambda graph, _inputs: graph)
+
+
+def test_inductor_compiles_in_the_rank_and_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 16)
+    compile_in_place(torch.nn.Linear(1, 1), {"compile": "eager"})
+    assert torch._inductor.config.compile_threads == 16
+    compile_in_place(torch.nn.Linear(1, 1), {"compile": "inductor"})
+    assert torch._inductor.config.compile_threads == 1

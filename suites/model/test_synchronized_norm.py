@@ -166,3 +166,10 @@ def test_a_forward_without_gradients_meets_the_rows_of_all_ranks_too() -> None:
         losses = [baseline.run_forward(rank, 0).loss for rank in range(2)]
     assert losses == [result.loss for result in baseline.run_all_ranks()]
     assert losses != [Baseline(model_spec(MODEL), 0, 1).run_rank(rank, 0).loss for rank in range(2)]
+
+
+def test_the_threads_of_ranks_create_tensors_on_the_callers_device() -> None:
+    with torch.device("meta"):
+        found = run_jointly([lambda: torch.zeros(1).device.type] * 2)
+    assert found == ["meta", "meta"]
+    assert run_jointly([lambda: torch.zeros(1).device.type]) == ["cpu"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zharness import engines
 from zharness.cell import Cell
@@ -28,6 +28,7 @@ from zharness.run.observe_and_judge import build_baseline
 from zharness.run.plan import Request, plan
 from zharness.run.pytest_cells import describe_problem
 from zharness.workload import model_spec
+from zharness.workload.generators import have_drawn_since, read_generator_states
 
 ZOO, PARTS = "suites.model.zoo", "suites.model.zoo_parts"
 BUFFERS = ("training.ranks_agree", "state.resume")
@@ -199,6 +200,34 @@ def test_each_sample_keeps_its_dropout_mask() -> None:
         assert torch.equal(replay_draws(lambda chosen=rows: layer(batch[chosen]), draws, rows, 4), whole[0][rows])
     with pytest.raises(SharedDrawError, match="a row for each sample"):
         replay_draws(lambda: layer(torch.ones(3, 6)), draws, torch.tensor([0]), 4)
+
+
+def drop_as_a_gpu(inputs: Tensor) -> Tensor:
+    """Drop half of the elements by the operation that torch runs on GPUs."""
+    return torch.ops.aten.native_dropout(inputs, 0.5, True)[0]
+
+
+def test_each_sample_keeps_the_mask_of_a_gpus_dropout() -> None:
+    inputs = torch.rand(4, 8, requires_grad=True)
+    outputs: list[Tensor] = []
+    draws = record_draws(lambda: outputs.append(drop_as_a_gpu(inputs)))
+    [dropped] = outputs
+    assert torch.equal(draws[0], dropped != 0)
+    rows = torch.tensor([2, 0])
+    replayed = replay_draws(lambda: drop_as_a_gpu(inputs[rows]), draws, rows, len(inputs))
+    assert torch.equal(replayed, dropped[rows])
+    [grad] = torch.autograd.grad(replayed.sum(), inputs)
+    assert torch.equal(grad[rows], 2.0 * draws[0][rows])
+
+
+def test_the_generator_of_a_gpu_tells_a_draw_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(torch.tensor([[1], [2], [2]], dtype=torch.uint8))
+    monkeypatch.setattr("zharness.workload.generators.is_gpu_requested", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: next(states))
+    before = read_generator_states()
+    assert have_drawn_since(before)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1], dtype=torch.uint8))
+    assert not have_drawn_since(before)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -105,6 +105,8 @@ def test_the_jobs_follow_from_the_measured_context(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert choose_job_count(2) == 1
     monkeypatch.setenv(CONTEXT_VARIABLE, "300")
+    assert choose_job_count(2) == 1
+    monkeypatch.setenv(CONTEXT_VARIABLE, "100")
     assert choose_job_count(2) == 2
     for context in (100, 300, 600):
         monkeypatch.setenv(CONTEXT_VARIABLE, str(context))

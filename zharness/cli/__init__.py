@@ -36,6 +36,7 @@ from zharness.cli.options import (
 from zharness.cli.project_options import set_defaults
 from zharness.cli.site import site
 from zharness.cli.tour import tour
+from zharness.environment import look_for_gpus_by_nvml
 from zharness.errors import UsageError, ZHarnessError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -346,6 +347,7 @@ def program(
 def main() -> None:
     """Run the command line; print expected errors as one sentence and exit with the documented codes."""
     signal.signal(signal.SIGTERM, exit_on_sigterm)
+    look_for_gpus_by_nvml()
     try:
         sys.exit(cli.main(prog_name="zharness", standalone_mode=False) or 0)
     except click.exceptions.Exit as exit_:

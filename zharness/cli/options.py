@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from zharness.cell import parse_integers
-from zharness.environment import set_variables
+from zharness.environment import DEVICE_VARIABLE, look_for_gpus_by_nvml, set_variables
 from zharness.errors import UsageError, find_close_names
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -87,9 +87,12 @@ def require_commit_with_reach(commit: str | None, reach_file: Path | None) -> No
         raise UsageError("--changed and --reach need each other: --changed COMMIT --reach FILE")
 
 
-def requested_device(device: str, backend: str) -> AbstractContextManager[None]:
+@contextmanager
+def requested_device(device: str, backend: str) -> Iterator[None]:
     """Let the ranks that start in the block use ``device`` and ``backend``; an empty name changes nothing."""
-    from zharness.device import BACKEND_VARIABLE, DEVICE_VARIABLE
+    from zharness.device import BACKEND_VARIABLE
 
     requested = {DEVICE_VARIABLE: device, BACKEND_VARIABLE: backend}
-    return set_variables({variable: value for variable, value in requested.items() if value})
+    with set_variables({variable: value for variable, value in requested.items() if value}):
+        look_for_gpus_by_nvml()
+        yield

@@ -12,9 +12,10 @@ import torch
 from zharness.device.determinism import use_deterministic_algorithms
 from zharness.device.gpu_facts import find_gpu_problem, read_gpus
 from zharness.device.gpu_memory import LEAST_SHARE_MIB, SHARE_VARIABLE, bound_memory, choose_share, smallest_free_mib
+from zharness.environment import DEVICE_VARIABLE
 from zharness.errors import UsageError
 
-DEVICE_VARIABLE, BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_DEVICE", "ZHARNESS_BACKEND", "ZHARNESS_POISON"
+BACKEND_VARIABLE, POISON_VARIABLE = "ZHARNESS_BACKEND", "ZHARNESS_POISON"
 
 
 class BackendName(Enum):
@@ -33,10 +34,22 @@ class Poison(Enum):
 
 
 def require_usable_gpus(processes: int) -> None:
-    """Raise UsageError if ranks use GPUs and ``processes`` processes cannot compute there. Does not start CUDA."""
-    if not is_gpu_requested():
-        return
-    problem = find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), read_gpus(), processes)
+    """Raise UsageError if ranks use GPUs and ``processes`` processes cannot compute there. Does not start CUDA.
+
+    nvidia-smi, which is asked, takes a tenth of a second or more: call this once, before ranks start.
+    """
+    if is_gpu_requested():
+        _refuse(find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), read_gpus(), processes))
+
+
+def require_visible_gpus() -> None:
+    """Raise UsageError if ranks use GPUs and torch sees none. Starts neither CUDA nor nvidia-smi."""
+    if is_gpu_requested():
+        _refuse(find_gpu_problem(torch.version.cuda, torch.cuda.device_count(), (), 1))
+
+
+def _refuse(problem: str) -> None:
+    """Raise UsageError unless ``problem`` is empty."""
     if problem:
         raise UsageError(f"{DEVICE_VARIABLE} is cuda, but {problem}")
 
@@ -60,7 +73,11 @@ def share_gpu_memory(processes: int) -> Iterator[None]:
 
 
 def choose_job_count(world_size: int) -> int:
-    """Return how many cells of ``world_size`` ranks run at a time: one per core, as far as the GPUs' memory goes."""
+    """Return how many cells of ``world_size`` ranks run at a time: one per core, as far as the GPUs' memory goes.
+
+    Beside its pooled ranks and its judge, a cell may have as many ranks again: those of the pool before, which end with
+    its last cell, or fresh ones that repeat what failed.
+    """
     cores = max(1, os.cpu_count() or 1)
     if not is_gpu_requested():
         return cores
@@ -69,7 +86,7 @@ def choose_job_count(world_size: int) -> int:
     if free is None:
         return cores
     processes = len(gpus) * (free // (gpus[0].context_mib + LEAST_SHARE_MIB))  # as choose_share spreads them
-    return min(cores, max(1, processes // (world_size + 1)))
+    return min(cores, max(1, processes // (2 * world_size + 1)))
 
 
 def is_gpu_requested() -> bool:
@@ -128,12 +145,6 @@ def require_reproducible_kernels() -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         use_deterministic_algorithms()
-
-
-def look_for_gpus_by_nvml() -> None:
-    """Let ``torch.cuda.is_available`` ask NVML: the driver, which it asks by default, cannot be used after a fork."""
-    if is_gpu_requested():
-        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def local_device_index(rank: int) -> int:

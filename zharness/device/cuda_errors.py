@@ -1,10 +1,20 @@
-"""Add the remedy to torch's messages of CUDA errors."""
+"""Add the remedy to torch's messages of CUDA errors, and find the kernel whose assertion failed."""
 
 from __future__ import annotations
+
+import re
 
 _SHARED_MEMORY = (
     "all ranks that run at a time share the GPU's memory: run fewer at a time (zharness check --jobs, pytest -n), "
     "or on fewer ranks"
+)
+# cuBLAS and cuDNN take their memory past torch's allocator, and report the lack of it by codes of their own.
+_LIBRARY_MEMORY = (
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 # CUDA reports what a kernel did at a later call, so the line that raised is not the one that launched the kernel.
 _EARLIER_KERNEL = (
@@ -14,6 +24,7 @@ _EARLIER_KERNEL = (
 _REMEDIES = {
     "CUDA out of memory": _SHARED_MEMORY,
     "CUDA error: out of memory": _SHARED_MEMORY,
+    **dict.fromkeys(_LIBRARY_MEMORY, _SHARED_MEMORY),
     "CUDA error: an illegal memory access": _EARLIER_KERNEL,
     "CUDA error: misaligned address": _EARLIER_KERNEL,
     "CUDA error: an illegal instruction": _EARLIER_KERNEL,
@@ -29,3 +40,22 @@ def add_cuda_remedy(message: str) -> str:
     remedy = next((remedy for start, remedy in _REMEDIES.items() if message.startswith(start)), "")
     first, newline, rest = message.partition("\n")
     return f"{first}; {remedy}{newline}{rest}" if remedy else message
+
+
+# How CUDA prints a failed assertion of a kernel to stderr, once for each thread of the GPU.
+_ASSERTION = re.compile(
+    r"^(?:\S*/)?(?P<file>[^/\s]+):(?P<line>\d+): (?P<kernel>.+): block: \[[\d,]+\], thread: \[[\d,]+\] "
+    r"Assertion `(?P<what>.+)` failed",
+    re.MULTILINE,
+)
+
+
+def name_failed_kernel(cause: str, stderr: str) -> str:
+    """Return the kernel whose assertion failed, with the assertion and its place, if ``cause`` says that one failed.
+
+    The text is empty for another cause, and if ``stderr`` names no kernel.
+    """
+    found = _ASSERTION.search(stderr) if "device-side assert triggered" in cause else None
+    if found is None:
+        return ""
+    return f"the kernel {found['kernel']} found that `{found['what']}` is false ({found['file']}, line {found['line']})"

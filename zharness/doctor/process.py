@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 import zharness
+from zharness.device import require_reproducible_kernels
 from zharness.doctor.finding import Finding, Severity, make_finding, ok_finding
 from zharness.engines import registered_engines
 from zharness.parity.contamination import ProcessConditions, read_process_conditions
@@ -67,8 +68,10 @@ def inspect_fork_support() -> Iterator[Finding]:
 def inspect_torch_settings() -> Iterator[Finding]:
     """Inspect torch's global settings that change numerical results, and whether torch's functions were replaced.
 
+    The settings of kernels are those of a rank on a GPU, which sets them itself when it starts.
     This function runs tensor operations, so no rank can be forked from this process afterwards.
     """
+    require_reproducible_kernels()
     conditions = read_process_conditions()
     for name, value in conditions.settings.items():
         expected, remedy = EXPECTED_SETTINGS.get(name, (value, ""))

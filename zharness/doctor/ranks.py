@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from zharness.device import rank_device
 from zharness.doctor.finding import Finding, Severity, ok_finding
 from zharness.errors import ZHarnessError
 from zharness.world import RankServer
@@ -21,7 +22,8 @@ TIMEOUT_SECONDS = 30.0  # a loaded machine needs about half of it to start two r
 
 def sum_over_ranks() -> float:
     """Return the sum of rank + 1 over all ranks, computed by an all-reduce. Every rank calls this function."""
-    tensor = torch.tensor(dist.get_rank() + 1.0)
+    rank = dist.get_rank()
+    tensor = torch.tensor(rank + 1.0, device=rank_device(rank))
     dist.all_reduce(tensor)
     return float(tensor)
 
@@ -42,6 +44,6 @@ def inspect_two_ranks(timeout: float = TIMEOUT_SECONDS) -> Finding:
     sums = outcome.values()
     if sums != [sum(range(WORLD_SIZE + 1))] * WORLD_SIZE:
         return Finding(
-            title, Severity.PROBLEM, f"their all-reduce gives {sums}", "torch's gloo is broken: reinstall torch"
+            title, Severity.PROBLEM, f"their all-reduce gives {sums}", "torch's collectives are broken: reinstall torch"
         )
     return ok_finding(title, f"started, connected and reduced in {time.monotonic() - started_at:.1f} s")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zharness.engines.protocol import EngineConfig
 from zharness.errors import ConfigError
 from zharness.mesh import CONTEXT
-from zharness.workload.generators import fork_seeded_generators
+from zharness.workload.generators import fork_seeded_generators, have_drawn_since, read_generator_states
 
 SEQUENCE_DIM = 1  # of inputs, outputs, queries, keys and values; the first dimension is that of samples
 HEADS_DIM = 2  # of queries, keys and values
@@ -81,9 +81,9 @@ def draw_for_part(place: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         seed = int(torch.randint(1 << 30, ()))
     with fork_seeded_generators(seed + place):
-        seeded = torch.get_rng_state()
+        seeded = read_generator_states()
         yield
-        has_drawn = not torch.equal(torch.get_rng_state(), seeded)
+        has_drawn = have_drawn_since(seeded)
     if has_drawn:
         torch.randint(1 << 30, ())
 

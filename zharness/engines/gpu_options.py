@@ -16,6 +16,7 @@ from zharness.engines import optimizers
 from zharness.engines.capabilities import EngineOption
 from zharness.engines.protocol import OptimizerSpec
 from zharness.errors import ConfigError
+from zharness.torch_private import compile_in_this_process
 
 COMPILE, FUSED = "compile", "fused_optimizer"
 INDUCTOR, CAPTURE = "inductor", "eager"
@@ -78,6 +79,8 @@ def compile_in_place(module: nn.Module, options: Mapping[str, Any]) -> bool:
         return False
     if backend not in BACKENDS:
         raise ConfigError.unknown_name(COMPILE, backend, BACKENDS)
+    if backend == INDUCTOR:
+        compile_in_this_process()
     module.compile(backend=backend)
     return True
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from zharness.device import compute_device_type
+from zharness.device import compute_device_type, require_usable_gpus
 from zharness.errors import UsageError
 from zharness.kill_matrix.cells import KillAttempts, plan_kill_attempts
 from zharness.kill_matrix.matrix import KillMatrix, index_mutant_records, render_matrix
@@ -82,6 +82,7 @@ def run_mutants(patterns: tuple[str, ...], options: KillOptions, jsonl: Path | N
         model_spec(model)
     for world_size in options.world_sizes:
         check_world_size(world_size)
+    require_usable_gpus((max(options.world_sizes) + 1) * options.parallel_cells)
     targets = [(mutant, law) for mutant in chosen for law in laws if law.name in mutant.named_laws]
     pairs = targets if options.scope is LawScope.TARGET_LAWS else [(mutant, law) for mutant in chosen for law in laws]
     # Targets run first, so that an interrupted run has run the laws that are likeliest to kill the mutants.

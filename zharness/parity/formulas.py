@@ -164,8 +164,9 @@ def asgd(w: BoundedTensor, g: BoundedTensor, state: State, steps: float, options
     g = add_weight_decay(w, g, options)
     rate, mu = state.get("eta", w.scalar(lr)), state.get("mu", one)
     w = w * (one - w.scalar(lambd) * rate) - rate * g
+    # Also where mu is 1: multi-tensor torch, a GPU's default, adds the difference then too, where one tensor is copied.
     average = state.get("ax", w.zero())
-    average = w if float(mu.value) == 1 else average + (w - average) * mu
+    average = average + (w - average) * mu
     # Multi-tensor torch computes it in float32: two products, a sum, a power (2), a quotient and a product.
     next_rate = w.scalar(lr / (1 + lambd * lr * step) ** options["alpha"], roundings=7)
     return w, {"ax": average, "eta": next_rate, "mu": w.scalar(1 / max(1, step - options["t0"]))}

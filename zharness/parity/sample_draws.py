@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zharness.errors import ZHarnessError
+from zharness.workload.generators import have_drawn_since, read_generator_states
 
 Result = TypeVar("Result")
+DROPOUT = torch.ops.aten.native_dropout.default  # which GPUs run, where a CPU draws by bernoulli_
 
 
 class SharedDrawError(ZHarnessError):
@@ -34,7 +36,7 @@ class _DrawRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result, has_drawn = call_and_detect_draw(func, args, kwargs or {})
         if has_drawn:
-            self._draws.append(require_tensor(result).detach().clone())
+            self._draws.append(require_draw(func, result).detach().clone())
         return result
 
 
@@ -55,23 +57,35 @@ class _DrawReplayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draw, dim = next(self._draws, (None, 0))
         if draw is None:
             raise SharedDrawError("a run of some samples draws more random tensors than the run of all samples")
-        return require_tensor(result).copy_(select_rows(draw, self._rows, self._samples, result.shape, dim))
+        drawn = require_draw(func, result)
+        drawn.copy_(select_rows(draw, self._rows, self._samples, drawn.shape, dim))
+        return result if func is not DROPOUT else (drop(args[0], drawn, args[1]), drawn)
+
+
+def drop(tensor: Tensor, mask: Tensor, probability: float) -> Tensor:
+    """Return the output of dropout with this mask of the elements that are kept."""
+    return tensor * mask * (1 / (1 - probability) if probability < 1 else 0.0)
 
 
 def call_and_detect_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
-    """Return the result of an operation, and whether the operation drew numbers from torch's generator.
+    """Return the result of an operation, and whether the operation drew numbers from one of torch's generators.
 
     An operation that may draw does not always: attention without dropout draws nothing.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return func(*args, **kwargs), False
-    before = torch.default_generator.get_state()
+    before = read_generator_states()
     result = func(*args, **kwargs)
-    return result, not torch.equal(before, torch.default_generator.get_state())
+    return result, have_drawn_since(before)
 
 
-def require_tensor(result: object) -> Tensor:
-    """Return ``result``. Raises SharedDrawError if an operation drew anything else than one tensor."""
+def require_draw(func: Any, result: Any) -> Tensor:
+    """Return the tensor that an operation drew: its result, or the mask of a GPU's dropout, which follows the output.
+
+    Raises SharedDrawError if the operation drew anything else than one tensor.
+    """
+    if func is DROPOUT:
+        return result[1]  # type: ignore[no-any-return]
     if not isinstance(result, Tensor):
         raise SharedDrawError(f"an operation that draws random numbers returned a {type(result).__name__}")
     return result

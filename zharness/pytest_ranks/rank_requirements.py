@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from zharness.device import require_usable_gpus
 from zharness.errors import UsageError
 from zharness.pytest_ranks.options import get_option
 from zharness.pytest_ranks.plugin_support import get_plugin_timeout
@@ -187,7 +188,8 @@ def parse_warm_engine(item: pytest.Item) -> str:
 
 
 def check_item_world_sizes(items: Sequence[pytest.Item]) -> None:
-    """Raise UsageError for the first test whose ranks this machine cannot start."""
+    """Raise UsageError for the first test whose ranks this machine cannot start, and if its GPUs cannot have them."""
+    largest = 0
     for item in items:
         requirements = get_rank_requirements(item)
         if requirements is not None:
@@ -195,3 +197,6 @@ def check_item_world_sizes(items: Sequence[pytest.Item]) -> None:
                 check_world_size(requirements.world_size)
             except UsageError as error:
                 raise UsageError(f"{item.nodeid}: {error}") from None
+            largest = max(largest, requirements.world_size)
+    if largest:
+        require_usable_gpus(largest)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
+import torch.distributed as dist
+
 from zharness import engines
+from zharness.device import rank_device
 from zharness.engines import Capabilities, EngineConfig, registry
 from zharness.errors import UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
@@ -48,7 +51,7 @@ def get_engine_version(engine: str) -> str:
 
 
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
-    """Build the engine once, on one rank, and return the capabilities that the engine claims.
+    """Build the engine once, on one rank and its device, and return the capabilities that the engine claims.
 
     The engine is not built if its factory has ``capabilities`` with axes of a mesh, which one rank may be too few for.
     Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
@@ -59,15 +62,15 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
     if isinstance(declared, Capabilities) and declared.mesh_axes:
         return declared
     config = EngineConfig(stage=stage)
-    spec = model_spec("mlp")
+    spec, device = model_spec("mlp"), rank_device(dist.get_rank())
     with raise_as_usage_error(f"factory {engine!r}, built without a mesh, as its attribute 'capabilities' has no axes"):
-        built, _ = construct_engine(factory, spec.model(0), config)
+        built, _ = construct_engine(factory, spec.model(0).to(device), config)
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
     # Ignore an exception in forward or backward: the cells report it, with every rank's traceback.
     with suppress(Exception):
-        batch = spec.micro_batch(0, 0, 0)
+        batch = spec.micro_batch(0, 0, 0).map_tensors(lambda tensor: tensor.to(device))
         built.backward(spec.loss(built(batch.inputs), batch.target))
     with raise_as_usage_error(f"full_grads() of engine {engine!r}"):
         require_gradients(built.full_grads(), spec.model(0))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from zharness.device import is_gpu_requested
 
@@ -18,6 +19,23 @@ def fork_seeded_generators(seed: int) -> Iterator[None]:
         if is_gpu_requested():
             torch.cuda.manual_seed(seed)
         yield
+
+
+def read_generator_states() -> list[Tensor]:
+    """Return the states of the generators of the CPU and of the GPU that computes, if any."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if is_gpu_requested() else [])]
+
+
+def set_generator_states(states: Sequence[Tensor]) -> None:
+    """Set the generators to ``states``, which ``read_generator_states`` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def have_drawn_since(states: Sequence[Tensor]) -> bool:
+    """Return whether a generator is elsewhere than in ``states``, which ``read_generator_states`` returned."""
+    return not all(map(torch.equal, read_generator_states(), states))
 
 
 @contextmanager

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from zharness.workload.generators import read_generator_states, set_generator_states
 
 T = TypeVar("T")
 
@@ -40,7 +43,7 @@ class JointRun:
     """Runs one function for each rank in a thread of its own, one thread at a time.
 
     A thread runs until it needs the other ranks' tensors, and then passes its turn to the next rank. So the order of
-    all operations is always the same, and each rank finds torch's generator as it left it.
+    all operations is always the same, and each rank finds torch's generators as it left them.
     """
 
     def __init__(self, size: int) -> None:
@@ -53,14 +56,20 @@ class JointRun:
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Return the results of ``functions`` in order. Raises the first exception of a function."""
         results: dict[int, T] = {}
-        has_grad, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # of each thread
+        # torch has these for each thread.
+        has_grad, infers, device = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_device(),
+        )
+        on_device = nullcontext() if device.type == "cpu" else device
 
         def run_rank(rank: int) -> None:
             """Run the function of ``rank`` and keep its result, or its exception if it is the first."""
             _THREAD.exchange = JointExchange(self, rank)
             try:
                 self.wait_for_turn(rank)
-                with torch.inference_mode(infers), torch.set_grad_enabled(has_grad):
+                with torch.inference_mode(infers), torch.set_grad_enabled(has_grad), on_device:
                     results[rank] = functions[rank]()
             except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 self._error = self._error or error
@@ -81,10 +90,10 @@ class JointRun:
         if number == len(self._rounds):
             self._rounds.append({})
         self._rounds[number][rank] = tensor
-        generator_state = torch.get_rng_state()
+        generator_states = read_generator_states()
         self.pass_turn(rank)
         self.wait_for_turn(rank)
-        torch.set_rng_state(generator_state)
+        set_generator_states(generator_states)
         found = self._rounds[number]
         if len(found) < self._size:
             raise RuntimeError("one rank calls a SyncBatchNorm more often than another, which would wait without end")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 # torch.distributed's names for these are public, but have no stubs.
 from torch._C._distributed_c10d import PrefixStore, get_debug_level, set_debug_level
 
-from zharness.device import rank_device
+from zharness.device import rank_device, require_reproducible_kernels
 from zharness.world import witness
 from zharness.world.current_rank import CurrentRank, clear_current_rank, set_current_rank
 from zharness.world.deadline import GRACE_SECONDS
@@ -106,6 +106,7 @@ class LaunchedRank:
         os.register_at_fork(after_in_child=partial(faulthandler.enable, file=2))
         faulthandler.register(signal.SIGUSR1, file=self._stack_file, all_threads=True)
         torch.set_num_threads(1)
+        require_reproducible_kernels()
 
     def run_assignment(self, assignment: Assignment) -> StoreChannel:
         """Run a task on this rank, and return the rank's channel for this task.

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from zharness.device.cuda_errors import name_failed_kernel
 from zharness.world.outcome import MISMATCH_EXCEPTION, RankEnd, RankOutcome, signal_name
 from zharness.world.rank import PIPE_CLOSED_STATUS
 from zharness.world.rank_coordinator import MismatchedCollective
@@ -102,15 +103,17 @@ def add_known_cause(outcome: RankOutcome, mismatch: MismatchedCollective | None)
     """Return the outcome with a more specific cause, if one is known.
 
     If the rank called a collective that differs from a peer's, ``mismatch`` replaces the cause. If a signal killed the
-    rank, the innermost frame of the fatal-error dump on its stderr is added to the cause.
+    rank, the innermost frame of the fatal-error dump on its stderr is added to the cause. The kernel that stderr
+    names is added to a CUDA error.
     """
     if mismatch is not None and outcome.rank in mismatch.ranks:
         return replace(
             outcome, end=RankEnd.RAISED, cause=mismatch.message, exception=MISMATCH_EXCEPTION, at_ns=mismatch.at_ns
         )
-    if outcome.end is not RankEnd.SIGNALLED:
-        return outcome
     text = "".join(part.text for part in outcome.captured_output if part.stream == "stderr")
+    if outcome.end is not RankEnd.SIGNALLED:
+        kernel = name_failed_kernel(outcome.cause, text)
+        return replace(outcome, cause=f"{outcome.cause}; {kernel}") if kernel else outcome
     start = text.rfind(FATAL_ERROR_PREFIX)
     frame = re.search(r'File "(.*?)", line (\d+) in (\S+)', text[start:]) if start >= 0 else None
     if frame is None:

@@ -24,8 +24,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from zharness.device import look_for_gpus_by_nvml, require_usable_gpus
+from zharness.device import is_gpu_requested, require_usable_gpus, require_visible_gpus
+from zharness.environment import look_for_gpus_by_nvml
 from zharness.errors import UsageError, WorldError
+from zharness.torch_private import is_cuda_lost_by_fork
 from zharness.world.cores import pin_to_cores
 from zharness.world.limits import check_world_size, raise_file_limit
 from zharness.world.orphans import adopt_orphans, die_with_parent, kill_orphans, kill_process_group
@@ -70,7 +72,7 @@ class RankServer:
         """
         refuse_cuda()
         look_for_gpus_by_nvml()
-        require_usable_gpus(1)
+        require_visible_gpus()
         context = multiprocessing.get_context("fork")
         self._pipe, server_pipe = context.Pipe()
         # The server removes this directory when it ends, also if this process is killed.
@@ -201,6 +203,7 @@ def run(
     many ranks.
     """
     check_world_size(world_size)
+    require_usable_gpus(world_size)
     with RankServer(inherited_function=partial(function, *args)) as server:
         return server.call(world_size=world_size, timeout=timeout, group=group).values()
 
@@ -268,7 +271,7 @@ def exit_server(scratch_dir: Path) -> NoReturn:
 
 def prepare_process(rank_environment: RankEnvironment) -> str:
     """Apply ``rank_environment`` to this process and run its warm-up; return an error message, empty on success."""
-    problem = describe_shadowed_module(rank_environment)
+    problem = describe_lost_cuda() or describe_shadowed_module(rank_environment)
     if problem:
         return problem
     sys.path[:0] = rank_environment.search_path
@@ -288,6 +291,16 @@ def prepare_process(rank_environment: RankEnvironment) -> str:
         gc.enable()
     freeze_garbage_collector()
     return describe_shadowed_module(rank_environment)
+
+
+def describe_lost_cuda() -> str:
+    """Return an error message if ranks use GPUs and no process that this one forks can, else empty text."""
+    if not (is_gpu_requested() and is_cuda_lost_by_fork()):
+        return ""
+    return (
+        "the process that started the ranks has asked CUDA's driver for GPUs, which forked ranks cannot use then; "
+        "set PYTORCH_NVML_BASED_CUDA_CHECK=1 before that process starts, so that torch.cuda.is_available() asks NVML"
+    )
 
 
 def describe_shadowed_module(rank_environment: RankEnvironment) -> str:
