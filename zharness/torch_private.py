@@ -201,6 +201,16 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
         dist.distributed_c10d._update_default_pg(whole)
 
 
+def align_group_names() -> None:
+    """Make every rank give its next process group the same name, after a part of the ranks made groups.
+
+    Such a name is a number that each rank counts (group_count, torch 2.1). This is a collective of all ranks.
+    """
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, dist.distributed_c10d._world.group_count)
+    dist.distributed_c10d._world.group_count = max(counts)
+
+
 def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
     """Return the group that an argument of a collective operator names, or None for another argument.
 

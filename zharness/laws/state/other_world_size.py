@@ -43,7 +43,8 @@ def observe_other_world_size(ctx: RankContext) -> None:
     """Save on some ranks, and load on more or fewer of them. The other ranks wait.
 
     In the variant ``more`` the loaded engine makes a step, which all ranks of the cell train. The group of the smaller
-    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process.
+    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process. An engine of the
+    smaller world may make further groups, after which all ranks have to give the next group the same name.
     """
     fewer = count_fewer_ranks(ctx)
     group = dist.new_group(list(range(fewer)))
@@ -53,7 +54,7 @@ def observe_other_world_size(ctx: RankContext) -> None:
             if ctx.rank < size:
                 with private.default_group(group) if size == fewer < ctx.world_size else nullcontext():
                     act(ctx, folder)
-            dist.barrier()
+            private.align_group_names()
     ctx.record("sizes", {name: torch.tensor(size) for name, size in zip((SAVED, LOADED), sizes, strict=True)})
 
 
@@ -123,5 +124,6 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(MORE), Variant(FEWER, compares_engine_with_itself=True)),
         kept_because="the only law that loads on another number of ranks than saved",
+        needs_fresh_ranks=True,
     ),
 )
