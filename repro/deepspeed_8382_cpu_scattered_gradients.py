@@ -57,15 +57,16 @@ def config(stage):
 def main():
     deepspeed.init_distributed(dist_backend="gloo")
     rank = torch.distributed.get_rank()
-    inputs = [torch.full((1, 1), value) for value in (2.0, 6.0)]  # of the two ranks, as is the gradient
+    inputs = [torch.full((1, 4), value) for value in (2.0, 6.0)]  # of the two ranks, as is the gradient
     for stage in (1, 2):
-        model = nn.Linear(1, 1, bias=False)
+        model = nn.Linear(4, 1, bias=False)  # each rank owns half: 0.18.0 raises where a rank owns nothing
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage))[0]
         engine.backward(engine(inputs[rank]).sum())
-        engine.step()
-        used = -model.weight.item()  # from zero, SGD with lr 1 has subtracted just the gradient
+        with torch.no_grad():  # 0.18.7 to 0.18.9 refuse to write their flat weights otherwise (#7948)
+            engine.step()
+        used = -model.weight[0, 0].item()  # from zero, SGD with lr 1 has subtracted just the gradient
         if used in (2.0, 6.0):
             print(f"repro: REPRODUCED: {SIGNATURE}: {used} instead of 4.0 at stage {stage}\n", end="", flush=True)
             return 1

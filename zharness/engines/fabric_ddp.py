@@ -28,6 +28,7 @@ CAPABILITIES = replace(
         **FABRIC_REFUSES,
         Feature.AUTOCAST: "its precision='bf16-mixed' also converts the model's outputs to float32",
     },
+    variants=ddp.VARIANTS,
 )
 DDP_OPTIONS = {name: meaning for name, meaning in ddp.OPTIONS.items() if name not in AUTOCAST_OPTION}
 OPTIONS = {**DDP_OPTIONS, **FABRIC_OPTIONS}

@@ -91,7 +91,7 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     ),
     "reduced_in_fp32": EngineOption(
         {"reduce_dtype": "fp32"},
-        reduce_dtypes={"bf16": "fp32"},
+        reduce_dtypes={"bf16": "fp32", "fp32": "fp32"},  # the second is about float64 weights in a model of fp32
         changes_numbers="under bf16 gradients are summed in fp32",
     ),
     "reduced_in_bf16": EngineOption(

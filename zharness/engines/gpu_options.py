@@ -28,7 +28,7 @@ GPU_OPTIONS = {
 }
 NO_GPU = "a CPU has no pinned memory, so that the option would change nothing; with --device cuda it runs"
 # Laws of ordinary forwards and backwards. A graph is compiled for each model and shape, which takes seconds.
-CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.no_sync"})
+CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.no_sync", "training.sgd_step"})
 COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
 COMPILE_REASON = "each model is compiled, which takes seconds, and the other laws change the graph in every call"
 # Laws whose optimizer has a fused form, and whose formula has no rounding of its own there.

@@ -30,7 +30,7 @@ REFUSED_FEATURES = {
         "(https://docs.pytorch.org/docs/stable/distributed.optim.html)"
     ),
 }
-CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSED_FEATURES)
+CAPABILITIES = replace(ddp.CAPABILITIES, stages=frozenset({1}), refuses=REFUSED_FEATURES, variants=ddp.VARIANTS)
 
 
 def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:

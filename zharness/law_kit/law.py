@@ -92,7 +92,8 @@ class Law:
     ``is_long`` says that a cell of the law takes several times as long on a user's model as those of other laws.
     ``covers_triples`` says that a covering array runs the law with each option, world size and dtype together.
     ``needs_fresh_ranks`` says that the law compares the state of the process before and after an engine was built, so
-    that an engine which an earlier cell has built in the same process would hide what a first one changes.
+    that an engine which an earlier cell has built in the same process would hide what a first one changes, or that it
+    leaves process groups of which a part of the ranks are members, which changes what torch names later groups.
     ``setting_support`` says for which accumulation windows and calls of backward the law is stated, and
     ``mesh_support`` on which meshes. ``form`` is the form in which the law calls an engine.
     """

@@ -46,7 +46,8 @@ def observe_other_world_size(ctx: RankContext) -> None:
     """Save on some ranks, and load on more or fewer of them. The other ranks wait.
 
     In the variant ``more`` the loaded engine makes a step, which all ranks of the cell train. The group of the smaller
-    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process.
+    world is not destroyed, because torch's DeviceMesh keeps its name for later engines of the process. An engine of the
+    smaller world may make further groups, after which all ranks have to give the next group the same name.
     """
     fewer = count_fewer_ranks(ctx)
     group = dist.new_group(list(range(fewer)))
@@ -126,5 +127,6 @@ LAWS = (
         weights_stay_integers=False,
         variants=(Variant(MORE), Variant(FEWER, compares_engine_with_itself=True)),
         kept_because="the only law that loads on another number of ranks than saved",
+        needs_fresh_ranks=True,
     ),
 )

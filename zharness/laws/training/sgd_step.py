@@ -120,5 +120,6 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law that checks a rank's shards and its random number generator",
+        needs_fresh_ranks=True,
     ),
 )
