@@ -217,7 +217,7 @@ class Capabilities:
       data parallelism that every engine has.
     - ``separate_axes`` maps each of them that the engine cannot have beside another named axis to the reason.
     - ``refuses_on`` maps an axis of a mesh to the features that the engine refuses on meshes with it, with the reasons.
-    - ``options_without_mesh`` are the keys of options that the engine cannot have on a mesh.
+    - ``options_not_on`` maps an axis of a mesh to the names of options that the engine cannot have on meshes with it.
     - ``sent_dtype_on_cp`` has the option by which gradients are sent in another dtype on a mesh with the axis cp, and
       its value; it is None if they are sent in the reduce dtype there.
     - ``plan_words`` are the words of a model's ``tp_plan`` that the engine can apply; if empty, all.
@@ -254,7 +254,7 @@ class Capabilities:
     mesh_axes: frozenset[str] = frozenset()
     separate_axes: Mapping[str, str] = field(default_factory=dict)
     refuses_on: Mapping[str, Mapping[Feature, str]] = field(default_factory=dict)
-    options_without_mesh: frozenset[str] = frozenset()
+    options_not_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     sent_dtype_on_cp: SentDtype | None = None
     plan_words: frozenset[str] = frozenset()
     whole_mesh: str = ""
@@ -314,11 +314,8 @@ class Capabilities:
         refuses = dict(self.refuses)
         for axis in mesh.axes:
             refuses.update(self.refuses_on.get(axis, {}))
-        variants = {
-            name: self.variants[name]
-            for name, option in self.engine_options.items()
-            if self.options_without_mesh.isdisjoint(option.options)
-        }
+        excluded = frozenset[str]().union(*(self.options_not_on.get(axis, ()) for axis in mesh.axes))
+        variants = {name: option for name, option in self.variants.items() if name not in excluded}
         replicas = max(self.replicas, mesh.size(REPLICATE))
         reason = next((reason for axis, reason in SPLIT_PRODUCTS.items() if axis in mesh.axes), "")
         own_kernels = dict.fromkeys(self.stages, reason) if reason else self.own_kernels

@@ -158,6 +158,8 @@ def initialize(
         # Releases before 0.19.6 take parameters for Muon, and no groups of them.
         is_plain = config.optimizer.name == MUON and not config.optimizer.groups
         given = list(parameters.values()) if is_plain else groups
+        if config.mesh.size(EXPERT) > 1:
+            given = split_groups(groups)
         return deepspeed.initialize(model=model, model_parameters=given, config=ds_config, mpu=mpu, **scheduling)[0], ()
     optimizer = build_optimizer(parameters, config)
     rates = []

@@ -99,6 +99,12 @@ CAPABILITIES = Capabilities(
         "have the same groups, and AutoTP replaces the mpu of sequences by its own"
     },
     refuses_on={TENSOR: REFUSES_ON_TP, EXPERT: REFUSES_ON_EP},
+    # _configure_moe_settings asserts reduce_scatter, and contiguous gradients at stage 2.
+    options_not_on={
+        EXPERT: frozenset(
+            {"scattered_gradients", "all_reduce", "predivide_by_2", "predivide_by_4", "prescale_gradients"}
+        )
+    },
     # 'Default value is fp32' (constants.py); engine.py, under sequence_parallel_size > 1, reads it in place of
     # communication_data_type, which has no effect on cp.
     sent_dtype_on_cp=SentDtype("seq_parallel_communication_data_type", "fp32"),

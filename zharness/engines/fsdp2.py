@@ -133,7 +133,7 @@ CAPABILITIES = Capabilities(
     junctions=fully_sharded_modules,
     mesh_axes=frozenset({REPLICATE, TENSOR}),
     refuses_on={REPLICATE: REPLICA_REFUSES, TENSOR: GROUPS_REMAIN},
-    options_without_mesh=OPTIONS_WITHOUT_MESH,
+    options_not_on=dict.fromkeys((REPLICATE, TENSOR), OPTIONS_WITHOUT_MESH),
     unknown_options=find_unknown_options(),
 )
 
@@ -208,7 +208,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 def refuse_options_on_mesh(config: EngineConfig) -> None:
     """Raise ConfigError for an option that counts ranks and does not know the axes of a mesh."""
-    for name in sorted(OPTIONS_WITHOUT_MESH):
+    for name in ("replicas", "ignored_params"):
         if config.mesh.sizes and config.options.get(name):
             raise ConfigError(f"the option {name} cannot be set on the mesh {config.mesh.label}")
 

@@ -48,7 +48,8 @@ REPLICA_REFUSES = {
     **GROUPS_REMAIN,
     Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})",
 }
-OPTIONS_WITHOUT_MESH = frozenset({"replicas", "ignored_params"})  # they count ranks, and do not know the axes of a mesh
+# These count ranks, and do not know the axes of a mesh.
+OPTIONS_WITHOUT_MESH = frozenset({"two_replicas", "one_replica", "all_reduce_last", "vectors_ignored"})
 UNSHARDED_REASON = f"ignored_params: 'They will not be sharded' ({DOCUMENTATION})"
 REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
 # Values of options whose names are not those of FSDPModule's setters.

@@ -24,7 +24,7 @@ class MeshSupport(Enum):
     """The meshes on which a law is stated."""
 
     DATA_PARALLEL = "the law is stated for data parallelism alone so far"
-    WHOLE_SEQUENCES = "its models or transforms have whole sequences, and the axis cp gives each rank a part"
+    OWN_MODELS = "the models that stand in for those of the law on the axes cp and ep do not fit it"
     ANY = "the law counts micro-batches and not ranks, and does not ask who owns which elements"
     ONLY = "the law is about a mesh of several axes"
 

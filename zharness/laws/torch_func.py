@@ -286,7 +286,7 @@ def transform_law(
         kept_because=kept_because,
         features=features,
         steps=LawSteps(transform, StepsKind.TRANSFORM),
-        mesh_support=MeshSupport.WHOLE_SEQUENCES,
+        mesh_support=MeshSupport.OWN_MODELS,
     )
 
 

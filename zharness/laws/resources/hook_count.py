@@ -158,6 +158,6 @@ LAWS = (
         judge_hook_count,
         Feature.STEADINESS,
         kept_because="the only law that counts work instead of numbers",
-        mesh_support=MeshSupport.WHOLE_SEQUENCES,
+        mesh_support=MeshSupport.OWN_MODELS,
     ),
 )

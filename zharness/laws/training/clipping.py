@@ -150,6 +150,6 @@ LAWS = (
         variants=(Variant(compares_engine_with_itself=True),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="the only law of weights of two dtypes that clips their gradients",
-        mesh_support=MeshSupport.WHOLE_SEQUENCES,
+        mesh_support=MeshSupport.OWN_MODELS,
     ),
 )
