@@ -23,6 +23,7 @@ from zharness.engines.fsdp2_options import (
     BOTH,
     DOCUMENTATION,
     GROUPS_REMAIN,
+    KEYS_WITHOUT_MESH,
     OPTIONS,
     OPTIONS_AT_EVERY_STAGE,
     OPTIONS_AT_STAGE_3,
@@ -208,7 +209,7 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
 
 def refuse_options_on_mesh(config: EngineConfig) -> None:
     """Raise ConfigError for an option that counts ranks and does not know the axes of a mesh."""
-    for name in ("replicas", "ignored_params"):
+    for name in sorted(KEYS_WITHOUT_MESH):
         if config.mesh.sizes and config.options.get(name):
             raise ConfigError(f"the option {name} cannot be set on the mesh {config.mesh.label}")
 

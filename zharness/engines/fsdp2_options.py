@@ -48,8 +48,7 @@ REPLICA_REFUSES = {
     **GROUPS_REMAIN,
     Feature.RESOURCES: f"shards are as large as with fewer ranks: 'replicated across the 0th dim' ({DOCUMENTATION})",
 }
-# These count ranks, and do not know the axes of a mesh.
-OPTIONS_WITHOUT_MESH = frozenset({"two_replicas", "one_replica", "all_reduce_last", "vectors_ignored"})
+KEYS_WITHOUT_MESH = frozenset({"replicas", "ignored_params"})  # they count ranks, and do not know the axes of a mesh
 UNSHARDED_REASON = f"ignored_params: 'They will not be sharded' ({DOCUMENTATION})"
 REPLICAS_CHANGE_NUMBERS = "gradients and their norm are summed in another order"
 # Values of options whose names are not those of FSDPModule's setters.
@@ -133,6 +132,9 @@ OPTIONS_AT_EVERY_STAGE: dict[str, EngineOption] = {
     "access_by_state_dict": EngineOption({TENSOR_ACCESS: BY_STATE_DICT}),
     **shared_options(FUSED_LAWS, FUSED_REASON),
 }
+OPTIONS_WITHOUT_MESH = frozenset(
+    name for name, option in OPTIONS_AT_EVERY_STAGE.items() if not KEYS_WITHOUT_MESH.isdisjoint(option.options)
+)
 OPTIONS_AT_STAGE_3 = {
     "root_kept_after_forward": EngineOption({"reshard_after_forward": AUTO}),
     "resharded_to_two": EngineOption(

@@ -23,9 +23,9 @@ from zharness.parity import Comparison, Tier
 class MeshSupport(Enum):
     """The meshes on which a law is stated."""
 
-    DATA_PARALLEL = "the law is stated for data parallelism alone so far"
     OWN_MODELS = "the models that stand in for those of the law on the axes cp and ep do not fit it"
-    ANY = "the law counts micro-batches and not ranks, and does not ask who owns which elements"
+    SMALLER_WORLDS = "no smaller world has this mesh, and the law loads what a smaller one saved"
+    ANY = "the law is stated for data parallelism and for every mesh"
     ONLY = "the law is about a mesh of several axes"
 
 

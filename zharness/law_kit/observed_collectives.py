@@ -186,7 +186,7 @@ def measure_parameters(
     for name, shape in split_shapes(shapes, plan, tensor_size).items():
         numel = math.prod(shape)
         local += numel
-        padding += (shards - 1) * max(1, numel // shapes[name][0])
+        padding += (shards - 1) * max(1, numel // shape[0])
         word = plan.get(name.rpartition(".")[0], "") if tensor_size > 1 else ""
         partial += numel if word == "sequence_parallel" else 0
     return AxisSizes(local, padding, partial)

@@ -14,7 +14,7 @@ from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.law_kit.buffers import copy_buffers
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, MeshSupport, Variant
+from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_initial_weights
@@ -91,7 +91,6 @@ LAWS = (
         judge=judge_initial_weights,
         features=(Feature.INITIAL_WEIGHTS,),
         variants=(Variant(), Variant(BUFFERS, (Feature.INITIAL_BUFFERS,))),
-        mesh_support=MeshSupport.ANY,
         kept_because="the only law whose ranks build different models",
     ),
 )

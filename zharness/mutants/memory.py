@@ -30,6 +30,7 @@ from zharness.parity import Part
 @mutant(
     FaultKind.RESOURCES,
     Target("resources.memory_per_rank", Part.GATHER, parameter="optimizer_state"),
+    Target("resources.memory_per_rank", Part.GATHER, parameter="optimizer_state", world_size=4, mesh="rep2"),
     origin=Origin.RESOURCES,
 )
 class HoldsTheStateTwice(Around):

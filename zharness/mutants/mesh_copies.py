@@ -52,6 +52,22 @@ class SumsOverCopiesTwice(OverCopies):
         self.change_sum_over_copies(lambda shard, right: right(right(shard)))
 
 
+@mutant(
+    FaultKind.RESOURCES,
+    on_mesh("resources.comm_volume", model="mlp", mesh=REP2, parameter="sent"),
+    origin=Origin.MESH,
+)
+class SendsAcrossCopiesTwice(OverCopies):
+    """Each shard is sent across the copies once more, and what is added up the second time is dropped."""
+
+    def spoil(self) -> None:
+        def send_again(shard: Tensor, right: Callable[[Tensor], Tensor]) -> Tensor:
+            right(shard.clone())
+            return right(shard)
+
+        self.change_sum_over_copies(send_again)
+
+
 @mutant(FaultKind.CONTRIBUTION, on_mesh(mesh=REP2), origin=Origin.MESH)
 class SumsShardsOfOneCopy(OverCopies):
     """The sum over copies runs over the wrong axis: over the different shards of one copy."""

@@ -106,6 +106,8 @@ def reason_setting_not_stated(law: Law, cell: Cell, capabilities: Capabilities) 
     for name in setting.options:
         if name not in known:
             return f"{cell.engine} has no variant {name} at stage {cell.stage}"
+        if axis := next((axis for axis in cell.mesh.axes if name in capabilities.options_not_on.get(axis, ())), ""):
+            return f"{cell.engine} cannot have the option {name} on a mesh with the axis {axis}"
         option = known[name]
         refusal = option.refusal_at(cell.world_size, cell.storage_dtype)
         if refusal := refusal or option.refusal_in(cell.law, cell.variant, cell.model):

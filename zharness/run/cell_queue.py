@@ -37,12 +37,13 @@ class CellQueue:
             self._left.setdefault(group(cell), deque()).append(cell)
 
     def take(self, runner: Hashable) -> PlannedCell:
-        """Return the next cell for ``runner``: of its group, or else of the first group, if any, of no other runner."""
+        """Return the next cell of the runner's group, else of a group that no other runner has, else of the largest."""
         with self._lock:
             group = self._group_of.pop(runner, None)
             if group not in self._left:
                 of_others = set(self._group_of.values())
-                group = next((other for other in self._left if other not in of_others), next(iter(self._left)))
+                largest = max(self._left, key=lambda other: len(self._left[other]))
+                group = next((other for other in self._left if other not in of_others), largest)
             self._group_of[runner] = group
             cell = self._left[group].popleft()
             if not self._left[group]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from zharness import engines
 from zharness.device import rank_device
 from zharness.engines import Capabilities, EngineConfig, registry
+from zharness.engines.protocol import CallForm
 from zharness.errors import UsageError
 from zharness.law_kit.construction import construct_engine, require_gradients, require_initial_weights
 from zharness.run.observe_and_judge import raise_as_usage_error
@@ -53,17 +54,17 @@ def get_engine_version(engine: str) -> str:
 def probe_capabilities(engine: str, stage: int) -> Capabilities:
     """Build the engine once, on one rank and its device, and return the capabilities that the engine claims.
 
-    The engine is not built if its factory has ``capabilities`` with axes of a mesh, which one rank may be too few for.
+    The engine is not built if its factory has ``capabilities`` by which it needs a mesh of several ranks.
     Raises UsageError if the factory cannot be imported, raises, changes its model, or returns an object that is not an
     Engine. Also raises UsageError if a gradient has a name or a shape that no parameter of the model has.
     """
     factory = engines.get(engine)
     declared = getattr(factory, "capabilities", None)
-    if isinstance(declared, Capabilities) and declared.mesh_axes:
+    if isinstance(declared, Capabilities) and (declared.whole_mesh or declared.form is CallForm.WHOLE_BATCH):
         return declared
     config = EngineConfig(stage=stage)
     spec, device = model_spec("mlp"), rank_device(dist.get_rank())
-    with raise_as_usage_error(f"factory {engine!r}, built without a mesh, as its attribute 'capabilities' has no axes"):
+    with raise_as_usage_error(f"factory {engine!r}"):
         built, _ = construct_engine(factory, spec.model(0).to(device), config)
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of engine {engine!r}"):

@@ -144,11 +144,13 @@ def reason_mesh_not_stated(law: Law, cell: Cell, capabilities: Capabilities) -> 
     """Return the reason why the law or the engine excludes the cell on its mesh, or '' if both have it."""
     if needs_mesh(law) and not cell.mesh.sizes:
         return f"{law.name} needs a mesh (--mesh): {law.mesh_support.value}"
-    has_stand_in = bool({CONTEXT, EXPERT} & set(cell.mesh.axes))
-    if (law.mesh_support is MeshSupport.OWN_MODELS and has_stand_in) or (
-        law.mesh_support is MeshSupport.DATA_PARALLEL and cell.mesh.sizes
-    ):
-        return f"{law.name} is not stated for the mesh {cell.mesh.label}: {law.mesh_support.value}"
+    excludes = {
+        MeshSupport.OWN_MODELS: bool({CONTEXT, EXPERT} & set(cell.mesh.axes)),
+        MeshSupport.SMALLER_WORLDS: cell.mesh.smallest_world == cell.world_size,
+    }
+    if excludes.get(law.mesh_support):
+        on_mesh = f" and the mesh {cell.mesh.label}" if cell.mesh.sizes else ""
+        return f"{law.name} is not stated for the world size {cell.world_size}{on_mesh}: {law.mesh_support.value}"
     if not cell.mesh.sizes:  # a model needs no plan
         return explain_other_form(law, cell, capabilities) or explain_refused_model(cell, capabilities)
     return (

@@ -15,6 +15,7 @@ from zharness.law_kit.hints import hint_unreduced_parts
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.mesh import DATA_SHARD, REPLICATE
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks, compare_within_bound
 from zharness.parity.attribution import GradientTerms
 from zharness.parity.baseline import Baseline, LocalResult
@@ -112,6 +113,9 @@ def judge_whole_gradient(
         yield hint_unreduced_parts(comparison, record, rank_grads, dtype)
 
 
+REDUCED = "reduced"  # the label, or its beginning, of the elements that were reduced
+
+
 def get_sent_elements(engine: Engine) -> Mapping[str, int]:
     """Return the number of elements that the engine sent, by collective and dtype.
 
@@ -152,12 +156,15 @@ def judge_sent_once(
 ) -> Iterator[Comparison]:
     """Check that the parameters listed for a dtype were sent once in that dtype, for every dtype.
 
-    The number of sent elements may exceed the number of parameters' elements by the padding.
+    The number of sent elements may exceed the number of parameters' elements by the padding. With copies of the
+    weights, what is REDUCED is sent within a copy, and each shard of it once more across the copies.
     """
+    shape = ctx.mesh.shape(ctx.world_size)
+    across = 1 / shape[DATA_SHARD] if label.startswith(REDUCED) and shape[REPLICATE] > 1 else 0.0
     for rank, record in enumerate(ctx.rank_records(label)):
         for dtype, names in names_by_dtype.items():
-            least = sum(sizes[name] for name in names)
-            most = least + len(names) * (ctx.world_size - 1)
+            elements = sum(sizes[name] for name in names)
+            least, most = elements * (1 + across), (elements + len(names) * (ctx.world_size - 1)) * (1 + across)
             name = min(names, default="input")
             place = ctx.location(name, Part.REDUCTION, rank=rank)
             yield compare_bitwise(place, record[dtype].clamp(least, most), record[dtype])

@@ -132,14 +132,16 @@ def judge_volume_of_division(ctx: JudgeContext, division: Division) -> Iterator[
     for steps in ACCUMULATIONS:
         passes = {0: 2, 1: 2, 2: steps + 1, 3: 3 * steps}[stage]
         padding = 4 * ranks * len(sizes) * passes
-        agreement = (
-            2 * (2 * len(sizes) + 8) * (steps + 1)
-        )  # each pass all-reduces one byte for every parameter, bucket and loss
+        # Each pass all-reduces one byte for every parameter, bucket and loss over all ranks, which copies do not count.
+        agreement = 2 * (2 * len(sizes) + 8) * (steps + 1) if copies == 1 else 0
         least = 2 * steps * psi if stage == 3 else passes * psi
         most = passes * psi + padding + agreement
         share = (ranks - 1) / ranks
         over_copies = (1 if stage < 2 else steps) * 2 * (copies - 1) / copies
-        least, most = share * least + over_copies * psi / ranks, share * most + over_copies * (psi / ranks + padding)
+        least, most = (
+            share * least + over_copies * psi / ranks,
+            share * most + over_copies * (psi / ranks + 4 * len(sizes)),
+        )
         for rank in division.ranks:
             sent = ctx.rank_records("sent", steps)[rank]["sent"]
             place = ctx.location("sent", Part.REDUCTION, steps, rank)

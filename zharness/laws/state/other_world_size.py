@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zharness import torch_private as private
 from zharness.engines.protocol import Engine, Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.law import Law, Variant
+from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext
 from zharness.laws.state.common import (
@@ -126,6 +126,7 @@ LAWS = (
         features=(Feature.CHECKPOINT, Feature.WORLD_RESHARD, Feature.PARAM_GROUPS, Feature.SCHEDULE),
         weights_stay_integers=False,
         variants=(Variant(MORE), Variant(FEWER, compares_engine_with_itself=True)),
+        mesh_support=MeshSupport.SMALLER_WORLDS,
         kept_because="the only law that loads on another number of ranks than saved",
         needs_fresh_ranks=True,
     ),

@@ -85,7 +85,7 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                # tp splits a weight, or leaves it whole on all of its ranks.
+                # tp splits a weight, or leaves it whole on all of its ranks: a plan's word that an engine lacks does.
                 whole = ctx.claims.replicas * ctx.mesh.size(TENSOR)
                 owners = whole if bool((times == whole).all()) else ctx.claims.replicas
                 yield compare_bitwise(place, torch.full_like(times, owners), times)

@@ -10,11 +10,13 @@ within a copy. Gradients are reduce-scattered within each copy, and each shard i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zharness.comm import Comm
+from zharness.comm import Collective, Comm, Tally
 
 
 class ReplicatedShards(Comm):
@@ -37,6 +39,11 @@ class ReplicatedShards(Comm):
     def all_ranks(self) -> Comm:
         return self._all_ranks
 
+    @property
+    def tallies(self) -> Mapping[tuple[Collective, torch.dtype], Tally]:
+        """Return the tallies within the copy, to which sums across the copies are added as all-reduces."""
+        return {**super().tallies, **self._across_copies.tallies}
+
     def logical_bytes(self) -> float:
         """Return the bytes that one rank has to send within its copy and across the copies."""
         return super().logical_bytes() + self._across_copies.logical_bytes()
@@ -49,9 +56,10 @@ class ReplicatedShards(Comm):
     def close(self) -> None:
         """Destroy the two groups, whose threads would live as long as the process.
 
-        A DeviceMesh takes the default group for an axis of all ranks, and that one belongs to the caller.
+        A DeviceMesh may take the default group for an axis of all ranks, and that one belongs to the caller. A caller
+        who has destroyed the default group has destroyed all groups.
         """
-        for group in (self.group, self._across_copies.group):
+        for group in (self.group, self._across_copies.group) if dist.is_initialized() else ():
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
