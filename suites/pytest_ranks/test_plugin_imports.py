@@ -31,6 +31,7 @@ def test_an_unrelated_project_imports_neither_torch_nor_numpy(tmp_path: Path) ->
     imported = next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("imported"))
     assert set(imported) == {
         "zharness",
+        "zharness.environment",
         "zharness.errors",
         "zharness.plugin",
         "zharness.pytest_ranks",

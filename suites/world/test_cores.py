@@ -124,7 +124,7 @@ def test_ranks_on_cpus_use_batch_scheduling_and_ranks_on_gpus_the_default(monkey
     with RankServer() as server:
         assert server.run(os.sched_getscheduler, 0, world_size=2).values() == [os.SCHED_BATCH] * 2
     monkeypatch.setenv("ZHARNESS_DEVICE", "cuda")
-    monkeypatch.setattr("zharness.world.server.require_usable_gpus", lambda processes: None)
+    monkeypatch.setattr("zharness.world.server.require_visible_gpus", lambda: None)
     with RankServer() as server:
         # Without a group, which would need one GPU per rank.
         policies = server.run(os.sched_getscheduler, 0, world_size=2, group=Group.NONE).values()

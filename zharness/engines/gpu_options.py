@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def missing_for_inductor() -> str:
     """Return why a cell cannot compile its model, or '' if it can."""
     if not is_gpu_requested():
         return "on a CPU torch.compile builds C++ for each model, a minute on two cores; the option captured runs there"
-    return "" if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU (pip install triton)"
+    return "" if find_spec("triton") else "torch.compile needs triton on a GPU (pip install triton)"
 
 
 def shared_options(
