@@ -162,6 +162,7 @@ def test_fails_later_on_one_rank(group, rank, n):
 )
 
 
+@pytest.mark.exhaustive
 def test_an_example_that_a_rank_leaves_has_one_verdict_and_is_shrunk(tmp_path: Path) -> None:
     sessions = {
         mode: start_beside(tmp_path / mode, LEAVES, f"--isolation={mode}", plugins=PLUGIN) for mode in ISOLATIONS

@@ -122,7 +122,7 @@ PLUGINS = [
     pytest.param(("pytest_benchmark.plugin",), (), id="benchmark"),
     pytest.param(("pytest_bdd.plugin",), ("--gherkin-terminal-reporter",), id="bdd"),
     pytest.param(("pytest_mpi.plugin",), (), id="mpi-pytest"),
-    pytest.param((), ("--junitxml=report.xml",), id="junitxml"),
+    pytest.param((), ("--junitxml=report.xml",), id="junitxml", marks=pytest.mark.exhaustive),
     pytest.param((), ("--doctest-modules",), id="doctest", marks=pytest.mark.exhaustive),
 ]
 
@@ -264,6 +264,7 @@ def test_pycharm_hears_one_result_of_each_test(tmp_path: Path) -> None:
 EDITOR = "suites.pytest_ranks.editor_plugin"
 
 
+@pytest.mark.exhaustive
 def test_an_editor_hears_one_verdict_of_each_test(tmp_path: Path) -> None:
     beside = run_beside(tmp_path, LIFE, plugins=(EDITOR,))
     beside.assert_same_verdicts()

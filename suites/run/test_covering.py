@@ -84,7 +84,12 @@ def test_a_request_with_a_wrong_option_is_refused_before_anything_runs(variant: 
 
 
 @pytest.mark.parametrize(
-    ("engine", "depth"), [("reference", Depth.LAWS), ("reference", Depth.LAW_VARIANTS), ("fsdp2", Depth.LAW_VARIANTS)]
+    ("engine", "depth"),
+    [
+        ("reference", Depth.LAWS),
+        ("reference", Depth.LAW_VARIANTS),
+        pytest.param("fsdp2", Depth.LAW_VARIANTS, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_chosen_cells_cover_every_pair_and_each_can_run(engine: str, depth: Depth) -> None:
     request = Request(

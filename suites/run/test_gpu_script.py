@@ -90,6 +90,7 @@ def test_the_figures_fit_two_commands_of_ten_minutes_in_a_quarter_of_an_hour(
     assert limits["default"] >= 300, "what takes longer misses the figure, and must show by how much"
 
 
+@pytest.mark.exhaustive
 def test_side_sections_run_a_few_laws_unless_all_are_asked_for(tmp_path: Path) -> None:
     for variables, words in (({}, "training.grads training.trajectory"), ({"ZHARNESS_GPU_LAWS": "all"}, "--engine")):
         assert run_script(tmp_path, "nccl", **variables).returncode == 0
@@ -97,7 +98,7 @@ def test_side_sections_run_a_few_laws_unless_all_are_asked_for(tmp_path: Path) -
         assert command.startswith(f"python3 -m zharness check {words}")
 
 
-@pytest.mark.parametrize("section", ["steps", "nccl"])
+@pytest.mark.parametrize("section", ["steps", pytest.param("nccl", marks=pytest.mark.exhaustive)])
 def test_a_command_that_ends_with_1_and_no_records_is_a_failure(section: str, tmp_path: Path) -> None:
     assert run_script(tmp_path, section, BREAKS="1").returncode == 1
     if section == "nccl":

@@ -163,6 +163,7 @@ SAME = {
 }
 
 
+@pytest.mark.exhaustive
 def test_options_and_other_plugins_change_no_verdict(tmp_path: Path) -> None:
     variants = {
         "no xdist": ("-p", "no:xdist", "-s", "--junitxml=junit.xml", "-o", "junit_family=legacy"),
