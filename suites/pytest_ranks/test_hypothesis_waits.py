@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from suites.pytest_ranks.beside_plugins import ISOLATIONS, ON_RANKS, start_beside
 
 PLUGIN = ("_hypothesis_pytestplugin",)
