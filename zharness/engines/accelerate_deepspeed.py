@@ -51,6 +51,7 @@ CAPABILITIES = Capabilities(
         f"the adapter runs one training in fp32, and saves nothing yet ({DOCUMENTATION})",
     ),
     form=CallForm.WHOLE_TRAINING,
+    scaled_sum="its loop reduces by a mean",
 )
 
 

@@ -38,6 +38,7 @@ CAPABILITIES = Capabilities(
         f"its loop saves and loads checkpoints itself, and the adapter does not ask for them yet ({DOCUMENTATION})",
     ),
     form=CallForm.WHOLE_TRAINING,
+    scaled_sum="its loop reduces by a mean",
 )
 OPTIONS = {AVERAGE_TOKENS: "false: each rank divides by the number of its own items"}
 

@@ -198,7 +198,11 @@ def judge_gradients(
 
 
 def loop_law(name: str, statement: str, variants: Mapping[str, tuple[Feature, ...]], kept_because: str) -> Law:
-    """Build a law of the group ``loop``; ``variants`` are trainings, with the features that they need."""
+    """Build a law of the group ``loop``; ``variants`` are trainings, with the features that they need.
+
+    An engine multiplies a loss that counts items by the number of ranks. Unless that is a power of two, this rounds the
+    factor of every gradient before the matrix products, so that they are not those of the baseline.
+    """
     return Law(
         name=f"loop.{name}",
         statement=statement,
@@ -206,7 +210,10 @@ def loop_law(name: str, statement: str, variants: Mapping[str, tuple[Feature, ..
         models=("chain",),
         observe=observe_loop,
         judge=judge_loop,
-        variants=tuple(Variant(variant, features) for variant, features in variants.items()),
+        variants=tuple(
+            Variant(variant, features, exact_by_sum=TRAININGS[variant].counts_items)
+            for variant, features in variants.items()
+        ),
         dtypes=("fp32",),
         form=CallForm.WHOLE_TRAINING,
         kept_because=kept_because,
