@@ -22,7 +22,7 @@ from zharness.law_kit.rank_actions import eval_mode, train_and_record_step
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.setting import SettingSupport
 from zharness.laws.training.common import MODELS, variation_law
-from zharness.mesh import TENSOR, Mesh
+from zharness.mesh import DATA_SHARD, EXPERT, TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 
 EVAL_MICRO = 2  # the micro-batch of a forward that trains nothing
@@ -85,10 +85,19 @@ def judge_layout_coverage(ctx: JudgeContext) -> Iterator[Comparison]:
                 times = torch.zeros(weight.numel())
                 for piece in pieces:
                     times[piece.start : piece.stop] += 1
-                # tp splits a weight, or leaves it whole on all of its ranks: a plan's word that an engine lacks does.
-                whole = ctx.claims.replicas * ctx.mesh.size(TENSOR)
-                owners = whole if bool((times == whole).all()) else ctx.claims.replicas
+                owners = float(times.max()) if int(times.max()) in list_owner_counts(ctx) else ctx.claims.replicas
                 yield compare_bitwise(place, torch.full_like(times, owners), times)
+
+
+def list_owner_counts(ctx: JudgeContext) -> set[int]:
+    """Return how many ranks may own each element of a weight: one for each copy, or more that have it whole.
+
+    tp splits a weight, or leaves it whole on all of its ranks: a plan's word that an engine lacks does. Without ZeRO an
+    expert is whole on the ranks of data parallelism that have it.
+    """
+    replicas, shape = ctx.claims.replicas, ctx.mesh.shape(ctx.world_size)
+    of_experts = {shape[DATA_SHARD] // ctx.mesh.size(EXPERT)} if EXPERT in ctx.mesh.axes else set()
+    return {replicas, replicas * shape[TENSOR]} | of_experts
 
 
 def judge_shard_contents(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
