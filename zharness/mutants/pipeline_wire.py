@@ -58,8 +58,8 @@ class RoundsTheFirstOfThreeMessages(ChangesAMessage):
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self._sent = 0
+        self.sent = 0
 
     def change(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        self._sent += 1
-        return output + (output.half().to(output.dtype) - output).detach() if self._sent == 2 else output
+        self.sent += 1
+        return output + (output.half().to(output.dtype) - output).detach() if self.sent == 2 else output
