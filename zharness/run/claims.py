@@ -64,8 +64,13 @@ def probe_capabilities(engine: str, stage: int) -> Capabilities:
         return declared
     config = EngineConfig(stage=stage)
     spec, device = model_spec("mlp"), rank_device(dist.get_rank())
-    with raise_as_usage_error(f"factory {engine!r}"):
-        built, _ = construct_engine(factory, spec.model(0).to(device), config)
+    try:
+        with raise_as_usage_error(f"factory {engine!r}"):
+            built, _ = construct_engine(factory, spec.model(0).to(device), config)
+    except UsageError as error:
+        is_about_a_mesh = declared is None and "mesh" in str(error)
+        hint = "; declare its attribute 'capabilities' if the engine cannot be built without a mesh"
+        raise UsageError(f"{error}{hint if is_about_a_mesh else ''}") from error
     claims = built.capabilities
     with raise_as_usage_error(f"full_params() of engine {engine!r}"):
         require_initial_weights(built.full_params(), spec.model(0))
