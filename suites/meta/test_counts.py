@@ -30,8 +30,8 @@ COUNTED = re.compile(
     re.IGNORECASE,
 )
 HISTORICAL_PHRASES = (  # phrases with a number of a past run, or of a part
-    "367 cells of 31 laws on 2 ranks and as many on 4",
-    "15 combinations run 20 laws or more",
+    "391 cells of 36 laws on 2 ranks and as many on 4",
+    "17 combinations run 20 laws or more",
     "was permuted by five mutants",
     "record it 6 mutants",  # the number of a floor
     "27,917 cells all 280 mutants",
