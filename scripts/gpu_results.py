@@ -93,9 +93,9 @@ def count_judged(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str
 
 def list_kills(folder: Path, sections: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return for each mutant that the command names the laws that killed it; none if it lived or was not reached."""
-    words = next((str(each["command"]).split() for each in sections if each["name"] == "mutants"), [])
-    start = words.index("mutants") + 1 if "mutants" in words else 0
-    names = words[start : words.index("--scope") if "--scope" in words else None] if start else []
+    arguments = next((str(each["command"]).split() for each in sections if each["name"] == "mutants"), [])
+    start = arguments.index("mutants") + 1 if "mutants" in arguments else 0
+    names = arguments[start : arguments.index("--scope") if "--scope" in arguments else None] if start else []
     kills: dict[str, list[str]] = {name: [] for name in names}
     for record in (record for rows in read_records(folder / "mutants").values() for record in rows):
         name = str(record["engine"]).rpartition(":")[2]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from suites.run.failure_files import ENTRY, load_entries
 from zharness import engines
 from zharness.cell import Cell
 from zharness.engines import Capabilities
@@ -32,14 +33,6 @@ from zharness.run.stale_failures import describe_stale_failures
 from zharness.run.unmatched_failures import describe_unmatched_failures
 from zharness.run.user_failures import read_expected_failures, require_narrow_entry
 
-ENTRY = """
-[[expected_failure]]
-law = "training.grads"
-upstream = "ours#1"
-reason = "because"
-verdict = "fail"
-signatures = ["reduction"]
-"""
 OLD_ENTRY = ENTRY.replace("expected_failure", "excuse").replace("law", "check")
 ENGINES = [name for name in BUILT_IN if load_shipped_failures(name)]
 WINDOWS = ("", "2_by_engine", "4_by_engine", "2_by_caller", "4_by_caller")
@@ -52,15 +45,11 @@ def claims(engine: str, stage: int) -> Capabilities:
     return found
 
 
-def load(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
-    path = folder / "ours.toml"
-    path.write_text(text)
-    return read_expected_failures([path])
-
-
 def test_a_file_may_name_its_engine_once_and_each_entry_knows_its_line(tmp_path: Path) -> None:
     head = 'engine = "my.engine:factory"\n'
-    first, second = load(tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n")
+    first, second = load_entries(
+        tmp_path, head + ENTRY + 'world_sizes = [4]\ndtypes = ["bf16"]\n' + ENTRY + "stages = [0]\n"
+    )
     assert first.location.endswith("ours.toml:3")
     assert second.location.endswith("ours.toml:12")
     assert not first.covers_cell(CELL, "(no release)")
@@ -73,26 +62,26 @@ def test_a_file_may_name_its_engine_once_and_each_entry_knows_its_line(tmp_path:
 
 
 def test_older_names_mean_the_same_and_mix_with_the_new_ones_in_the_order_of_the_file(tmp_path: Path) -> None:
-    (new,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
-    (old,) = load(tmp_path, 'engine = "ddp"\n' + OLD_ENTRY)
+    (new,) = load_entries(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (old,) = load_entries(tmp_path, 'engine = "ddp"\n' + OLD_ENTRY)
     assert old == new
-    mixed = load(
+    mixed = load_entries(
         tmp_path, 'engine = "ddp"\n' + OLD_ENTRY + ENTRY + OLD_ENTRY.replace("[[excuse]]", "[[ excuse ]] # old")
     )
     assert mixed == tuple(replace(new, location=f"{tmp_path / 'ours.toml'}:{line}") for line in (3, 10, 17))
 
 
 def test_an_entry_whose_line_the_headers_do_not_tell_is_located_by_its_file(tmp_path: Path) -> None:
-    (new,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (new,) = load_entries(tmp_path, 'engine = "ddp"\n' + ENTRY)
     inline = ", ".join(ENTRY.split("\n")[2:-1])
     for name in ("expected_failure", "excuse"):
-        assert load(tmp_path, f'engine = "ddp"\n{name} = [{{{inline}}}]') == (
+        assert load_entries(tmp_path, f'engine = "ddp"\n{name} = [{{{inline}}}]') == (
             replace(new, location=str(tmp_path / "ours.toml")),
         )
 
 
 def test_an_entry_with_several_engines_applies_to_each(tmp_path: Path) -> None:
-    both = load(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
+    both = load_entries(tmp_path, 'engine = ["ddp", "zero1"]\n' + ENTRY)
     assert ([entry.engine for entry in both], len({each.location for each in both})) == (["ddp", "zero1"], 1)
     # zero1 cannot replace a gradient, and has no option that compiles the model
     of_ddp = (each for each in expected_failures_for("ddp") if each.engine_variants != ("captured",))
@@ -101,7 +90,7 @@ def test_an_entry_with_several_engines_applies_to_each(tmp_path: Path) -> None:
 
 
 def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path) -> None:
-    (mine,) = load(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
+    (mine,) = load_entries(tmp_path, 'engine = "fsdp2"\n' + ENTRY)
     assert expected_failures_for("fsdp2", (mine,))[0] is mine
     assert mine not in expected_failures_for("ddp", (mine,))
 
@@ -138,12 +127,12 @@ def test_a_user_s_expected_failure_comes_before_the_shipped_ones(tmp_path: Path)
 )
 def test_an_entry_that_cannot_be_used_is_refused_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        load(tmp_path, text)
+        load_entries(tmp_path, text)
 
 
 def test_an_entry_with_several_laws_covers_each_of_them_and_no_other(tmp_path: Path) -> None:
     text = ENTRY.replace('"training.grads"', '["training.grads", "backward"]')
-    (entry,) = load(tmp_path, 'engine = "my.engine:factory"\n' + text)
+    (entry,) = load_entries(tmp_path, 'engine = "my.engine:factory"\n' + text)
     laws = ("training.grads", "backward.bypass", "training.sgd_step")
     assert [entry.covers_cell(replace(CELL, law=law), "1.0") for law in laws] == [True, True, False]
 
@@ -154,17 +143,17 @@ def test_every_law_may_be_covered_if_a_known_bug_of_the_option_affects_every_tra
 ) -> None:
     text = ENTRY.replace('"training.grads"', '"*"') + f'stages = [3]\nengine_variants = ["{variant}"]\n'
     if is_allowed:
-        assert load(tmp_path, 'engine = "deepspeed"\n' + text)
+        assert load_entries(tmp_path, 'engine = "deepspeed"\n' + text)
     else:
         with pytest.raises(UsageError, match="all have a known_bug"):
-            load(tmp_path, 'engine = "deepspeed"\n' + text)
+            load_entries(tmp_path, 'engine = "deepspeed"\n' + text)
 
 
 def test_a_remedy_that_overrides_the_tested_option_is_refused(tmp_path: Path) -> None:
     text = 'engine = "fsdp2"\n' + ENTRY + 'engine_variants = ["one_group"]\ndocumented = "there"\n'
-    assert load(tmp_path, text + "remedy = { reduce_scatter_unused_params = true }\n")
+    assert load_entries(tmp_path, text + "remedy = { reduce_scatter_unused_params = true }\n")
     with pytest.raises(UsageError, match="the remedy overrides grouping, which engine_variants set"):
-        load(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
+        load_entries(tmp_path, text + 'remedy = { grouping = "leaf" }\n')
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -195,8 +184,8 @@ def test_no_entry_for_several_laws_excuses_a_basic_law_under_an_accumulation_win
 
 
 def test_details_narrow_an_entry_whose_cause_says_little(tmp_path: Path) -> None:
-    (bare,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
-    (precise,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
+    (bare,) = load_entries(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (precise,) = load_entries(tmp_path, 'engine = "ddp"\n' + ENTRY + 'details = ["in reduce", "in gather"]\n')
     cause = f"rank 0: {bare.signatures[0]}"
     assert bare.matches_failure(cause, "")
     assert precise.matches_failure(cause, "line 7, in gather")
@@ -211,9 +200,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_it_covers(tmp_path: Path) -> None:
     head = 'engine = "ddp"\n'
-    (needed,) = load(tmp_path, head + ENTRY)
-    (idle,) = load(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
-    (other_release,) = load(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
+    (needed,) = load_entries(tmp_path, head + ENTRY)
+    (idle,) = load_entries(tmp_path, head + ENTRY + 'models = ["gpt"]\n')
+    (other_release,) = load_entries(tmp_path, head + ENTRY + 'releases = "<0.1"\nmodels = ["gpt"]\n')
     whole = plan(Request(engines=("ddp",)), claims)
     assert not describe_unmatched_failures(whole, claims, (needed, other_release))
     (description,) = describe_unmatched_failures(whole, claims, (idle,))
@@ -227,7 +216,7 @@ def test_an_entry_that_matches_no_cell_is_reported_by_a_run_with_all_cells_that_
 
 
 def test_an_entry_that_another_release_of_the_run_matches_is_not_reported(tmp_path: Path) -> None:
-    (needed,) = load(tmp_path, 'engine = "ddp"\n' + ENTRY)
+    (needed,) = load_entries(tmp_path, 'engine = "ddp"\n' + ENTRY)
     refused = [replace(cell, unsupported_reason="not on this one") for cell in plan(Request(engines=("ddp",)), claims)]
     other = [replace(cell, cell=replace(cell.cell, engine="ddp==2.13.0")) for cell in refused]
     matched = plan(Request(engines=("ddp",)), claims)

@@ -6,30 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from suites.run.failure_files import ENTRY, load_entries
 from zharness.cell import Cell
 from zharness.errors import UsageError
-from zharness.run.expected_failures import ExpectedFailure
 from zharness.run.matching_failures import find_expected_failure
-from zharness.run.user_failures import read_expected_failures
-
-ENTRY = """
-[[expected_failure]]
-law = "training.grads"
-upstream = "ours#1"
-reason = "because"
-verdict = "fail"
-signatures = ["reduction"]
-"""
-
-
-def read(folder: Path, text: str) -> tuple[ExpectedFailure, ...]:
-    path = folder / "ours.toml"
-    path.write_text(text, encoding="utf-8")
-    return read_expected_failures([path])
 
 
 def test_an_engine_by_path_has_the_failures_of_the_engine_around_which_it_is_built(tmp_path: Path) -> None:
-    entries = read(tmp_path, 'engine = "mine:engine"\naround = "torch_pp"\n' + ENTRY)
+    entries = load_entries(tmp_path, 'engine = "mine:engine"\naround = "torch_pp"\n' + ENTRY)
     cell = Cell.parse("pipeline.windows[mine:engine-zero0-w2.pp2-fp32-chain-accumulated]")
     found = find_expected_failure(cell, "(no release)", entries)
     assert entries[0].upstream == "ours#1"
@@ -49,4 +33,4 @@ def test_an_engine_by_path_has_the_failures_of_the_engine_around_which_it_is_bui
 )
 def test_a_wrong_engine_around_which_another_is_built_is_refused(tmp_path: Path, keys: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read(tmp_path, keys + "\n")
+        load_entries(tmp_path, keys + "\n")
