@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from suites.run.test_expected_failures import ENTRY, claims, load
+from suites.run.failure_files import ENTRY, load_entries
+from suites.run.test_expected_failures import claims
 from zharness.laws import DTYPES
 from zharness.run import Request, plan
 from zharness.run.unmatched_failures import describe_unmatched_failures
@@ -22,7 +23,7 @@ def test_an_entry_for_a_users_model_is_reported_by_a_run_that_has_its_cells(
     monkeypatch.syspath_prepend(str(tmp_path))
     net, other = "nets_of_a_user:net", "nets_of_a_user:other"
     right, mistyped, elsewhere, never = (
-        load(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}"]\n'.replace("training.grads", law))[0]
+        load_entries(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}"]\n'.replace("training.grads", law))[0]
         for model, law in (
             (net, "training.grads"),
             ("nets_of_a_user:nte", "training.grads"),
@@ -48,7 +49,7 @@ def test_a_run_without_users_models_reports_a_mistyped_module_but_imports_no_dep
     (tmp_path / "nets_with_a_dependency.py").write_text("import not_installed_here\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     needy, mistyped, in_package = (
-        load(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}:net"]\n')[0]
+        load_entries(tmp_path, f'engine = "ddp"\n{ENTRY}models = ["{model}:net"]\n')[0]
         for model in ("nets_with_a_dependency", "nest_with_a_dependency", "no_package.nets")
     )
     without = plan(Request(("training.grads",), ("ddp",)), claims)
