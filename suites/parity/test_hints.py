@@ -167,9 +167,10 @@ def test_an_end_of_a_backward_reduces_again_what_is_left_in_the_buffers() -> Non
     # The second end adds what the first one reduced in the part that a rank owns (11), and the other rank's term there.
     terms = [[torch.tensor([1.0, 1.0]), torch.tensor([100.0, 100.0])], [torch.tensor([10.0, 10.0]), torch.zeros(2)]]
     owned = [(0, 0, 1), (1, 1, 2)]
-    assert reduce_at_each_end(terms, owned, 1.0).tolist() == [11 + (11 + 100 + 10), 11 + (1 + 100 + 11)]
-    assert reduce_at_each_end([row[:1] for row in terms], owned, 0.5).tolist() == [5.5, 5.5]
-    assert reduce_at_each_end([terms[0], []], owned, 1.0).tolist() == [0.0, 0.0]
+    assert reduce_at_each_end(terms, owned, 1.0, 1).tolist() == [11 + (11 + 100 + 10), 11 + (1 + 100 + 11)]
+    assert reduce_at_each_end([row[:1] for row in terms], owned, 0.5, 1).tolist() == [5.5, 5.5]
+    assert reduce_at_each_end(terms, owned, 1.0, 2).tolist() == [111.0, 111.0], "a micro-batch leaves nothing"
+    assert reduce_at_each_end([terms[0], []], owned, 1.0, 1).tolist() == [0.0, 0.0]
 
 
 def make_context(**records: torch.Tensor) -> Any:

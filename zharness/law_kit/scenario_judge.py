@@ -125,7 +125,7 @@ def hint_counted_term(
     hint = describe_counted_terms(found.double(), right, sums)
     if not hint and comparison.location is not None:
         owned = [(ctx.data_coordinate(piece.rank), piece.start, piece.stop) for piece in comparison.location.pieces]
-        again = reduce_at_each_end(rank_terms, owned, scale / len(rank_terms))
+        again = reduce_at_each_end(rank_terms, owned, scale / len(rank_terms), ctx.setting.accumulation_steps)
         hint = REDUCED_AGAIN_HINT if bool(again.any()) and torch.equal(again, found.double().flatten()) else ""
     return add_hint(comparison, hint) if hint else comparison
 
@@ -154,17 +154,23 @@ def describe_counted_terms(found: Tensor, right: Tensor, terms: Sequence[Tensor]
 
 
 def reduce_at_each_end(
-    rank_terms: Sequence[Sequence[Tensor]], owned: Sequence[tuple[int, int, int]], factor: float
+    rank_terms: Sequence[Sequence[Tensor]],
+    owned: Sequence[tuple[int, int, int]],
+    factor: float,
+    micro_batch_count: int,
 ) -> Tensor:
     """Return the flat gradient of an engine that adds, at each end of a backward, its buffer reduced over ranks.
 
     ``rank_terms`` has for each rank the term of each backward, and ``factor`` multiplies sums over ranks. What is
     reduced stays in the part of the buffer that a rank owns (``owned`` has ranks, starts and stops), what is not in the
-    rest, so that the next end reduces both again.
+    rest, so that the next end of the same micro-batch reduces both again.
     """
     buffers = [torch.zeros(terms[0].numel(), dtype=torch.float64) for terms in rank_terms if terms]
     total = torch.zeros_like(buffers[0]) if buffers else torch.zeros(0)
-    for terms in zip(*rank_terms, strict=False):
+    ends = list(zip(*rank_terms, strict=False))
+    for index, terms in enumerate(ends):
+        if index * micro_batch_count % len(ends) == 0:
+            buffers = [torch.zeros_like(buffer) for buffer in buffers]
         buffers = [buffer + term.double().flatten() for buffer, term in zip(buffers, terms, strict=True)]
         reduced = factor * torch.stack(buffers).sum(dim=0)
         total = total + reduced

@@ -14,12 +14,12 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
-from zharness.engines.registry import BUILT_IN, resolve_version, split_release
+from zharness.engines.registry import BUILT_IN, capabilities, resolve_version, split_release
 from zharness.errors import UsageError
-from zharness.law_kit.setting import SEPARATOR
+from zharness.law_kit.setting import SEPARATOR, Setting
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
-from zharness.names import matches_pattern
+from zharness.names import STAGES, matches_pattern
 from zharness.project_file import drop_option_tables
 from zharness.run.configuration import is_config_file
 from zharness.toml_text import parse_toml
@@ -208,11 +208,21 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
 
 
 def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
-    """Yield the expected failures of the installed engine ``around`` as those of ``engine``, which is built on it."""
+    """Yield the expected failures of the installed engine ``around`` as those of ``engine``, which is built on it.
+
+    An entry for options of ``around`` applies to those of its settings that ``engine`` has too.
+    """
+    names = list_option_names(engine)
     for entry in load_shipped_failures(around):
-        # Entries with variants are about options of that engine.
-        if not entry.engine_variants and entry.applies_to_version(resolve_version(around) or ""):
-            yield replace(entry, engine=engine, releases="")
+        variants = tuple(name for name in entry.engine_variants if names.issuperset(Setting.parse(name).options))
+        if bool(variants) == bool(entry.engine_variants) and entry.applies_to_version(resolve_version(around) or ""):
+            yield replace(entry, engine=engine, engine_variants=variants, releases="")
+
+
+def list_option_names(engine: str) -> frozenset[str]:
+    """Return the options that an engine claims at any stage before it is built."""
+    claims = (capabilities(engine, stage) for stage in STAGES)
+    return frozenset(name for found in claims if found is not None for name in found.engine_options)
 
 
 def load_own_failures(name: str) -> Iterator[ExpectedFailure]:
