@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from zharness.engines.protocol import OptimizerSpec, Piece
+from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.clipping import CLIP_ROUNDINGS, ClipFactor
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.other_norms import iter_other_norms
 from zharness.law_kit.rank_context import scalar
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison
@@ -77,23 +77,3 @@ def hint_other_norm(
 def is_close(rounded: float, norm: float) -> bool:
     """Return whether ``rounded``, a norm that was computed from rounded weights, may be ``norm``."""
     return abs(rounded - norm) <= norm * gamma(HINT_ROUNDINGS, torch.float32)
-
-
-def iter_other_norms(ctx: JudgeContext, grads: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield norms by which engines clip wrongly, each with what it is."""
-    norms = [compute_owned_norm(ctx, grads, rank) for rank in range(ctx.world_size)]
-    for rank, norm in enumerate(norms):
-        where = ctx.mesh.describe_rank(rank, ctx.world_size)
-        yield f"the norm of what rank {rank} has ({where})", norm
-    yield "the mean of the ranks' norms of what each has", sum(norms) / len(norms)
-
-
-def compute_owned_norm(ctx: JudgeContext, grads: Mapping[str, Tensor], rank: int) -> float:
-    """Return the norm of the elements of ``grads`` that ``rank`` owns."""
-    layout = ctx.evidence[rank].layout
-    squares = 0.0
-    for name, grad in grads.items():
-        flat = grad.double().flatten()
-        pieces = layout.get(name, (Piece(rank, 0, flat.numel()),))
-        squares += sum(float(flat[p.start : p.stop].square().sum()) for p in pieces if p.rank == rank)
-    return math.sqrt(squares)

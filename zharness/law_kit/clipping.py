@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.other_norms import list_norm_parts
 from zharness.law_kit.training_run import total_norm_and_bound
 from zharness.parity import Comparison, Part, compare_within_bound
 from zharness.parity.bounds import BoundedTensor, gamma
@@ -104,12 +105,14 @@ def judge_clip_factor(
     recorded under ``label``. If an engine clips but reports no norm, the law training.clip_and_norm fails; this
     function then computes the factor within the error of the norm. The bound of the norm allows one more rounding for
     each rank, because DeepSpeed averages the norm over ranks at stage 0. ``suspects`` are other gradients, by the
-    hint for a mismatch if the reported norm is theirs.
+    hint for a mismatch if the reported norm is theirs; on a mesh, the parts that a rank has are suspects too.
     """
     if not ctx.has_record(label):
         return NO_CLIPPING
     norm, error = total_norm_and_bound(grads)
-    reported = yield from judge_reported_norm(ctx, label, step, norm, error, suspects)
+    parts = list_norm_parts(ctx, grads) if ctx.mesh.sizes else {}
+    parts = {f"it is {text}": part for text, part in parts.items() if part}
+    reported = yield from judge_reported_norm(ctx, label, step, norm, error, {**suspects, **parts})
     return ClipFactor.from_norm(limit, norm, error, reported)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zharness.engines.protocol import Engine, Feature, require_gathered
+from zharness.engines.protocol import Engine, Feature, GroupSpec, OptimizerSpec, require_gathered
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
@@ -23,6 +23,7 @@ from zharness.law_kit.optimizers import ADAMW
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.access.common import new_values
+from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 
 BEFORE_STEP = "before_step"  # the edit is between backward and step
@@ -131,11 +132,13 @@ def judge_evaluations(ctx: JudgeContext, step: int) -> Iterator[Comparison]:
 
 # Negative and a power of two: every product is exact. Each rank scales what it has of a parameter, shard or whole.
 FACTOR = -0.5
+# Moves biases alone, by numbers of few bits: the forward after the edit is exact, in whatever parts tp sums it.
+EXACT_STEPS = OptimizerSpec("sgd", {"lr": 0.0}, groups=(GroupSpec("*.bias", {"lr": 1.0}),))
 
 
 def observe_edited_in_place(ctx: RankContext) -> None:
     """Make a step, scale every parameter in place, and make another step. Record whether one of these calls raised."""
-    engine = ctx.build_engine(optimizer=ADAMW)
+    engine = ctx.build_engine(optimizer=choose_optimizer(ctx.config.mesh))
     train(ctx, engine, 0)
     ctx.record_training_state(engine, 1)
     with torch.no_grad():
@@ -152,6 +155,11 @@ def observe_edited_in_place(ctx: RankContext) -> None:
         is_refused = True
     ctx.record("refused", {"refused": scalar(is_refused)})
     engine.close()
+
+
+def choose_optimizer(mesh: Mesh) -> OptimizerSpec:
+    """Return AdamW, or an optimizer of exact steps on the axis tp, where the forward after the edit sums in parts."""
+    return EXACT_STEPS if TENSOR in mesh.axes else ADAMW
 
 
 def train(ctx: RankContext, engine: Engine, step: int) -> None:
@@ -182,7 +190,7 @@ def judge_edited_in_place(ctx: JudgeContext) -> Iterator[Comparison]:
     local = ctx.compute_local_grads(2, ctx.rank_records("params", 2)[0])
     yield from ctx.compare_losses(2, local)
     yield from ctx.compare_reduced_grads("grads", [local], 2)
-    yield from judge_step(ctx, ADAMW, ctx.rank_records("grads", 2)[0], edited)
+    yield from judge_step(ctx, choose_optimizer(ctx.mesh), ctx.rank_records("grads", 2)[0], edited)
     after_step = RecordedStep(3, "masters")
     yield from compare_ranks_after_step(ctx, after_step)
     yield from compare_published_weights(ctx, after_step, "params")

@@ -1,0 +1,100 @@
+"""Clipping in bf16 at stage 0 under AutoTP uses the norm of the first rank's gradients.
+
+id: tp-unfused-norm
+engine: deepspeed
+symptom: with AutoTP, bf16 and stage 0, gradients are clipped by the norm of the first tensor-parallel rank's part
+reported: no report known
+affects: ==0.19.8
+fixed: not yet
+ranks: 2
+law: training.clip_and_norm
+signature: the norm of the first rank's part
+ok: repro: the norm of split weights in bf16 OK.
+
+Run it with nothing but torch and deepspeed installed:
+
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_unfused_norm.py
+
+FP16_UnfusedOptimizer, which trains bf16 at stage 0, flattens the gradients of a group and passes them to
+get_weight_norm as one tensor, which has lost the marks of split weights. get_weight_norm then counts it on the first
+rank of the group alone. FP16_Optimizer had the same bug until https://github.com/deepspeedai/DeepSpeed/pull/5411.
+
+If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
+that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
+neither.
+"""
+
+import importlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
+os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))  # DeepSpeed's CPU accelerator asks for it
+
+import deepspeed
+
+# Saves compiling an all-reduce in shared memory, for which the ranks would race; plain gloo does as well.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+SIGNATURE = "the norm of the first rank's part"
+OK = "repro: the norm of split weights in bf16 OK."
+SPECS = [
+    {"patterns": [r"^up\.weight$"], "partition_type": "column"},
+    {"patterns": [r"^down\.weight$"], "partition_type": "row"},
+]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 0},
+    "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": SPECS}},
+}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(2, 4, bias=False)
+        self.down = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def main():
+    deepspeed.init_distributed()
+    device = deepspeed.accelerator.get_accelerator().current_device_name()
+    model = Model().to(device, torch.bfloat16)
+    with torch.no_grad():
+        model.up.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [4.0, 0.0], [0.0, 4.0]]))
+        model.down.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+    engine.backward(engine(torch.ones(1, 2, device=device, dtype=torch.bfloat16)).sum())
+    own = sum(param.grad.float().square().sum() for param in model.parameters())
+    squares = [torch.zeros_like(own) for _ in range(2)]
+    dist.all_gather(squares, own)  # both weights are split, so that each rank has its own elements
+    whole_norm, first_norm = torch.stack(squares).sum().sqrt().item(), squares[0].sqrt().item()
+    engine.step()
+    norm = float(engine.get_global_grad_norm())
+    dist.barrier()
+    is_right = abs(norm / whole_norm - 1) < 1e-3
+    if not is_right and abs(norm / first_norm - 1) > 1e-3:
+        raise RuntimeError(f"got the norm {norm}, which is neither {whole_norm} nor, of the first rank, {first_norm}")
+    if dist.get_rank() == 0:
+        wrong = f"repro: REPRODUCED: {SIGNATURE}: it is {norm:.6g}, and that of all gradients {whole_norm:.6g}"
+        print(f"{OK if is_right else wrong}\n", end="", flush=True)
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    status = main()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
