@@ -328,7 +328,10 @@ class PipelineEngine(WithoutForward):
         vars(self).clear()
 
     def _merge(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of all stages in the order of the model's parameters. This is a collective."""
+        """Return the entries of all stages in the order of the model's parameters. This is a collective.
+
+        A rank returns its own copy of a weight that several stages have, so that a copy that differs is seen.
+        """
         found: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, dict(own), group=self._group)
-        return {name: part[name] for name in self._names for part in found if name in part}
+        return {name: part[name] for name in self._names for part in found if name in part} | dict(own)

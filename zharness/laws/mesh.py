@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature, OptimizerSpec, Piece
 from zharness.engines.tensor_access import require_shard_access
@@ -35,9 +35,13 @@ MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 CLIP = 1.0  # below every norm of these models
 
 
-def observe_step(ctx: RankContext, clip: float | None = None) -> None:
-    """Make one step, and record losses, gradients, the norm, and weights and optimizer state before and after."""
-    engine = ctx.build_engine(optimizer=MOMENTUM_SGD, clip=clip)
+def observe_step(ctx: RankContext, clip: float | None = None, model: nn.Module | None = None) -> None:
+    """Make one step, and record losses, gradients, the norm, and weights and optimizer state before and after.
+
+    ``model`` is the cell's by default.
+    """
+    model = ctx.spec.model(ctx.seed) if model is None else model
+    engine = ctx.build_engine_around(model, optimizer=MOMENTUM_SGD, clip=clip)
     ctx.record_training_state(engine, 0)
     ctx.train(engine, step=0)
     ctx.record("grads", engine.full_grads())
@@ -96,6 +100,18 @@ def judge_norm(ctx: JudgeContext) -> Iterator[Comparison]:
 def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the step with that of gradients clipped by the norm of all, each logical element once."""
     yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "masters")
+
+
+def observe_bias_norm(ctx: RankContext) -> None:
+    """Make one step with clipping of a model in which the biases of the layers that tp splits are trained alone.
+
+    The square of their norm is less than a millionth of that of all gradients, which rounding hides.
+    """
+    model = ctx.spec.model(ctx.seed).requires_grad_(False)
+    for name in ctx.spec.tp_plan or ():
+        for label, param in model.get_submodule(name).named_parameters():
+            param.requires_grad_(label == "bias")
+    observe_step(ctx, CLIP, model)
 
 
 def observe_replicas(ctx: RankContext) -> None:
@@ -245,6 +261,15 @@ LAWS = (
         judge_clip,
         Feature.CLIP,
         kept_because="the only law of clipping on a mesh whose engine reports no norm, which ends mesh.norm",
+    ),
+    mesh_law(
+        "clip_biases",
+        "the norm that clips counts each bias of a split layer once, also one that every rank has whole",
+        observe_bias_norm,
+        judge_clip,
+        Feature.CLIP,
+        kept_because="the only law in whose norm a bias that is counted twice exceeds the rounding of other gradients",
+        models=("heads", "sequence"),
     ),
     mesh_law(
         "mean_gradient",

@@ -24,9 +24,8 @@ from zharness.law_kit.integer_steps import INTEGER_STEPS
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
-from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
-from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
+from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.law_kit.tied_uses import compute_use_means
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.parity import Comparison, Part, Tier, compare_bitwise
@@ -40,7 +39,6 @@ MODELS = ("chain", "skips", "tied_chain", "tied_ends")
 RANDOM_MODEL = "random_chain"  # what stages send has more bits than a message in half precision
 CLIP = 1.0  # below every norm of these models
 CLIPPED_SCHEDULES = ("gpipe", "1f1b", "zbv", "dualpipev")
-SAVED = 1  # the number of the batch before which the state is saved
 
 
 @dataclass(frozen=True)
@@ -53,42 +51,21 @@ class BatchShape:
 
 DEFAULT_SHAPE = BatchShape()
 WINDOW = BatchShape(micro_batches=2)  # few terms, so that float32 holds their sums exactly
+SINGLE = BatchShape(micro_batches=1)  # which an engine can run that crashes or divides twice after several
 
 
 @dataclass(frozen=True)
 class SecondBatch:
-    """What follows the first batch: a step or none, and the shape of the second batch."""
+    """What follows the first batch: a step or none; and the shapes of both batches."""
 
     stepped: bool
     shape: BatchShape = WINDOW
+    first_shape: BatchShape = WINDOW
 
 
-@dataclass(frozen=True)
-class Resume:
-    """The schedules of the engines that save and load, and whether the latter made a step before.
-
-    A schedule that interleaves stages has the modules of another rank on each of two ranks. An engine without a name
-    has its default schedule.
-    """
-
-    saved_by: str = ""
-    loaded_by: str = ""
-    stepped: bool = True
-
-    @property
-    def schedules(self) -> tuple[str, ...]:
-        """The schedules that an engine has to have."""
-        return tuple(filter(None, (self.saved_by, self.loaded_by)))
-
-
-RESUMES: Mapping[str, Resume] = {
-    "": Resume(),
-    "new_engine": Resume(stepped=False),
-    "other_stages": Resume(loaded_by="interleaved"),
-    "new_engine_of_other_stages": Resume(saved_by="interleaved", stepped=False),
-}
 WINDOWS: Mapping[str, SecondBatch] = {
     "accumulated": SecondBatch(stepped=False),
+    "accumulated_singles": SecondBatch(stepped=False, shape=SINGLE, first_shape=SINGLE),
     "stepped": SecondBatch(stepped=True),
     "other_batch": SecondBatch(stepped=True, shape=BatchShape(micro_batches=4, factor=2)),
 }
@@ -104,9 +81,12 @@ def multiply_result(local: LocalResult, factor: int) -> LocalResult:
     return LocalResult(factor * local.loss, {name: factor * grad for name, grad in local.grads.items()})
 
 
-def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape = DEFAULT_SHAPE) -> None:
+def run_batch(
+    ctx: RankContext, engine: Engine, number: int, shape: BatchShape = DEFAULT_SHAPE, label: str = ""
+) -> None:
     """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it.
 
+    ``label`` ends the labels of these records.
     Raises EngineContractError if the engine does not return a loss for each micro-batch.
     """
     batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
@@ -114,8 +94,9 @@ def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape =
     losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], loss)
     if len(losses) != len(batches):
         raise EngineContractError(f"train_batch returned {len(losses)} losses for {len(batches)} micro-batches")
-    ctx.record("losses", {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}, number)
-    ctx.record("grads", engine.full_grads(), number)
+    numbered = {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}
+    ctx.record(f"losses{label}", numbered, number)
+    ctx.record(f"grads{label}", engine.full_grads(), number)
 
 
 def select_schedule(name: str) -> Mapping[str, str]:
@@ -198,59 +179,6 @@ def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
     yield from judge_clipped_step(ctx, MOMENTUM_SGD, CLIP, "params")
 
 
-def observe_resume(ctx: RankContext) -> None:
-    """Save an engine after a step, load it into an engine of other weights, and make a step with each.
-
-    The engine that loads is new or has made a step, and runs the same schedule or another, as the variant says.
-    """
-    resume = RESUMES[ctx.variant]
-    saved = ctx.build_engine(optimizer=MOMENTUM_SGD, options=select_schedule(resume.saved_by))
-    loaded = ctx.build_engine_around(
-        ctx.spec.model(ctx.seed + 1), optimizer=MOMENTUM_SGD, options=select_schedule(resume.loaded_by)
-    )
-    for engine, number in ((saved, 0), (loaded, SAVED + 1))[: 2 if resume.stepped else 1]:
-        run_batch(ctx, engine, number, WINDOW)
-        engine.step()
-        engine.zero_grad()
-    ctx.record_training_state(saved, SAVED, "-unsaved")
-    with shared_folder() as folder:
-        saved.save(folder)
-        loaded.load(folder)
-    for engine, label in ((saved, "-saved"), (loaded, "-loaded")):
-        ctx.record_training_state(engine, SAVED, label)
-        losses = require_train_batch(engine).train_batch(
-            [(batch.inputs, batch.target) for batch in (ctx.batch(number) for number in range(WINDOW.micro_batches))],
-            ctx.spec.loss,
-        )
-        ctx.record(f"losses{label}", {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)})
-        engine.step()
-        engine.zero_grad()
-        ctx.record_training_state(engine, SAVED + 1, label)
-    for engine in (saved, loaded):
-        engine.close()
-
-
-def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare the engine that saved with itself before the save, and both engines after the load, in batch and step.
-
-    The state before the save has to be complete: a momentum of every parameter.
-    """
-    for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVED)):
-        for name in ctx.baseline.parameter_names:
-            is_there = scalar(f"{name}/momentum_buffer" in state)
-            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVED, rank), scalar(1), is_there)
-    for before, after, label, part, step in (
-        ("unsaved", "saved", "params", Part.OPTIMIZER, SAVED),
-        ("unsaved", "saved", "state", Part.OPTIMIZER, SAVED),
-        ("unsaved", "loaded", "params", Part.GATHER, SAVED),
-        ("unsaved", "loaded", "state", Part.GATHER, SAVED),
-        ("saved", "loaded", "losses", Part.FORWARD, 0),
-        ("saved", "loaded", "params", Part.OPTIMIZER, SAVED + 1),
-        ("saved", "loaded", "state", Part.OPTIMIZER, SAVED + 1),
-    ):
-        yield from compare_records(ctx, f"{label}-{before}", f"{label}-{after}", step, step, part)
-
-
 def hint_divided_again(
     ctx: JudgeContext, comparison: Comparison, first: list[list[LocalResult]], second: list[list[LocalResult]]
 ) -> Comparison:
@@ -261,7 +189,7 @@ def hint_divided_again(
     means = [
         torch.stack([local.grads[name] for row in micros for local in row]).mean(dim=0) for micros in (first, second)
     ]
-    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / WINDOW.micro_batches + means[1]):
+    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / len(second) + means[1]):
         return comparison
     divided = "the gradient of the batch before was divided by the number of micro-batches once more"
     return add_hint(comparison, divided)
@@ -290,7 +218,7 @@ def observe_windows(ctx: RankContext) -> None:
     """Run two batches, with a step between them if the variant says so."""
     second = WINDOWS[ctx.variant]
     engine = ctx.build_engine(optimizer=INTEGER_STEPS)
-    run_batch(ctx, engine, 0, WINDOW)
+    run_batch(ctx, engine, 0, second.first_shape)
     if second.stepped:
         engine.step()
         engine.zero_grad()
@@ -302,7 +230,7 @@ def observe_windows(ctx: RankContext) -> None:
 def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare the losses and gradients of the second batch: its own mean after a step, else the sum of both means."""
     variant, weights = WINDOWS[ctx.variant], ctx.rank_records("params", 1)[0]
-    first = compute_batch(ctx, 0, shape=WINDOW)
+    first = compute_batch(ctx, 0, shape=variant.first_shape)
     second = compute_batch(ctx, 1, weights, variant.shape)
     yield from compare_micro_losses(ctx, first)
     yield from compare_micro_losses(ctx, second, 1)
@@ -311,7 +239,7 @@ def judge_windows(ctx: JudgeContext) -> Iterator[Comparison]:
         exact = certify_exactness(ctx.baseline, second_batch, ctx.dtype, params=weights)
         yield from ctx.compare_reduced_grads("grads", second, 1, exact)
     else:
-        exact = ctx.certify_exactness(range(WINDOW.micro_batches)) and ctx.certify_exactness(second_batch)
+        exact = ctx.certify_exactness(range(variant.first_shape.micro_batches)) and ctx.certify_exactness(second_batch)
         for comparison in ctx.compare_reduced_grads("grads", [*first, *second], 1, exact, scale=2.0):
             yield hint_divided_again(ctx, comparison, first, second)
 
@@ -378,14 +306,5 @@ LAWS = (
         tuple(Variant(name, schedules=(name,)) for name in CLIPPED_SCHEDULES),
         Feature.CLIP,
         kept_because="the only law of clipping in a pipeline whose engine reports no norm, which ends pipeline.norm",
-    ),
-    pipeline_law(
-        "resume",
-        "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
-        observe_resume,
-        judge_resume,
-        tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
-        Feature.CHECKPOINT,
-        kept_because="the only law of a checkpoint of stages",
     ),
 )

@@ -18,22 +18,42 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.circumstances.not_finite import CLIPPED, Outcome, step_and_classify
 from zharness.laws.mesh import CLIP
 from zharness.laws.mesh_not_finite import judge_one_coordinate
-from zharness.laws.pipeline import MOMENTUM_SGD, WINDOW, BatchShape, pipeline_law, run_batch
+from zharness.laws.pipeline import (
+    MODELS,
+    MOMENTUM_SGD,
+    RANDOM_MODEL,
+    SINGLE,
+    WINDOW,
+    BatchShape,
+    compare_micro_losses,
+    compute_batch,
+    pipeline_law,
+    run_batch,
+)
 from zharness.parity import Comparison, Part, compare_bitwise
 
-HALVING = replace(MOMENTUM_SGD, schedule=(1.0, 0.5, 0.25))  # powers of two, so that a product with a rate is exact
+# Powers of two, so that a product with a rate is exact. A rate of 1/8 keeps a model of random weights from diverging.
+HALVING = replace(
+    MOMENTUM_SGD, args={"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}, schedule=(1.0, 0.5, 0.25, 0.125)
+)
 STEPS = len(HALVING.schedule) - 1
+BATCHES: Mapping[str, BatchShape] = {"": WINDOW, "single": SINGLE}
+# The models in which each weight and output has one use: the sum of the gradients of two rounds as its order says.
+USED_ONCE = ("chain", RANDOM_MODEL)
 BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
 HUGE = 2.0**127  # twice as much is no number of float32
 OVERFLOWING = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
 
 
 def observe_learning_rate(ctx: RankContext) -> None:
-    """Make steps at rates that a schedule halves, and record what each rank reports of its rate after each."""
+    """Make steps, each with its own batch and at a rate that a schedule halves; record what each rank reports after it.
+
+    A batch has as many micro-batches as the variant says.
+    """
     engine = ctx.build_engine(optimizer=HALVING)
     ctx.record_training_state(engine, 0)
     for step in range(STEPS):
-        run_batch(ctx, engine, step, WINDOW)
+        run_batch(ctx, engine, step, BATCHES[ctx.variant])
         engine.step()
         engine.zero_grad()
         ctx.record("facts", collect_engine_facts(engine), step + 1)
@@ -42,11 +62,15 @@ def observe_learning_rate(ctx: RankContext) -> None:
 
 
 def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare weights and state after each step with SGD's formula at its rate, and then the rates of all ranks.
+    """Compare losses and gradients of each step at the engine's weights, the step, and then the rates of all ranks.
 
-    The formula takes the engine's own gradients; other laws compare them.
+    The step is that of SGD's formula at its rate, with the engine's own gradients.
     """
     for step in range(STEPS):
+        micros = compute_batch(ctx, step, ctx.rank_records("params", step)[0], BATCHES[ctx.variant])
+        yield from compare_micro_losses(ctx, micros, step)
+        if ctx.baseline.spec.name in USED_ONCE:
+            yield from ctx.compare_reduced_grads("grads", micros, step)
         yield from judge_step(ctx, HALVING, ctx.rank_records("grads", step)[0], RecordedStep(step))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
         yield from compare_engine_facts(ctx, HALVING, step + 1, step + 1)
@@ -92,12 +116,13 @@ def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "learning_rate",
-        "the learning-rate schedule goes on in every stage: each step has its rate, and all ranks report the next one",
+        "the learning-rate schedule goes on in every stage: each step has the mean gradient of its batch, and its rate",
         observe_learning_rate,
         judge_learning_rate,
-        (Variant(),),
+        tuple(Variant(name) for name in BATCHES),
         Feature.SCHEDULE,
-        kept_because="the only law of a pipeline whose learning rate changes",
+        models=(*MODELS, RANDOM_MODEL),
+        kept_because="the only law of a pipeline whose learning rate changes, and of more than two batches",
     ),
     pipeline_law(
         "not_finite",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from zharness.mutants import seams, seams_stage3
 from zharness.mutants.around import Around
 from zharness.mutants.mesh import REP2, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.parity import Part
 
 
 class OverCopies(Around):
@@ -132,3 +134,18 @@ class LayoutTakesNeighboursForCopies(OverCopies):
             )
             for name, pieces in right.items()
         }
+
+
+@mutant(FaultKind.STALE, on_mesh("precision.edited_masters", Part.GATHER, model="mixed", mesh=REP2), origin=Origin.MESH)
+class EditsMastersOfTheFirstCopyAlone(OverCopies):
+    """An edit of weights in bf16 reaches the masters of the first copy; the next step of the others undoes it."""
+
+    @contextmanager
+    def gathered(self, names: Collection[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Pass the weights on, and restore the masters of later copies."""
+        masters = seams.master_weights(self.right) if self.copy else {}
+        before = {name: master.clone() for name, master in masters.items()}
+        with self.right.gathered(names) as weights:
+            yield weights
+        for name, value in before.items():
+            masters[name].copy_(value)

@@ -24,9 +24,9 @@ def on_norm(part: Part = Part.REDUCTION, model: str = "chain", parameter: str = 
     return on_pipeline(part, model, parameter, law="pipeline.norm")
 
 
-def on_resume(part: Part = Part.GATHER, parameter: str = "*", variant: str = "") -> Target:
+def on_resume(part: Part = Part.GATHER, parameter: str = "*", variant: str = "", world_size: int = 2) -> Target:
     """Return a target of the law of checkpoints of stages."""
-    return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant=variant)
+    return on_pipeline(part, parameter=parameter, law="pipeline.resume", variant=variant, world_size=world_size)
 
 
 def square(param: nn.Parameter) -> Tensor:
@@ -168,6 +168,33 @@ class CountsTheGradientOfATiedWeightTwice(OverPipeline):
         return end
 
 
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_pipeline(model="tied_chain", parameter=TIED, law="pipeline.windows", variant="accumulated_singles"),
+    origin=Origin.MESH,
+)
+class SumsATiedGradientAgain(OverPipeline):
+    """The last stage does not set aside a tied weight's gradient of an earlier batch, so that it is added up again."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        if dist.get_rank():
+            seams_engines.keep_tied_gradients(self.right)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION, on_pipeline(model="tied_ends", parameter="ends.bias", variant="1f1b"), origin=Origin.MESH
+)
+class SumsOneWeightOfATiedLayer(OverPipeline):
+    """Of a layer that two stages call, the first weight alone is summed over them, and not the bias."""
+
+    over = "deepspeed_pp"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        seams_engines.sum_one_weight_of_tied_layers(self.right)
+
+
 @mutant(FaultKind.STATE, on_resume(), origin=Origin.MESH)
 class LoadsTheFirstStageAlone(OverPipeline):
     """A load leaves the weights of the second rank's stage as they were."""
@@ -232,3 +259,29 @@ class LoadsStagesOfTheirOwnRankAlone(OverPipeline):
         with torch.no_grad():
             for name, weight in before.items():
                 params[name].copy_(weight)
+
+
+@mutant(FaultKind.STATE, on_resume(Part.OPTIMIZER), origin=Origin.MESH)
+class LoadsNoRate(OverPipeline):
+    """A load leaves the learning-rate schedule where it was."""
+
+    def load(self, path: Path) -> None:
+        schedule = seams_engines.stage_schedule(self.right)
+        before = schedule.last_epoch
+        self.right.load(path)
+        schedule.last_epoch = before
+
+
+@mutant(
+    FaultKind.STATE,
+    on_resume(parameter="*/momentum_buffer", variant="single", world_size=4),
+    origin=Origin.MESH,
+)
+class LoadsTheStateOfOneReplica(OverPipeline):
+    """A load leaves the second rank of each stage without momentum."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for state in self.optimizer.state.values() if dist.get_rank() % 2 else ():
+            for value in state.values():
+                value.zero_()

@@ -13,10 +13,17 @@ from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
 from zharness.parity import Part
 
+LAST_OF_FOUR = 3  # a rank of the last stage
 
-def on_rate(parameter: str) -> Target:
+
+def on_rate(parameter: str, part: Part = Part.OPTIMIZER, variant: str = "", world_size: int = 2) -> Target:
     """Return a target of the law of a learning rate that changes."""
-    return on_pipeline(Part.OPTIMIZER, parameter=parameter, law="pipeline.learning_rate", variant="")
+    return on_pipeline(part, parameter=parameter, law="pipeline.learning_rate", variant=variant, world_size=world_size)
+
+
+def on_later_steps(parameter: str, part: Part = Part.OPTIMIZER) -> Target:
+    """Return a target of steps of one micro-batch on four ranks."""
+    return on_rate(parameter, part, "single", world_size=4)
 
 
 class KnowsTheFirstRate(OverPipeline):
@@ -48,6 +55,44 @@ class StepsLaterStagesByTheFirstRate(KnowsTheFirstRate):
     def step(self) -> None:
         self.restore_rate()
         self.right.step()
+
+
+@mutant(FaultKind.OPTIMIZER, on_later_steps("blocks.2.*", Part.GATHER), origin=Origin.MESH)
+class StepsOneReplicaAStepLate(KnowsTheFirstRate):
+    """One of two ranks of the last stage makes each step by the rate of the step before."""
+
+    def step(self) -> None:
+        (group,) = self.optimizer.param_groups
+        if dist.get_rank() == LAST_OF_FOUR:
+            group["lr"], self.first_rate = self.first_rate, group["lr"]
+        self.right.step()
+
+
+@mutant(FaultKind.RANKS, on_later_steps("blocks.3.linear.bias", Part.REDUCTION), origin=Origin.MESH)
+class AveragesAWeightInTheFirstStepAlone(OverPipeline):
+    """From the second step on, the smallest weight of the last stage has the gradient of each rank alone."""
+
+    name = "blocks.3.linear.bias"
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.steps = 0
+        self.own: Tensor | None = None
+        self.module.get_parameter(self.name).register_hook(self.keep)  # type: ignore[no-untyped-call]
+
+    def keep(self, grad: Tensor) -> None:
+        """Keep this rank's gradient, before it is averaged."""
+        self.own = grad.clone()
+
+    def step(self) -> None:
+        self.right.step()
+        self.steps += 1
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        losses = super().train_batch(micro_batches, loss)
+        if self.steps and self.own is not None:
+            self.module.get_parameter(self.name).grad = self.own
+        return losses
 
 
 def on_not_finite(variant: str, parameter: str, part: Part = Part.OPTIMIZER) -> Target:

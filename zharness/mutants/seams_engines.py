@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zharness.engines import Piece
 from zharness.engines.deepspeed import DeepSpeedEngine
+from zharness.engines.deepspeed_pp import DeepSpeedPipelineEngine
 from zharness.engines.reference import ReferenceEngine
 from zharness.engines.torch_engine import TorchEngine
 from zharness.engines.torch_pp import PipelineEngine
@@ -234,6 +235,28 @@ def replace_end_of_batch(engine: PipelineEngine, end: Callable[[], None]) -> Non
 def wrap_end_of_batch(engine: PipelineEngine, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
     """Wrap what adds up the gradients of the copies of tied weights after a batch."""
     replace_end_of_batch(engine, wrap(engine._tied.end_batch))
+
+
+def keep_tied_gradients(engine: PipelineEngine) -> None:
+    """Let tied weights keep their gradients of earlier batches, which are summed already, at the begin of a batch."""
+    tied = engine._tied
+    vars(tied)["begin_batch"] = lambda: vars(tied).update(_kept=dict.fromkeys(tied._owners))
+
+
+def stage_schedule(engine: PipelineEngine) -> Any:
+    """Return the learning-rate schedule of this rank's stages."""
+    return engine._lr_schedule
+
+
+def sum_one_weight_of_tied_layers(engine: DeepSpeedPipelineEngine) -> None:
+    """Let DeepSpeed sum the gradient of the first weight of each tied layer over its stages, and of no other."""
+    module = engine._engine.module
+    right = module.get_tied_weights_and_groups
+
+    def first_of_each() -> list[Any]:
+        return list({id(group): (weight, group) for weight, group in reversed(right())}.values())
+
+    module.get_tied_weights_and_groups = first_of_each
 
 
 def stage_params(engine: PipelineEngine) -> Mapping[str, nn.Parameter]:

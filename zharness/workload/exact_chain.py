@@ -51,7 +51,7 @@ class ChainModel(nn.Module):
     """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
 
     With ``skips``, each block but the last returns two tensors, which the next one takes. With ``tied``, the first and
-    the last block have one weight. With ``random``, the weights are those that torch draws.
+    the last block have one weight, and the two between them one bias. With ``random``, torch draws the weights.
     """
 
     def __init__(self, skips: bool = False, tied: bool = False, random: bool = False) -> None:
@@ -62,6 +62,8 @@ class ChainModel(nn.Module):
         if tied:
             first_linear, last_linear = (block.get_submodule("linear") for block in (self.blocks[0], self.blocks[-1]))
             last_linear.weight = first_linear.weight
+            second_linear, third_linear = (block.get_submodule("linear") for block in self.blocks[1:3])
+            third_linear.bias = second_linear.bias
         if not random:
             make_ternary(self)
 
@@ -74,11 +76,11 @@ class ChainModel(nn.Module):
 
 
 class TiedEndsModel(nn.Module):
-    """Blocks between two calls of one linear layer without a bias, as of an embedding; maps (batch, 16) to itself."""
+    """Blocks between two calls of one linear layer, whose weight and bias are tied; maps (batch, 16) to itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.ends = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS - 2)])
         make_ternary(self)
 
@@ -96,7 +98,7 @@ PIPELINE_MODELS: tuple[tuple[str, str, Callable[[], nn.Module], tuple[str, ...]]
     ("skips", "four blocks, each of which takes two outputs of the last", partial(ChainModel, True), PIPELINE_PLAN),
     (
         "tied_chain",
-        "four blocks, of which the first and the last have one weight",
+        "four blocks, of which the outer two have one weight and the inner two one bias",
         partial(ChainModel, tied=True),
         PIPELINE_PLAN,
     ),

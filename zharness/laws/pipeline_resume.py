@@ -1,0 +1,113 @@
+"""Define the law pipeline.resume: a pipeline that loads a checkpoint continues like the one that saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from zharness.engines.protocol import Engine, Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext, scalar
+from zharness.law_kit.record_comparisons import compare_records
+from zharness.laws.pipeline import SINGLE, WINDOW, BatchShape, pipeline_law, run_batch, select_schedule
+from zharness.laws.pipeline_steps import HALVING
+from zharness.parity import Comparison, Part, compare_bitwise
+
+SAVED = 1  # the number of steps before the save
+CONTINUED = range(SAVED, SAVED + 2)  # the steps after it: the rate of the second comes from a counter that goes on
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The schedules of the engines that save and load, whether the latter made steps before, and the size of a batch.
+
+    A schedule that interleaves stages has the modules of another rank on each of two ranks. An engine without a name
+    has its default schedule.
+    """
+
+    saved_by: str = ""
+    loaded_by: str = ""
+    stepped: bool = True
+    shape: BatchShape = WINDOW
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The schedules that an engine has to have."""
+        return tuple(filter(None, (self.saved_by, self.loaded_by)))
+
+
+RESUMES: Mapping[str, Resume] = {
+    "": Resume(),
+    "new_engine": Resume(stepped=False),
+    "other_stages": Resume(loaded_by="interleaved"),
+    "new_engine_of_other_stages": Resume(saved_by="interleaved", stepped=False),
+    "single": Resume(shape=SINGLE),
+}
+
+
+def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape, label: str = "") -> None:
+    """Run batch ``number``, and make a step."""
+    run_batch(ctx, engine, number, shape, label)
+    engine.step()
+    engine.zero_grad()
+
+
+def observe_resume(ctx: RankContext) -> None:
+    """Save an engine after a step, load it into an engine of other weights, and make two steps with each.
+
+    The engine that loads is new or has made two steps, and runs the same schedule or another, as the variant says.
+    """
+    resume = RESUMES[ctx.variant]
+    saved = ctx.build_engine(optimizer=HALVING, options=select_schedule(resume.saved_by))
+    loaded = ctx.build_engine_around(
+        ctx.spec.model(ctx.seed + 1), optimizer=HALVING, options=select_schedule(resume.loaded_by)
+    )
+    make_step(ctx, saved, 0, resume.shape, "-unsaved")
+    for number in CONTINUED if resume.stepped else ():
+        make_step(ctx, loaded, number, resume.shape, "-forgotten")
+    ctx.record_training_state(saved, SAVED, "-unsaved")
+    with shared_folder() as folder:
+        saved.save(folder)
+        loaded.load(folder)
+    for engine, label in ((saved, "-saved"), (loaded, "-loaded")):
+        ctx.record_training_state(engine, SAVED, label)
+        for number in CONTINUED:
+            make_step(ctx, engine, number, resume.shape, label)
+            ctx.record_training_state(engine, number + 1, label)
+    for engine in (saved, loaded):
+        engine.close()
+
+
+def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare the engine that saved with itself before the save, and both engines after the load, in batches and steps.
+
+    The state before the save has to be complete: a momentum of every parameter.
+    """
+    for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVED)):
+        for name in ctx.baseline.parameter_names:
+            is_there = scalar(f"{name}/momentum_buffer" in state)
+            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVED, rank), scalar(1), is_there)
+    for label, part in (("saved", Part.OPTIMIZER), ("loaded", Part.GATHER)):
+        for kind in ("params", "state"):
+            yield from compare_records(ctx, f"{kind}-unsaved", f"{kind}-{label}", SAVED, SAVED, part)
+    for number in CONTINUED:
+        yield from compare_records(ctx, "losses-saved", "losses-loaded", number, number, Part.FORWARD)
+        for kind in ("params", "state"):
+            records = f"{kind}-saved", f"{kind}-loaded"
+            yield from compare_records(ctx, *records, number + 1, number + 1, Part.OPTIMIZER)
+
+
+LAWS = (
+    pipeline_law(
+        "resume",
+        "a pipeline that loads what another saved, also by other stages or before its first step, continues like it",
+        observe_resume,
+        judge_resume,
+        tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
+        Feature.CHECKPOINT,
+        Feature.SCHEDULE,
+        kept_because="the only law of a checkpoint of stages",
+    ),
+)

@@ -1,0 +1,36 @@
+"""Define mutants of FSDP2 with tensor parallelism whose norm is wrong by less than a norm of all gradients rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.parity import Part
+
+
+@mutant(FaultKind.CLIPPING, on_mesh("mesh.clip_biases", Part.OPTIMIZER, "heads"), origin=Origin.MESH)
+class NormCountsBiasesAfterSums(OverMesh):
+    """The norm that clips counts the bias of a row-wise layer, which every rank of tp has, once for each of them."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        self.limit = config.clip
+        super().__init__(model, replace(config, clip=None))
+
+    def step(self) -> None:
+        grads = {name: param.grad for name, param in self.params() if param.grad is not None}
+        if self.limit is not None:
+            squares = {name: grad.full_tensor().square().sum() for name, grad in grads.items()}
+            whole = [f"{name}.bias" for name, word in self.config.tp_plan.items() if word.startswith("rowwise")]
+            squares |= {name: self.tensor_size * squares[name] for name in whole if name in squares}
+            factor = self.limit / float(torch.stack([*squares.values()]).sum().sqrt())
+            for grad in grads.values():
+                grad.mul_(min(1.0, factor))
+        self.right.step()
+
+    def grad_norm(self) -> None:
+        """Return no norm."""
