@@ -7,7 +7,7 @@ micro-batches of a step and the loss, and the laws compare each micro-batch's lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -66,7 +66,7 @@ class SecondBatch:
 WINDOWS: Mapping[str, SecondBatch] = {
     "accumulated": SecondBatch(stepped=False),
     "accumulated_singles": SecondBatch(stepped=False, shape=SINGLE, first_shape=SINGLE),
-    "stepped": SecondBatch(stepped=True),
+    "stepped": SecondBatch(stepped=True, shape=replace(WINDOW, factor=2)),
     "other_batch": SecondBatch(stepped=True, shape=BatchShape(micro_batches=4, factor=2)),
 }
 

@@ -146,19 +146,18 @@ class KeepsGradientsOverSteps(OverPipeline):
 
 @mutant(
     FaultKind.STALE,
-    on_pipeline(Part.FORWARD, parameter="loss*", law="pipeline.windows", variant="other_batch"),
+    on_pipeline(Part.FORWARD, parameter="loss*", law="pipeline.windows", variant="stepped"),
     origin=Origin.MESH,
 )
 class KeepsTheFirstLoss(OverPipeline):
-    """Every batch runs with the loss of the first one, with which the schedule was built."""
+    """A batch runs with the loss of the first one of its length, with which the schedule was built."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         super().__init__(model, config)
-        self.losses: list[Loss] = []
+        self.losses: dict[int, Loss] = {}
 
     def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
-        self.losses.append(loss)
-        return super().train_batch(micro_batches, self.losses[0])
+        return super().train_batch(micro_batches, self.losses.setdefault(len(micro_batches), loss))
 
 
 @mutant(FaultKind.RANKS, on_pipeline(None, cause="returned 3 losses for 4 micro-batches"), origin=Origin.MESH)
