@@ -153,3 +153,20 @@ def test_a_failure_of_a_rank_ends_with_the_rank_s_coordinates(end: RankEnd) -> N
     for label, words in (("w4.tp2", "; rank 2 is dp_shard 1, tp 0"), ("w4", "it failed")):
         blank = Record(Cell.parse(f"training.grads[fsdp2-zero3-{label}-fp32-exact]"), 0, Verdict.ERROR, "", "")
         assert make_failure_record(failed, blank).cause.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("request_", "dtypes"),
+    [
+        (Request((), ("fsdp2",), mesh=Mesh.parse("rep2"), array_dtypes=("fp32", "bf16", "fp16")), {"fp32", "bf16"}),
+        (Request((), ("fsdp2",), mesh=Mesh.parse("rep2"), array_dtypes=("fp32",)), {"fp32"}),
+        (Request(("training",), ("fsdp2",), mesh=Mesh.parse("rep2"), array_dtypes=("fp32", "bf16")), {"fp32"}),
+        (Request((), ("fsdp2",), array_dtypes=("fp32", "bf16", "fp16")), {"fp32"}),
+    ],
+    ids=["every law on a mesh", "a dtype is given", "a group of laws", "no mesh"],
+)
+def test_a_check_of_every_law_on_a_mesh_has_one_law_in_low_precision(request_: Request, dtypes: set[str]) -> None:
+    cells = [planned.cell for planned in plan(request_, claims)]
+    assert {cell.dtype for cell in cells} == dtypes
+    in_low_precision = {cell.law for cell in cells if cell.dtype != "fp32"}
+    assert in_low_precision == ({"training.trajectory"} if len(dtypes) > 1 else set())

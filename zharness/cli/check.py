@@ -61,7 +61,7 @@ AXES_OF_A_CELL = ("engines", "stages", "world_sizes", "mesh", "dtypes", "models"
     "dtypes",
     callback=parse_name_option,
     metavar="fp32,bf16",
-    show_default="fp32, at depth 2 also the others that the engine claims",
+    show_default="fp32, at depth 2 also the others that the engine claims; on a mesh one law also bf16",
 )
 @click.option(
     "--model", "models", callback=parse_name_option, metavar="NAME,...", help="Models to train; by default all models."

@@ -24,6 +24,7 @@ from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
 from zharness.laws.training.grads import judge_one_hot_rank, observe_one_hot_rank
+from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.calibration import calibrate_mean, compare_calibrated
@@ -31,6 +32,7 @@ from zharness.parity.calibration import calibrate_mean, compare_calibrated
 Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
 MODELS = ("exact", "heads", "sequence", "routed")
+SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
 MOMENTUM_SGD = OptimizerSpec(name="sgd", args={"lr": 1.0, "momentum": 0.5})
 CLIP = 1.0  # below every norm of these models
 
@@ -237,6 +239,15 @@ LAWS = (
         observe_one_hot_rank,
         judge_one_hot_rank,
         kept_because="names the data coordinate that is lost or counted for each rank of tp",
+    ),
+    mesh_law(
+        "no_sync",
+        "no_sync postpones the reduction over the data alone: layers that are split still exchange their sums",
+        observe_no_sync,
+        judge_no_sync,
+        Feature.NO_SYNC,
+        models=SPLIT_IN_PAIRS,
+        kept_because="the only windows with layers that are split in pairs, or with experts of several ranks",
     ),
     mesh_law(
         "replicas",

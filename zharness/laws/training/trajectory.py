@@ -165,6 +165,7 @@ LAWS = (
         variants=tuple(Variant(name, training_run=run) for name, run in TRAJECTORY_RUNS.items()),
         steps=LawSteps(observe_trajectory),
         covers_triples=True,
+        mesh_dtypes=("bf16",),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
         kept_because="several steps with parameter groups, momentum and a schedule, where other laws make one step",
     ),

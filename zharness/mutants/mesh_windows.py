@@ -1,0 +1,42 @@
+"""Define a mutant of FSDP2 with tensor parallelism that is wrong in the backwards of a no_sync block alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zharness.mutants.mesh import OverMesh, on_mesh
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+
+
+@mutant(FaultKind.CONTRIBUTION, on_mesh("mesh.no_sync", model="heads"), origin=Origin.MESH)
+class ColumnsKeepTheirInputGradientsInNoSync(OverMesh):
+    """In a no_sync block the gradient behind the column-wise layer ``up`` is that of this rank's columns alone."""
+
+    def spoil_modules(self) -> None:
+        self.blocks: list[str] = []
+        layers = dict(self.module.named_modules())
+        if "up" in self.config.tp_plan:
+            layers["up"].register_forward_pre_hook(self.watch_input)
+
+    def watch_input(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        """Halve the gradient of the layer's input if this forward is in a no_sync block: the two ranks have parts."""
+        if self.blocks and inputs[0].requires_grad:
+            inputs[0].register_hook(self.keep_part)
+
+    def keep_part(self, grad: Tensor) -> Tensor:
+        """Return a part of a gradient of which each rank of tp has one."""
+        return grad / dist.get_world_size(self.tensor_group())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.blocks.append("no_sync")
+        try:
+            with self.right.no_sync():
+                yield
+        finally:
+            self.blocks.pop()
