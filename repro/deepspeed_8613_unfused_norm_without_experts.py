@@ -15,9 +15,9 @@ Run it with nothing but torch and deepspeed installed:
 
     torchrun --standalone --nproc_per_node=2 repro/deepspeed_8613_unfused_norm_without_experts.py
 
-FP16_UnfusedOptimizer, which trains bf16 at stage 0, splits the gradients of shared weights and of experts, and computes
-the norm from the shared ones alone (step in runtime/fp16/unfused_optimizer.py). The norm is too small, so that too
-large a step is made.
+FP16_UnfusedOptimizer, which trains bf16 at stage 0 with every optimizer but FusedAdam, splits the gradients of shared
+weights and of experts, and computes the norm from the shared ones alone (step in runtime/fp16/unfused_optimizer.py).
+The norm is too small, so that too large a step is made. The report is about the same class in fp16.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
@@ -92,8 +92,11 @@ def main():
     if not is_right and abs(norm / shared_norm - 1) > 1e-3:
         raise RuntimeError(f"got the norm {norm}, which is neither {whole_norm} nor, without experts, {shared_norm}")
     if dist.get_rank() == 0:
-        wrong = f"repro: REPRODUCED: {SIGNATURE}: it is {norm:.6g}, and that of all gradients {whole_norm:.6g}"
-        print(f"{OK if is_right else wrong}\n", end="", flush=True)
+        if is_right:
+            print(OK, flush=True)
+        else:
+            line = f"{SIGNATURE}: it is {norm:.6g}, and that of all gradients {whole_norm:.6g}"
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
     dist.destroy_process_group()
     sys.exit(0 if is_right else 1)
 

@@ -73,7 +73,11 @@ def main():
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, refusals)
     if fabric.global_rank == 0:
-        print(f"repro: REPRODUCED: {SIGNATURE}: {refusals[0]}\n" if any(answers) else f"{OK}\n", end="", flush=True)
+        found = [refusal for answer in answers for refusal in answer]
+        if found:
+            print(f"repro: REPRODUCED: {SIGNATURE}: {found[0]}\n", end="", flush=True)
+        else:
+            print(OK, flush=True)
     return int(any(answers))
 
 

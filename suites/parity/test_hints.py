@@ -170,6 +170,7 @@ def test_an_end_of_a_backward_reduces_again_what_is_left_in_the_buffers() -> Non
     assert reduce_at_each_end(terms, owned, 1.0, 1).tolist() == [11 + (11 + 100 + 10), 11 + (1 + 100 + 11)]
     assert reduce_at_each_end([row[:1] for row in terms], owned, 0.5, 1).tolist() == [5.5, 5.5]
     assert reduce_at_each_end(terms, owned, 1.0, 2).tolist() == [111.0, 111.0], "a micro-batch leaves nothing"
+    assert reduce_at_each_end(terms, owned, 1.0, 3).tolist() == [0.0, 0.0], "two ends are not three"
     assert reduce_at_each_end([terms[0], []], owned, 1.0, 1).tolist() == [0.0, 0.0]
 
 

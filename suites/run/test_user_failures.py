@@ -8,7 +8,10 @@ import pytest
 
 from suites.run.failure_files import ENTRY, load_entries
 from zharness.cell import Cell
-from zharness.errors import UsageError
+from zharness.errors import MissingEngine, UsageError
+from zharness.law_kit.setting import Setting, split_settings
+from zharness.run import expected_failures
+from zharness.run.expected_failures import load_shipped_failures
 from zharness.run.matching_failures import find_expected_failure
 
 
@@ -19,8 +22,25 @@ def test_an_engine_by_path_has_the_failures_of_the_engine_around_which_it_is_bui
     assert entries[0].upstream == "ours#1"
     assert found is not None
     assert found.location.startswith("zharness/expected_failures/torch_pp.toml")
-    assert not any(entry.engine_variants for entry in entries)
+    assert not any(Setting.parse(name).options for entry in entries for name in entry.engine_variants)
     assert find_expected_failure(cell, "(no release)", entries[:1]) is None
+
+
+def test_an_engine_built_around_another_has_the_failures_of_the_options_that_both_have() -> None:
+    inherited = [entry for entry in load_shipped_failures("fabric_fsdp2") if entry.location.count("/fsdp2")]
+    names = {name for entry in inherited for name in split_settings(entry.engine_variants)}
+    assert "one_group" in names
+    assert "root_kept_after_forward" not in names
+
+
+def test_the_failures_of_a_release_are_read_where_the_engine_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(engine: str, stage: int) -> None:
+        raise MissingEngine(f"{engine} is not installed")
+
+    monkeypatch.setattr(expected_failures, "capabilities", refuse)
+    entries = [*expected_failures.load_failures_around("fsdp2", "fabric_fsdp2")]
+    assert entries
+    assert not any(Setting.parse(name).options for entry in entries for name in entry.engine_variants)
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,16 @@ def reduce_at_each_end(
 
     ``rank_terms`` has for each rank the term of each backward, and ``factor`` multiplies sums over ranks. What is
     reduced stays in the part of the buffer that a rank owns (``owned`` has ranks, starts and stops), what is not in the
-    rest, so that the next end of the same micro-batch reduces both again.
+    rest, so that the next end of the same micro-batch reduces both again. Each micro-batch has equally many ends; if
+    they do not, the gradient is zero.
     """
     buffers = [torch.zeros(terms[0].numel(), dtype=torch.float64) for terms in rank_terms if terms]
     total = torch.zeros_like(buffers[0]) if buffers else torch.zeros(0)
     ends = list(zip(*rank_terms, strict=False))
+    if len(ends) % micro_batch_count:
+        return total
     for index, terms in enumerate(ends):
-        if index * micro_batch_count % len(ends) == 0:
+        if index % (len(ends) // micro_batch_count) == 0:
             buffers = [torch.zeros_like(buffer) for buffer in buffers]
         buffers = [buffer + term.double().flatten() for buffer, term in zip(buffers, terms, strict=True)]
         reduced = factor * torch.stack(buffers).sum(dim=0)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from zharness.engines.protocol import Feature, OptimizerSpec, Piece
+from zharness.engines.protocol import Feature, OptimizerSpec
 from zharness.engines.tensor_access import require_shard_access
 from zharness.law_kit.clipped_step import judge_clipped_step
 from zharness.law_kit.clipping import judge_clip_factor
@@ -20,6 +20,7 @@ from zharness.law_kit.hints import add_hint, hint_factor
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, MeshSupport, Variant
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.other_norms import Spans, list_owned_spans
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.training.common import JudgeFunction, ObserveFunction
@@ -28,8 +29,6 @@ from zharness.laws.training.reduction import judge_no_sync, observe_no_sync
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_ranks
 from zharness.parity.baseline import LocalResult
 from zharness.parity.calibration import calibrate_mean, compare_calibrated
-
-Spans = tuple[tuple[int, int], ...]  # flat elements, each from a start to a stop
 
 MODELS = ("exact", "heads", "sequence", "routed")
 SPLIT_IN_PAIRS = ("heads", "routed")  # by columns and then by rows, without a gather between; and by experts
@@ -134,7 +133,7 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare replicas of shards along each axis, and each shard with the elements that ``layout()`` assigns to it."""
     for label, part in (("gradients", Part.REDUCTION), ("weights", Part.OPTIMIZER)):
         for name, tensor in ctx.rank_records(f"full {label}")[0].items():
-            owned = [list_owned_pieces(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
+            owned = [list_owned_spans(ctx, rank, name, tensor.numel()) for rank in range(ctx.world_size)]
             shards = [record[name] for record in ctx.rank_records(label)]
             yield from judge_owners(ctx, name, tensor, owned)
             yield from compare_replicas(ctx, name, part, owned, shards)
@@ -146,12 +145,6 @@ def judge_replicas(ctx: JudgeContext) -> Iterator[Comparison]:
                 yield compare_bitwise(place, count.clamp(elements.numel(), longest), count)
                 if elements.numel() <= shard.numel():
                     yield compare_bitwise(place, elements, shard[: elements.numel()])
-
-
-def list_owned_pieces(ctx: JudgeContext, rank: int, name: str, elements: int) -> Spans:
-    """Return the flat elements that ``rank`` owns of a parameter, which are all if the layout has no entry for it."""
-    pieces = ctx.evidence[rank].layout.get(name, (Piece(rank, 0, elements),))
-    return tuple((piece.start, piece.stop) for piece in pieces if piece.rank == rank)
 
 
 def judge_owners(ctx: JudgeContext, name: str, tensor: Tensor, owned: Sequence[Spans]) -> Iterator[Comparison]:

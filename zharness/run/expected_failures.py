@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 from zharness.cell import Cell
 from zharness.engines.registry import BUILT_IN, capabilities, resolve_version, split_release
-from zharness.errors import UsageError
+from zharness.errors import MissingEngine, UsageError
 from zharness.law_kit.setting import SEPARATOR, Setting
 from zharness.laws.registry import find_laws
 from zharness.mesh import DEFAULT_MESH
@@ -210,7 +210,8 @@ def load_shipped_failures(engine: str) -> tuple[ExpectedFailure, ...]:
 def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
     """Yield the expected failures of the installed engine ``around`` as those of ``engine``, which is built on it.
 
-    An entry for options of ``around`` applies to those of its settings that ``engine`` has too.
+    An entry for settings of ``around`` applies to those that ``engine`` has too. Windows and calls of backward are no
+    options, so that every engine has them. An engine that is given by its path claims no options here.
     """
     names = list_option_names(engine)
     for entry in load_shipped_failures(around):
@@ -220,8 +221,11 @@ def load_failures_around(around: str, engine: str) -> Iterator[ExpectedFailure]:
 
 
 def list_option_names(engine: str) -> frozenset[str]:
-    """Return the options that an engine claims at any stage before it is built."""
-    claims = (capabilities(engine, stage) for stage in STAGES)
+    """Return the options that an engine claims before it is built; none if it is given by path, or not installed."""
+    try:
+        claims = [capabilities(engine, stage) for stage in STAGES]
+    except MissingEngine:
+        return frozenset()
     return frozenset(name for found in claims if found is not None for name in found.engine_options)
 
 

@@ -1,9 +1,9 @@
 """Clipping in bf16 at stage 0 under AutoTP uses the norm of the first rank's gradients.
 
-id: tp-unfused-norm
+id: 1839
 engine: deepspeed
 symptom: with AutoTP, bf16 and stage 0, gradients are clipped by the norm of the first tensor-parallel rank's part
-reported: no report known
+reported: https://github.com/deepspeedai/DeepSpeed/issues/1839
 affects: ==0.19.8
 fixed: not yet
 ranks: 2
@@ -13,11 +13,12 @@ ok: repro: the norm of split weights in bf16 OK.
 
 Run it with nothing but torch and deepspeed installed:
 
-    torchrun --standalone --nproc_per_node=2 repro/deepspeed_noreport_tp_unfused_norm.py
+    torchrun --standalone --nproc_per_node=2 repro/deepspeed_1839_norm_of_first_tensor_rank.py
 
-FP16_UnfusedOptimizer, which trains bf16 at stage 0, flattens the gradients of a group and passes them to
-get_weight_norm as one tensor, which has lost the marks of split weights. get_weight_norm then counts it on the first
-rank of the group alone. FP16_Optimizer had the same bug until https://github.com/deepspeedai/DeepSpeed/pull/5411.
+FP16_UnfusedOptimizer, which trains bf16 at stage 0 with every optimizer but FusedAdam, passes a list of gradients to
+get_weight_norm, which looks for the marks of split weights. The parameters have them, their gradients have not, so that
+each is counted on the first rank of the group alone. FP16_Optimizer had the same bug until
+https://github.com/deepspeedai/DeepSpeed/pull/5411.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows
@@ -88,8 +89,11 @@ def main():
     if not is_right and abs(norm / first_norm - 1) > 1e-3:
         raise RuntimeError(f"got the norm {norm}, which is neither {whole_norm} nor, of the first rank, {first_norm}")
     if dist.get_rank() == 0:
-        wrong = f"repro: REPRODUCED: {SIGNATURE}: it is {norm:.6g}, and that of all gradients {whole_norm:.6g}"
-        print(f"{OK if is_right else wrong}\n", end="", flush=True)
+        if is_right:
+            print(OK, flush=True)
+        else:
+            line = f"{SIGNATURE}: it is {norm:.6g}, and that of all gradients {whole_norm:.6g}"
+            print(f"repro: REPRODUCED: {line}\n", end="", flush=True)
     return int(not is_right)
 
 
