@@ -239,8 +239,8 @@ LAWS = (
         observe_no_sync,
         judge_no_sync,
         Feature.NO_SYNC,
-        models=SPLIT_IN_PAIRS,
-        kept_because="the only windows with layers that are split in pairs, or with experts of several ranks",
+        models=(*SPLIT_IN_PAIRS, "sequence"),
+        kept_because="the only windows with layers split in pairs, parts of a sequence, or experts of several ranks",
     ),
     mesh_law(
         "replicas",
