@@ -18,7 +18,7 @@ from zharness.laws.pipeline_steps import HALVING
 from zharness.parity import Comparison, Part, compare_bitwise
 
 SAVE_STEP = 1  # the number of steps before the save
-CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two, so that the second one's rate comes from a counter that goes on
+CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two: the rate of the second comes from a counter that goes on
 CONSTANT_RATE = replace(HALVING, schedule=(1.0,))
 
 
