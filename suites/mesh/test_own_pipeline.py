@@ -21,6 +21,22 @@ def factory(model, config):
     return torch_pp.factory(model, config)
 """
 
+UNSCHEDULED = """
+from dataclasses import replace
+
+from zharness.engines import torch_pp
+from zharness.engines.protocol import Feature
+from zharness.errors import ConfigError
+
+def factory(model, config):
+    if len(config.optimizer.schedule) > 1:
+        raise ConfigError("a learning-rate schedule")
+    return torch_pp.factory(model, config)
+
+claims = torch_pp.CAPABILITIES
+factory.capabilities = replace(claims, refuses={**claims.refuses, Feature.SCHEDULE: "it has no schedule"})
+"""
+
 
 def check(folder: Path, *arguments: str) -> CompletedProcess[str]:
     """Run ``zharness check`` in ``folder``, from which a factory is imported."""
@@ -51,6 +67,14 @@ def test_the_message_says_why_a_factory_without_capabilities_could_not_be_built(
     assert "got a mesh without the axis pp; expected one such as pp2" in done.stderr
     assert "its attribute 'capabilities'" in done.stderr
     assert "unknown stage" not in done.stderr
+
+
+def test_checkpoints_of_an_engine_without_a_learning_rate_schedule_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "unscheduled.py").write_text(UNSCHEDULED, encoding="utf-8")
+    done = check(tmp_path, "pipeline.resume", "--engine", "unscheduled:factory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 cells" in done.stdout
+    assert "5 pass" in done.stdout
 
 
 def test_the_reason_is_the_first_that_is_not_about_a_stage() -> None:

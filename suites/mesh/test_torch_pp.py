@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from suites.mesh.cells import check_cell, find_refusal, start_runner
 from zharness.engines import torch_pp
 from zharness.engines.protocol import EngineConfig, Piece
 from zharness.errors import ConfigError, UsageError
+from zharness.laws.pipeline import hint_divided_again
 from zharness.mesh import Mesh
+from zharness.parity import Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.comparison import TensorLocation
 from zharness.run import Runner, Verdict
 
 CELLS = {
@@ -108,6 +114,31 @@ def test_a_plan_that_leaves_out_a_parameter_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"leaves out the parameters 2\.weight"):
         torch_pp.factory(model, EngineConfig(mesh=PP2, pp_plan=("0", "1")))
+
+
+TWO, ONE = [2.0, 4.0], [6.0]  # the gradients of the micro-batches of a batch of two, and of a batch of one
+
+
+@pytest.mark.parametrize(
+    ("batches", "rank_grads", "is_hinted"),
+    [
+        ((TWO, TWO), (6.0, 4.5), True),  # 3 / 2 + 3 on rank 1 alone
+        ((TWO, TWO), (4.5, 6.0), False),  # rank 1, which is wrong, has another fault
+        ((ONE, ONE), (12.0, 12.0), False),  # a division by 1
+        ((ONE, ONE), (12.0, 7.0), False),  # rank 0 is right
+    ],
+)
+def test_the_hint_of_a_second_division_is_about_the_wrong_rank_and_several_micro_batches(
+    batches: tuple[list[float], list[float]], rank_grads: tuple[float, float], is_hinted: bool
+) -> None:
+    first, second = ([[LocalResult(torch.zeros(1), {"weight": torch.tensor([g])})] for g in grads] for grads in batches)
+    records = [{"weight": torch.tensor([grad])} for grad in rank_grads]
+    ctx: Any = SimpleNamespace(rank_records=lambda label, step: records)
+    place = TensorLocation("weight", Part.REDUCTION, 1, seen_on=1)
+    wrong = compare_bitwise(place, torch.tensor([99.0]), records[1]["weight"])
+    mismatch = hint_divided_again(ctx, wrong, first, second).mismatch
+    assert mismatch is not None
+    assert bool(mismatch.hint) is is_hinted
 
 
 class TiedChain(nn.Module):

@@ -51,7 +51,7 @@ class BatchShape:
 
 DEFAULT_SHAPE = BatchShape()
 WINDOW = BatchShape(micro_batches=2)  # few terms, so that float32 holds their sums exactly
-SINGLE = BatchShape(micro_batches=1)  # which an engine can run that crashes or divides twice after several
+SINGLE = BatchShape(micro_batches=1)  # torch's pipelines around DDP crash or divide twice after batches of several
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,9 @@ def multiply_result(local: LocalResult, factor: int) -> LocalResult:
     return LocalResult(factor * local.loss, {name: factor * grad for name, grad in local.grads.items()})
 
 
-def run_batch(
-    ctx: RankContext, engine: Engine, number: int, shape: BatchShape = DEFAULT_SHAPE, label: str = ""
-) -> None:
-    """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it.
+def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
+    """Run batch ``number``, and return the losses of its micro-batches, each with its number.
 
-    ``label`` ends the labels of these records.
     Raises EngineContractError if the engine does not return a loss for each micro-batch.
     """
     batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
@@ -94,9 +91,13 @@ def run_batch(
     losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], loss)
     if len(losses) != len(batches):
         raise EngineContractError(f"train_batch returned {len(losses)} losses for {len(batches)} micro-batches")
-    numbered = {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}
-    ctx.record(f"losses{label}", numbered, number)
-    ctx.record(f"grads{label}", engine.full_grads(), number)
+    return {f"loss of micro-batch {index}": loss for index, loss in enumerate(losses)}
+
+
+def run_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape = DEFAULT_SHAPE) -> None:
+    """Run batch ``number``, and record the losses of its micro-batches and the full gradients after it."""
+    ctx.record("losses", train_batch(ctx, engine, number, shape), number)
+    ctx.record("grads", engine.full_grads(), number)
 
 
 def select_schedule(name: str) -> Mapping[str, str]:
@@ -182,14 +183,18 @@ def judge_clip(ctx: JudgeContext) -> Iterator[Comparison]:
 def hint_divided_again(
     ctx: JudgeContext, comparison: Comparison, first: list[list[LocalResult]], second: list[list[LocalResult]]
 ) -> Comparison:
-    """Add a hint to a mismatch of a gradient if the second batch divided the first one's mean once more."""
-    if comparison.mismatch is None:
+    """Add a hint to a mismatch of a gradient if the second batch divided the first one's mean once more.
+
+    A batch of one micro-batch divides by 1, so that it has no such fault.
+    """
+    mismatch = comparison.mismatch
+    if mismatch is None or len(second) == 1:
         return comparison
-    name = comparison.mismatch.parameter
+    name = mismatch.parameter
     means = [
         torch.stack([local.grads[name] for row in micros for local in row]).mean(dim=0) for micros in (first, second)
     ]
-    if not torch.equal(ctx.rank_records("grads", 1)[0][name], means[0] / len(second) + means[1]):
+    if not torch.equal(ctx.rank_records("grads", 1)[mismatch.seen_on][name], means[0] / len(second) + means[1]):
         return comparison
     divided = "the gradient of the batch before was divided by the number of micro-batches once more"
     return add_hint(comparison, divided)
@@ -200,11 +205,12 @@ def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison) -> Com
 
     The stage that ends first divides all that is there: its own terms, and those of some micro-batches of the other.
     """
-    if comparison.mismatch is None:
+    mismatch = comparison.mismatch
+    if mismatch is None:
         return comparison
-    name = comparison.mismatch.parameter
+    name = mismatch.parameter
     uses = compute_use_means(ctx.baseline, name, range(MICRO_BATCHES))
-    grad = ctx.rank_records("grads")[0][name]
+    grad = ctx.rank_records("grads")[mismatch.seen_on][name]
     for use, other_use in permutations(uses, 2):
         for done in range(MICRO_BATCHES + 1):
             divided = (use.sum(dim=0) + other_use[:done].sum(dim=0)) / MICRO_BATCHES**2

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zharness.engines.protocol import Engine, Feature
+from torch import Tensor
+
+from zharness.engines.protocol import Engine, Feature, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
-from zharness.laws.pipeline import SINGLE, WINDOW, BatchShape, pipeline_law, run_batch, select_schedule
+from zharness.laws.pipeline import SINGLE, WINDOW, BatchShape, pipeline_law, select_schedule, train_batch
 from zharness.laws.pipeline_steps import HALVING
 from zharness.parity import Comparison, Part, compare_bitwise
 
-SAVED = 1  # the number of steps before the save
-CONTINUED = range(SAVED, SAVED + 2)  # the steps after it: the rate of the second comes from a counter that goes on
+SAVE_STEP = 1  # the number of steps before the save
+CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two: the rate of the second comes from a counter that goes on
+CONSTANT_RATE = replace(HALVING, schedule=(1.0,))
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,17 @@ RESUMES: Mapping[str, Resume] = {
 }
 
 
-def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape, label: str = "") -> None:
-    """Run batch ``number``, and make a step."""
-    run_batch(ctx, engine, number, shape, label)
+def select_optimizer(ctx: RankContext) -> OptimizerSpec:
+    """Return the optimizer, whose rate falls if the engine has a learning-rate schedule, and is constant otherwise."""
+    return HALVING if ctx.capabilities.refusal(Feature.SCHEDULE) is None else CONSTANT_RATE
+
+
+def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
+    """Run batch ``number``, make a step, and return the losses of the batch."""
+    losses = train_batch(ctx, engine, number, shape)
     engine.step()
     engine.zero_grad()
+    return losses
 
 
 def observe_resume(ctx: RankContext) -> None:
@@ -59,22 +68,22 @@ def observe_resume(ctx: RankContext) -> None:
 
     The engine that loads is new or has made two steps, and runs the same schedule or another, as the variant says.
     """
-    resume = RESUMES[ctx.variant]
-    saved = ctx.build_engine(optimizer=HALVING, options=select_schedule(resume.saved_by))
+    resume, optimizer = RESUMES[ctx.variant], select_optimizer(ctx)
+    saved = ctx.build_engine(optimizer=optimizer, options=select_schedule(resume.saved_by))
     loaded = ctx.build_engine_around(
-        ctx.spec.model(ctx.seed + 1), optimizer=HALVING, options=select_schedule(resume.loaded_by)
+        ctx.spec.model(ctx.seed + 1), optimizer=optimizer, options=select_schedule(resume.loaded_by)
     )
-    make_step(ctx, saved, 0, resume.shape, "-unsaved")
-    for number in CONTINUED if resume.stepped else ():
-        make_step(ctx, loaded, number, resume.shape, "-forgotten")
-    ctx.record_training_state(saved, SAVED, "-unsaved")
+    make_step(ctx, saved, 0, resume.shape)
+    for number in CONTINUED_STEPS if resume.stepped else ():
+        make_step(ctx, loaded, number, resume.shape)
+    ctx.record_training_state(saved, SAVE_STEP, "-unsaved")
     with shared_folder() as folder:
         saved.save(folder)
         loaded.load(folder)
     for engine, label in ((saved, "-saved"), (loaded, "-loaded")):
-        ctx.record_training_state(engine, SAVED, label)
-        for number in CONTINUED:
-            make_step(ctx, engine, number, resume.shape, label)
+        ctx.record_training_state(engine, SAVE_STEP, label)
+        for number in CONTINUED_STEPS:
+            ctx.record(f"losses{label}", make_step(ctx, engine, number, resume.shape), number)
             ctx.record_training_state(engine, number + 1, label)
     for engine in (saved, loaded):
         engine.close()
@@ -85,14 +94,14 @@ def judge_resume(ctx: JudgeContext) -> Iterator[Comparison]:
 
     The state before the save has to be complete: a momentum of every parameter.
     """
-    for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVED)):
+    for rank, state in enumerate(ctx.rank_records("state-unsaved", SAVE_STEP)):
         for name in ctx.baseline.parameter_names:
             is_there = scalar(f"{name}/momentum_buffer" in state)
-            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVED, rank), scalar(1), is_there)
+            yield compare_bitwise(ctx.location(name, Part.OPTIMIZER, SAVE_STEP, rank), scalar(1), is_there)
     for label, part in (("saved", Part.OPTIMIZER), ("loaded", Part.GATHER)):
         for kind in ("params", "state"):
-            yield from compare_records(ctx, f"{kind}-unsaved", f"{kind}-{label}", SAVED, SAVED, part)
-    for number in CONTINUED:
+            yield from compare_records(ctx, f"{kind}-unsaved", f"{kind}-{label}", SAVE_STEP, SAVE_STEP, part)
+    for number in CONTINUED_STEPS:
         yield from compare_records(ctx, "losses-saved", "losses-loaded", number, number, Part.FORWARD)
         for kind in ("params", "state"):
             records = f"{kind}-saved", f"{kind}-loaded"
@@ -107,7 +116,6 @@ LAWS = (
         judge_resume,
         tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
         Feature.CHECKPOINT,
-        Feature.SCHEDULE,
         kept_because="the only law of a checkpoint of stages",
     ),
 )

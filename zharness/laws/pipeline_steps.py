@@ -38,11 +38,11 @@ HALVING = replace(
 )
 STEPS = len(HALVING.schedule) - 1
 BATCHES: Mapping[str, BatchShape] = {"": WINDOW, "single": SINGLE}
-# The models in which each weight and output has one use: the sum of the gradients of two rounds as its order says.
-USED_ONCE = ("chain", RANDOM_MODEL)
+# In other models a weight or an output has two uses, and how the sum of their gradients rounds depends on their order.
+CHAINS = ("chain", RANDOM_MODEL)
 BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
 HUGE = 2.0**127  # twice as much is no number of float32
-OVERFLOWING = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
+OVERFLOW = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
 
 
 def observe_learning_rate(ctx: RankContext) -> None:
@@ -62,14 +62,15 @@ def observe_learning_rate(ctx: RankContext) -> None:
 
 
 def judge_learning_rate(ctx: JudgeContext) -> Iterator[Comparison]:
-    """Compare losses and gradients of each step at the engine's weights, the step, and then the rates of all ranks.
+    """Compare the losses of each step at the engine's weights, the step, and then the rates of all ranks.
 
-    The step is that of SGD's formula at its rate, with the engine's own gradients.
+    Gradients are compared with those of plain PyTorch on chains alone. The step is that of SGD's formula at its rate,
+    with the engine's own gradients.
     """
     for step in range(STEPS):
         micros = compute_batch(ctx, step, ctx.rank_records("params", step)[0], BATCHES[ctx.variant])
         yield from compare_micro_losses(ctx, micros, step)
-        if ctx.baseline.spec.name in USED_ONCE:
+        if ctx.baseline.spec.name in CHAINS:
             yield from ctx.compare_reduced_grads("grads", micros, step)
         yield from judge_step(ctx, HALVING, ctx.rank_records("grads", step)[0], RecordedStep(step))
         yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
@@ -94,7 +95,7 @@ def observe_not_finite(ctx: RankContext) -> None:
     model = overflow_in(ctx.spec.model(ctx.seed), BLOCKS[ctx.variant.removesuffix(CLIPPED)])
     engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD, clip=clip)
     ctx.record_weights(engine, 0)
-    run_batch(ctx, engine, 0, OVERFLOWING)
+    run_batch(ctx, engine, 0, OVERFLOW)
     outcome = step_and_classify(engine)
     norm = engine.grad_norm() if clip is not None and outcome is Outcome.APPLIED else None
     ctx.record("outcome", {"outcome": scalar(outcome)} | ({} if norm is None else {"norm": scalar(norm)}))
@@ -116,7 +117,7 @@ def judge_not_finite(ctx: JudgeContext) -> Iterator[Comparison]:
 LAWS = (
     pipeline_law(
         "learning_rate",
-        "the learning-rate schedule goes on in every stage: each step has the mean gradient of its batch, and its rate",
+        "each step has its rate of the schedule in all stages, its batch's losses and, on chains, their mean gradient",
         observe_learning_rate,
         judge_learning_rate,
         tuple(Variant(name) for name in BATCHES),

@@ -1,4 +1,4 @@
-"""Define mutants of FSDP2 with tensor parallelism whose norm is wrong by less than a norm of all gradients rounds."""
+"""Define a mutant of FSDP2 with tensor parallelism whose norm counts the biases of row-wise layers too often."""
 
 from __future__ import annotations
 

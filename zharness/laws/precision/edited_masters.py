@@ -19,19 +19,19 @@ from zharness.laws.precision.grad_scaler import ADAMW
 from zharness.laws.precision.master_weights import BF16_OPTIONS
 from zharness.parity import Comparison, Part, compare_bitwise
 
-STEPPED, EDITED = 1, 2  # the numbers of what is recorded after the first step, and after the edit
-LAST = RecordedStep(EDITED + 1, "masters")  # after the second step
+FIRST_STEP, EDIT = 1, 2  # the numbers of the records after each of these
+LAST_STEP = RecordedStep(EDIT + 1, "masters")
 
 
 def observe_edited_masters(ctx: RankContext) -> None:
     """Make a step, replace all weights, and make another step."""
     engine = ctx.build_engine(optimizer=ADAMW, options={"bf16": BF16_OPTIONS})
-    make_step(ctx, engine, STEPPED - 1)
-    ctx.record_training_state(engine, STEPPED)
+    make_step(ctx, engine, FIRST_STEP - 1)
+    ctx.record_training_state(engine, FIRST_STEP)
     edit(ctx, engine)
-    ctx.record_training_state(engine, EDITED)
-    make_step(ctx, engine, EDITED)
-    ctx.record_training_state(engine, LAST.step)
+    ctx.record_training_state(engine, EDIT)
+    make_step(ctx, engine, EDIT)
+    ctx.record_training_state(engine, LAST_STEP.step)
     engine.close()
 
 
@@ -48,14 +48,14 @@ def judge_edited_masters(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare weights and masters after the edit with the edited weights, and judge the step from there."""
     edited = ctx.rank_records("edited")[0]
     for label in ("params", "masters"):
-        for rank, record in enumerate(ctx.rank_records(label, EDITED)):
+        for rank, record in enumerate(ctx.rank_records(label, EDIT)):
             for name, value in record.items():
-                place = ctx.location(name, Part.GATHER, STEPPED, rank)
+                place = ctx.location(name, Part.GATHER, FIRST_STEP, rank)
                 yield compare_bitwise(place, edited[name].to(value.dtype), value)
-    before = RecordedStep(EDITED, "masters", skipped_steps=EDITED - STEPPED)
-    yield from judge_step(ctx, ADAMW, ctx.rank_records("grads", EDITED)[0], before)
-    yield from compare_ranks_after_step(ctx, LAST)
-    yield from compare_published_weights(ctx, LAST, "params")
+    before = RecordedStep(EDIT, "masters", skipped_steps=EDIT - FIRST_STEP)
+    yield from judge_step(ctx, ADAMW, ctx.rank_records("grads", EDIT)[0], before)
+    yield from compare_ranks_after_step(ctx, LAST_STEP)
+    yield from compare_published_weights(ctx, LAST_STEP, "params")
 
 
 LAWS = (
