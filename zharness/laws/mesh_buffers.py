@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zharness.engines.protocol import Feature
 from zharness.law_kit.judge_context import JudgeContext
-from zharness.law_kit.optimizers import UNIT_LR_SGD
+from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import SPLIT_IN_PAIRS, mesh_law
@@ -22,9 +22,12 @@ SUM, COUNT = "seen_sum", "seen_count"  # like a running statistic of batch norm,
 
 
 def observe_buffers(ctx: RankContext) -> None:
-    """Make two steps with a model that adds its inputs to a buffer, evaluate, and record the buffers each time."""
+    """Make two steps with a model that adds its inputs to a buffer, evaluate, and record the buffers each time.
+
+    The rate is 0: weights that grow could make the gradients of the second step infinite, which an engine may refuse.
+    """
     ctx.record("case", {"own": scalar(ctx.capabilities.refusal(Feature.RANK_BUFFERS) is None)})
-    engine = ctx.build_engine_around(add_buffers(ctx.spec.model(ctx.seed)), optimizer=UNIT_LR_SGD)
+    engine = ctx.build_engine_around(add_buffers(ctx.spec.model(ctx.seed)), optimizer=ZERO_LR_SGD)
     for step in range(STEPS):
         ctx.train(engine, step)
         engine.step()
