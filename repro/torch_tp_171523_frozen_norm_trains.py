@@ -47,7 +47,10 @@ def main() -> int:
     torch.optim.SGD(model.parameters(), lr=1.0, foreach=False).step()
     trained = [name for name, param in model["norm"].named_parameters() if not param.full_tensor().equal(before[name])]
     if dist.get_rank() == 0:
-        print(f"repro: REPRODUCED: {SIGNATURE}: {', '.join(trained)}" if trained else OK, flush=True)
+        if trained:
+            print(f"repro: REPRODUCED: {SIGNATURE}: {', '.join(trained)}\n", end="", flush=True)
+        else:
+            print(OK, flush=True)
     dist.barrier()  # so that no rank ends the others before this line is out
     return 1 if trained else 0
 

@@ -13,7 +13,7 @@ from zharness.mutants.mutant import FaultKind, Origin, mutant
 from zharness.parity import Part
 
 
-@mutant(FaultKind.STALE, on_mesh("mesh.buffers", Part.FORWARD, parameter="seen_sum"), origin=Origin.MESH)
+@mutant(FaultKind.STALE, on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum"), origin=Origin.MESH)
 class BuffersStandStillOnTheSecondTensorRank(OverMesh):
     """A forward on the second rank of tp runs on copies of the buffers, so that they keep their first values."""
 
@@ -27,7 +27,9 @@ class BuffersStandStillOnTheSecondTensorRank(OverMesh):
         return output
 
 
-@mutant(FaultKind.RANKS, on_mesh("mesh.buffers", Part.FORWARD, parameter="seen_sum", mesh=REP2), origin=Origin.MESH)
+@mutant(
+    FaultKind.RANKS, on_mesh("mesh.buffers", Part.FORWARD, "heads", parameter="seen_sum", mesh=REP2), origin=Origin.MESH
+)
 class BuffersAreAveragedOverCopies(OverMesh):
     """After each forward, floating-point buffers are averaged over all ranks, as no plain forward does."""
 
