@@ -15,6 +15,7 @@ from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import SPLIT_IN_PAIRS, mesh_law
 from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.workload.nested_tensors import collect_tensors
 
 STEPS = 2
 EVALUATED = STEPS  # the number of the micro-batch of the evaluation, and of the buffers after it
@@ -48,16 +49,16 @@ def add_buffers(model: nn.Module) -> nn.Module:
     def add_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add the sum of the first input, and one, to the buffers of a module in training mode."""
         if module.training:
-            module.get_buffer(SUM).add_(sum_first_input((*args, *kwargs.values())))
+            module.get_buffer(SUM).add_(sum_first_input((args, kwargs)))
             module.get_buffer(COUNT).add_(1)
 
     model.register_forward_pre_hook(add_inputs, with_kwargs=True)
     return model
 
 
-def sum_first_input(inputs: tuple[Any, ...]) -> Tensor:
-    """Return the sum of the first tensor among ``inputs``, in float32."""
-    return next(value for value in inputs if isinstance(value, Tensor)).float().sum()
+def sum_first_input(inputs: Any) -> Tensor:
+    """Return the sum of the first tensor within ``inputs``, in float32."""
+    return collect_tensors(inputs)[0].float().sum()
 
 
 def read_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -77,21 +78,13 @@ def judge_buffers(ctx: JudgeContext) -> Iterator[Comparison]:
         total = torch.zeros(())
         for number in range(STEPS + 1):
             if number < STEPS:
-                inputs = ctx.baseline.batch(at, number).inputs
-                total = total + sum_first_input(list_inputs(inputs))
+                total = total + sum_first_input(ctx.baseline.batch(at, number).inputs)
             if number and at and not ranks_keep_buffers:
                 break
             found = ctx.rank_records("buffers", number)[rank]
             count = torch.tensor(min(number + 1, STEPS))
             for name, wanted in ((SUM, total), (COUNT, count)):
                 yield compare_bitwise(ctx.location(name, Part.FORWARD, number, rank), wanted, found[name])
-
-
-def list_inputs(inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs of a micro-batch in the order in which the model is called with them."""
-    if isinstance(inputs, Mapping):
-        return tuple(inputs.values())
-    return inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 LAWS = (

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from zharness.engines import EngineConfig
 from zharness.mutants.mesh import OverMesh, on_mesh
 from zharness.mutants.mutant import FaultKind, Origin, mutant
 
@@ -17,8 +18,11 @@ from zharness.mutants.mutant import FaultKind, Origin, mutant
 class ColumnsKeepTheirInputGradientsInNoSync(OverMesh):
     """In a no_sync block the gradient behind the column-wise layer ``up`` is that of this rank's columns alone."""
 
-    def spoil_modules(self) -> None:
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
         self.blocks: list[str] = []
+        super().__init__(model, config)
+
+    def spoil_modules(self) -> None:
         layers = dict(self.module.named_modules())
         if "up" in self.config.tp_plan:
             layers["up"].register_forward_pre_hook(self.watch_input)
