@@ -20,7 +20,7 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
-from zharness.laws.mesh import mesh_law
+from zharness.laws.mesh import MODELS, mesh_law
 from zharness.mesh import TENSOR, Mesh
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.certificate import certify_exactness
@@ -31,6 +31,8 @@ from zharness.parity.compare import check_names
 LAST_BIAS_STEPS = OptimizerSpec("sgd", {"lr": 0.0, "momentum": 0.5}, groups=(GroupSpec("[dl]*.bias", {"lr": 4.0}),))
 MESHES = tuple(map(Mesh.parse, ("", "tp2", "rep2", "rep2,tp2")))
 TO_OTHERS, FROM_OTHERS = "to_others", "from_others"
+# `sequence` splits every layer of `heads` in the same way, and its norms, too.
+RESHARDED_MODELS = tuple(model for model in MODELS if model != "heads")
 SAVED = 1  # the number of steps before the save
 
 
@@ -65,13 +67,26 @@ def build_other_model(ctx: RankContext) -> nn.Module:
     return ctx.spec.model(ctx.seed + 1)
 
 
-def observe_other_mesh(ctx: RankContext) -> None:
-    """Save on one mesh after a step, load on another, and make a step there, for each other mesh."""
+def observe_to_others(ctx: RankContext) -> None:
+    """Save on the cell's mesh after a step, load on each other mesh, and make a step there."""
+    own = ctx.config.mesh
+    with shared_folder() as folder:
+        save_on_mesh(ctx, own, folder, f"saved-{label_mesh(own)}")
+        for other in select_other_meshes(ctx):
+            load_on_mesh(ctx, other, folder, f"loaded-{label_mesh(other)}")
+
+
+def observe_from_others(ctx: RankContext) -> None:
+    """Save on each other mesh after a step, load on the cell's mesh, and make a step there."""
     for other in select_other_meshes(ctx):
-        saved_on, loaded_on = (ctx.config.mesh, other)[:: 1 if ctx.variant == TO_OTHERS else -1]
         with shared_folder() as folder:
-            save_on_mesh(ctx, saved_on, folder, f"saved-{label_mesh(other)}")
-            load_on_mesh(ctx, loaded_on, folder, f"loaded-{label_mesh(other)}")
+            save_on_mesh(ctx, other, folder, f"saved-{label_mesh(other)}")
+            load_on_mesh(ctx, ctx.config.mesh, folder, f"loaded-{label_mesh(other)}")
+
+
+def observe_other_mesh(ctx: RankContext) -> None:
+    """Save and load in the direction that the law variant names."""
+    (observe_to_others if ctx.variant == TO_OTHERS else observe_from_others)(ctx)
 
 
 def save_on_mesh(ctx: RankContext, mesh: Mesh, folder: Path, label: str) -> None:
@@ -104,7 +119,7 @@ def judge_other_mesh(ctx: JudgeContext) -> Iterator[Comparison]:
     for other in filter(lambda mesh: ctx.has_record(f"loss-loaded-{label_mesh(mesh)}"), MESHES):
         name = label_mesh(other)
         saved_on, loaded_on = (label_mesh(ctx.mesh), name)[:: 1 if ctx.variant == TO_OTHERS else -1]
-        for comparison in judge_loaded(ctx, f"saved-{name}", f"loaded-{name}"):
+        for comparison in judge_loaded(ctx, f"saved-{saved_on}", f"loaded-{name}"):
             yield add_hint(comparison, f"saved on {saved_on}, loaded on {loaded_on}")
 
 
@@ -176,6 +191,7 @@ LAWS = (
         Feature.MESH_RESHARD,
         Feature.PARAM_GROUPS,
         variants=(Variant(TO_OTHERS), Variant(FROM_OTHERS)),
+        models=RESHARDED_MODELS,
         kept_because="the only law that loads on another mesh",
     ),
     mesh_law(
