@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.comm import Comm
+from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.fsdp1_checkpoint import FullStates, full_state_format
 from zharness.engines.fsdp1_tensors import flat_layout, keep_original_names, measure_resources, sum_gradients, unwrap
 from zharness.engines.fsdp2_deferred import initial_state_on_rank0
@@ -251,14 +252,12 @@ def build_mesh(options: Mapping[str, Any], device: torch.device) -> DeviceMesh |
 
     Raises ConfigError if the number of replicas does not divide the world size.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     if "replicas" not in options:
         return None
     replicas, world_size = int(options["replicas"]), dist.get_world_size()
     if replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas is {replicas}, which does not divide the world size {world_size}")
-    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    return get_device_mesh(device.type, (replicas, world_size // replicas), ("replicate", "shard"))
 
 
 def select_strategy(stage: int, *, replicated: bool) -> ShardingStrategy:

@@ -13,6 +13,7 @@ from packaging.version import Version
 from torch import nn
 
 from zharness.device import is_gpu_requested
+from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.fsdp_groups import GROUPING_OPTIONS, ROOT
 from zharness.engines.gpu_options import GPU_OPTIONS, NO_GPU, shared_options
 from zharness.engines.protocol import EngineConfig, EngineOption, Feature, Reduction
@@ -193,7 +194,7 @@ def build_mesh(config: EngineConfig, device: torch.device) -> DeviceMesh:
     replicas = int(config.options["replicas"])
     if replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas is {replicas}, which does not divide the world size {world_size}")
-    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    return get_device_mesh(device.type, (replicas, world_size // replicas), ("replicate", "shard"))
 
 
 def build_precision_policy(config: EngineConfig) -> MixedPrecisionPolicy:

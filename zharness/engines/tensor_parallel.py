@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.protocol import EngineConfig, Piece
 from zharness.engines.torch_gathers import gather_full_tensors
 from zharness.errors import ConfigError
@@ -51,11 +52,9 @@ def warm_up() -> None:
 
 def build_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Return the DeviceMesh of all ranks, with a dimension for ``dp_shard`` and for each axis that ``mesh`` names."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     shape = mesh.shape(dist.get_world_size())
     axes = tuple(axis for axis in shape if axis in (*mesh.axes, DATA_AXES[-1]))
-    return init_device_mesh(device.type, tuple(shape[axis] for axis in axes), mesh_dim_names=axes)
+    return get_device_mesh(device.type, tuple(shape[axis] for axis in axes), axes)
 
 
 def split_modules(model: nn.Module, config: EngineConfig, devices: DeviceMesh) -> None:
