@@ -383,6 +383,8 @@ def render_click_error(error: click.ClickException) -> str:
     named = sys.argv[1] if sys.argv[1:] and sys.argv[1] in cli.commands else ""  # click's parser sets no context
     command = context.command_path if context is not None else f"zharness {named}".strip()
     message = " ".join(error.format_message().split()).rstrip(".")
+    if named == "check" and isinstance(error, click.NoSuchOption) and error.option_name == "--law":
+        message = f"no such option '--law'. Laws are arguments: `{command} training.grads`"
     return f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)"
 
 
