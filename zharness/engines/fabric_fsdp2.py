@@ -99,7 +99,8 @@ def factory(model: nn.Module, config: EngineConfig) -> FabricEngine:
         drop_gradients=lambda: call_each(reset, sync.drop_unreduced_gradients),
         release=lambda: fsdp2.reshard(sharded),
     )
-    return FabricEngine(model, capabilities_at(config.stage), config, adapter, fabric, prepared)
+    capabilities = fsdp2.refuse_no_gradient(capabilities_at(config.stage), config.options)
+    return FabricEngine(model, capabilities, config, adapter, fabric, prepared)
 
 
 class FabricSync(fsdp2.GradientSync):

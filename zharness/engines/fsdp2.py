@@ -201,10 +201,14 @@ def factory(model: nn.Module, config: EngineConfig) -> TorchEngine:
         checkpoint_format=SHARDED_FORMAT,
         measure_resources=partial(measure_resources, sharded, params),
     )
-    capabilities = capabilities_at(config.stage)
-    if config.options.get("reduce_scatter_unused_params"):
-        capabilities = replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: ZERO_FILL_REASON})
-    return TorchEngine(model, capabilities, config, adapter)
+    return TorchEngine(model, refuse_no_gradient(capabilities_at(config.stage), config.options), config, adapter)
+
+
+def refuse_no_gradient(capabilities: Capabilities, options: Mapping[str, Any]) -> Capabilities:
+    """Return ``capabilities`` of an engine with these options, one of which fills unused gradients with zeros."""
+    if not options.get("reduce_scatter_unused_params"):
+        return capabilities
+    return replace(capabilities, refuses={**capabilities.refuses, Feature.NO_GRADIENT: ZERO_FILL_REASON})
 
 
 def refuse_options_on_mesh(config: EngineConfig) -> None:

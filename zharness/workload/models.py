@@ -36,6 +36,8 @@ SAMPLES = 4  # per micro-batch and rank; a power of two, so that the mean over t
 # How tp splits models whose layers are called one by one: each takes and returns whole tensors. Other layers are whole.
 GATHERED_COLUMNS, WHOLE_TO_ROWS = "colwise_gather_output", "rowwise_split_input"
 THREE_LAYERS_PLAN = {"first": GATHERED_COLUMNS, "second": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS}
+# Tied weights stay whole: parallelize_module would untie them.
+BRANCHES_PLAN = dict.fromkeys(("frozen", "twice", "branch", "unused"), GATHERED_COLUMNS)
 PARALLEL_LAYERS_PLAN = {"second": GATHERED_COLUMNS, "third": WHOLE_TO_ROWS}
 
 
@@ -237,6 +239,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan=BRANCHES_PLAN,
         ),
         ModelSpec(
             name="odd",
@@ -245,6 +248,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan=BRANCHES_PLAN,
         ),
         *(
             ModelSpec(
@@ -254,6 +258,7 @@ MODELS: dict[str, ModelSpec] = {
                 batch=_draw_ternary_batch,
                 loss=exact_mlp.linear_loss,
                 exact=True,
+                tp_plan={"first": GATHERED_COLUMNS, "last": WHOLE_TO_ROWS},
             )
             for kind in exact_blocks.ODD_PARAMETERS
         ),
@@ -264,6 +269,7 @@ MODELS: dict[str, ModelSpec] = {
             batch=_draw_ternary_batch,
             loss=exact_mlp.linear_loss,
             exact=True,
+            tp_plan={"first": GATHERED_COLUMNS},
         ),
         ModelSpec(
             name="experts",
