@@ -167,6 +167,21 @@ class OddParametersModel(BranchingModel):
         return output * self.one + self.scalar + self.empty.sum() + mixed
 
 
+# Name, summary and class.
+BRANCHING_MODELS: Sequence[tuple[str, str, type[BranchingModel]]] = (
+    (
+        "changing",
+        "tied, frozen, unused and branched layers, and a weight read by attribute; exact",
+        BranchingModel,
+    ),
+    (
+        "odd",
+        "an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
+        OddParametersModel,
+    ),
+)
+
+
 class CastingLinear(nn.Linear):
     """A linear layer that casts its weight to the dtype of its input, because a frozen layer may keep fp32."""
 

@@ -232,23 +232,17 @@ MODELS: dict[str, ModelSpec] = {
             )
             for name, (summary, build) in exact_layers.LAYERS_MODELS.items()
         ),
-        ModelSpec(
-            name="changing",
-            summary="tied, frozen, unused and branched layers, and a weight read by attribute; exact",
-            build=exact_blocks.BranchingModel,
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-            tp_plan=BRANCHES_PLAN,
-        ),
-        ModelSpec(
-            name="odd",
-            summary="an exact model of tied, frozen, unused, empty, tiny, transposed, branching and mixed parameters",
-            build=exact_blocks.OddParametersModel,
-            batch=_draw_ternary_batch,
-            loss=exact_mlp.linear_loss,
-            exact=True,
-            tp_plan=BRANCHES_PLAN,
+        *(
+            ModelSpec(
+                name=name,
+                summary=summary,
+                build=build,
+                batch=_draw_ternary_batch,
+                loss=exact_mlp.linear_loss,
+                exact=True,
+                tp_plan=BRANCHES_PLAN,
+            )
+            for name, summary, build in exact_blocks.BRANCHING_MODELS
         ),
         *(
             ModelSpec(
