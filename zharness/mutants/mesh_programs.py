@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from zharness.engines import EngineConfig
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.mutants import seams_engines
 from zharness.mutants.around import CountsMicroBatches
-from zharness.mutants.mesh import REP2, OverMesh
+from zharness.mutants.mesh import REP2, OverMesh, on_mesh
 from zharness.mutants.mesh_context import OverUlysses, find_attention, on_context
 from zharness.mutants.mesh_dropout import on_dropout
 from zharness.mutants.mesh_experts import OverExperts
@@ -69,6 +71,33 @@ class ForgetsUnreducedInForwardsOfTheSecondCopy(OverMesh):
         if self.coordinates[REPLICATE] == 1 and not torch.is_grad_enabled():
             seams_engines.zero_unreduced(self.module)
         return output
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_mesh("mesh.any_order_clipped", Part.OPTIMIZER, "stepped_sequence"),
+    origin=Origin.MESH,
+)
+class ClipsTighterAfterNoSyncOnTheSecondTensorRank(OverMesh):
+    """On the second rank of tp, a step after a no_sync block clips to half of the norm."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.blocks = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.blocks += 1
+        with self.right.no_sync():
+            yield
+
+    def step(self) -> None:
+        limit = self.config.clip
+        if limit is not None and self.blocks and self.coordinates[TENSOR] == 1:
+            seams_engines.set_clip_limit(self.right, limit / 2)
+        self.right.step()
+        seams_engines.set_clip_limit(self.right, limit)
+        self.blocks = 0
 
 
 @mutant(
