@@ -17,7 +17,7 @@ from zharness.law_kit.hints import OLD_GRADIENT_ADDED_HINT, describe_added_gradi
 from zharness.law_kit.program_executor import ForwardResult, is_equal_with_nan
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES, find_required_features
 from zharness.law_kit.program_interruption import inject_interruption
-from zharness.law_kit.program_steps import apply_input_marks
+from zharness.law_kit.program_steps import INTEGERS, apply_input_marks
 from zharness.law_kit.program_suspects import (
     FAILED_GRADS_ALONE_HINT,
     FAILED_GRADS_KEPT_HINT,
@@ -41,7 +41,12 @@ from zharness.workload import Batch, model_spec
 from zharness.workload.programs import Act, Mark, Verb
 
 CLAIMS_ALL = Capabilities(stages=frozenset({0}))
-LAW_BY_MODEL = {"mlp": LAWS["training.any_order"], "changing": LAWS["parameters.any_order"]}
+LAW_BY_MODEL = {
+    "mlp": LAWS["training.any_order"],
+    "changing": LAWS["parameters.any_order"],
+    **dict.fromkeys(("stepped_heads", "stepped_context", "routed"), LAWS["mesh.any_order"]),
+    "stepped_sequence": LAWS["mesh.any_order_clipped"],
+}
 TEMPLATE_NAMES = [(model, variant) for model, variants in TEMPLATES_BY_MODEL.items() for variant in variants]
 SEEDS = range(20)
 
@@ -106,7 +111,14 @@ def test_most_programs_with_clipping_clip_their_gradients(model: str, variant: s
 
 def test_a_micro_batch_of_two_samples_is_left_whole() -> None:
     two = Batch(torch.ones(2, 3), torch.ones(2, 1))
-    assert apply_input_marks(two, Verb(Act.FORWARD, (Mark.FEW,)), 0, 0).num_samples == 2
+    program = ProgramTemplate((), "sgd").make_program_of_verbs(())
+    assert apply_input_marks(two, Verb(Act.FORWARD, (Mark.FEW,)), 0, 0, program).num_samples == 2
+
+
+def test_a_program_of_integers_has_powers_of_two_of_samples() -> None:
+    four, program = Batch(torch.ones(4, 3), torch.ones(4, 1)), ProgramTemplate((), INTEGERS).make_program_of_verbs(())
+    few = Verb(Act.FORWARD, (Mark.FEW,))
+    assert [apply_input_marks(four, few, rank, 0, program).num_samples for rank in range(3)] == [2, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["inputs", "target"])

@@ -305,7 +305,7 @@ def law_programs(cell: Cell, salt: int, claims: Capabilities) -> Iterator[Progra
     has the settings of the law variant.
     """
     template = TEMPLATES_BY_MODEL.get(cell.model, {}).get(cell.variant)
-    if template is None or not get_law(cell.law).steps_are_verbs:
+    if template is None or cell.model not in PROGRAM_LAYERS or not get_law(cell.law).steps_are_verbs:
         return
     layers = tuple(parse_layers(PROGRAM_LAYERS[cell.model]))
     program = template.make_program(cell.seed(salt), cell.dtype, claims)

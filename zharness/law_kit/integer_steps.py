@@ -1,4 +1,4 @@
-"""Define an optimizer whose first step keeps the weights of an exact model integers."""
+"""Define optimizers whose steps keep the weights of an exact model integers: the first step, or all of them."""
 
 from __future__ import annotations
 
@@ -9,4 +9,17 @@ from zharness.engines.protocol import GroupSpec, OptimizerSpec
 # DeepSpeed.
 INTEGER_STEPS = OptimizerSpec(
     name="rprop", args={"lr": 0.0, "step_sizes": (0.0, 1.0)}, groups=(GroupSpec("*.bias", {"lr": 1.0}),)
+)
+
+# The last layers alone move, so that activations grow by sums and not by products, and tokens stay with their experts.
+# DeepSpeed puts groups of experts behind all others.
+MOVED_BY_SIGNS = ("out.bias", "up.bias", "down.bias", "head.weight", "last.*", "moe.experts.*")
+
+# Without memory Adam divides a gradient by its absolute value, so that a step moves an element by the learning rate, an
+# integer, or by 0. The other parameters stand still and have a memory, by which the number of steps can be told.
+SIGN_STEPS = OptimizerSpec(
+    name="adam",
+    args={"lr": 0.0, "betas": (0.5, 0.75)},
+    groups=tuple(GroupSpec(pattern, {"lr": 1.0, "betas": (0.0, 0.0), "eps": 1e-30}) for pattern in MOVED_BY_SIGNS),
+    schedule=(1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0),
 )

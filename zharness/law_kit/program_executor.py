@@ -24,7 +24,6 @@ from zharness.law_kit.backward_calls import call_backward
 from zharness.law_kit.engine_facts import build_facts
 from zharness.law_kit.program_interruption import inject_interruption
 from zharness.law_kit.program_steps import (
-    EDITED_VALUE,
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
     OPTIMIZERS,
@@ -32,6 +31,7 @@ from zharness.law_kit.program_steps import (
     call_with_extra_kwargs,
     choose_edited_parameter,
     compute_input_grad,
+    get_edited_value,
     get_grad_mode,
     make_model_kwargs,
 )
@@ -128,7 +128,7 @@ class ProgramExecutor:
 
     def get_batch(self, verb: Verb, micro: int) -> Batch:
         """Return this rank's micro-batch with the changes that the verb's marks (its options) specify."""
-        return apply_input_marks(self.ctx.batch(micro), verb, self.ctx.rank, micro)
+        return apply_input_marks(self.ctx.batch(micro), verb, self.ctx.data_coordinate, micro, self.program)
 
     def make_leaf_inputs(self, micro: int) -> Tensor:
         """Return a copy of this rank's inputs that is a leaf tensor with ``requires_grad=True``."""
@@ -229,8 +229,9 @@ class ProgramExecutor:
     def edit_weight(self) -> None:
         """Fill a weight on rank 0. The other ranks write another value, which the engine has to discard."""
         name = choose_edited_parameter(self.ctx.spec, self.ctx.seed, self.weights_version)
+        value = get_edited_value(self.program)
         with require_gathered(self.engine).gathered([name]) as weights, torch.no_grad():
-            weights[name].fill_(EDITED_VALUE if self.ctx.rank == 0 else -EDITED_VALUE)
+            weights[name].fill_(value if self.ctx.rank == 0 else -value)
 
     def advance_weights_version(self) -> None:
         """Increase ``weights_version`` after a change of the weights, and record the new weights."""

@@ -22,7 +22,6 @@ from zharness.law_kit.optimizer_step import (
 )
 from zharness.law_kit.program_old_weights import iter_old_weights
 from zharness.law_kit.program_steps import (
-    EDITED_VALUE,
     EVAL_MODE_ACTS,
     FORWARD_ACTS,
     OPTIMIZERS,
@@ -30,6 +29,7 @@ from zharness.law_kit.program_steps import (
     call_with_extra_kwargs,
     choose_edited_parameter,
     compute_input_grad,
+    get_edited_value,
     get_grad_mode,
     make_model_kwargs,
 )
@@ -51,6 +51,7 @@ from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
 from zharness.parity.compare import is_bitwise_equal
+from zharness.workload import Batch
 from zharness.workload.programs import Act, CallerState, Mark, PendingGradients, Program, Verb, apply_verb, iter_verbs
 
 OLD_GRADIENT_HINT = "it is the gradient that an earlier step used"
@@ -124,11 +125,11 @@ class ProgramJudge:
         for rank, record in enumerate(self.ctx.rank_records("output", position)):
             found = compare_bitwise(
                 self.ctx.location("output", Part.FORWARD, position, rank),
-                self.compute_plain_output(self.weights_version, verb, micro, rank),
+                self.compute_plain_output(self.weights_version, verb, micro, self.ctx.data_coordinate(rank)),
                 record["output"],
             )
             if found.mismatch is not None and self.weights_version:
-                found = self.hint_old_weights(found, verb, micro, rank, record["output"])
+                found = self.hint_old_weights(found, verb, micro, self.ctx.data_coordinate(rank), record["output"])
             yield found
 
     def hint_old_weights(self, comparison: Comparison, verb: Verb, micro: int, rank: int, output: Tensor) -> Comparison:
@@ -140,6 +141,10 @@ class ProgramJudge:
                 return add_hint(comparison, hint)
         return comparison
 
+    def get_batch(self, verb: Verb, micro: int, rank: int) -> Batch:
+        """Return a micro-batch of data coordinate ``rank`` with the changes that the marks of ``verb`` specify."""
+        return apply_input_marks(self.ctx.baseline.batch(rank, micro), verb, rank, micro, self.program)
+
     def compute_plain_output(self, weights_version: int, verb: Verb, micro: int, rank: int) -> Tensor:
         """Return the plain model's output for a micro-batch with the engine's weights at ``weights_version``."""
         return self.run_plain_forward(self.get_plain_module(weights_version), verb, micro, rank)
@@ -149,7 +154,7 @@ class ProgramJudge:
         baseline = self.ctx.baseline
         with get_grad_mode(verb.act):
             output: Tensor = call_with_extra_kwargs(
-                apply_input_marks(baseline.batch(rank, micro), verb, rank, micro),
+                self.get_batch(verb, micro, rank),
                 module.train(verb.act not in EVAL_MODE_ACTS),
                 make_model_kwargs(self.program, baseline.spec, micro),
             )
@@ -193,10 +198,15 @@ class ProgramJudge:
         suspects |= make_undivided_suspects(self.backwards.unreduced, rows, self.program.window, factor)
         if is_repeated:
             suspects |= make_unreduced_suspects(self.ctx.evidence[0].layout, rows, ranks, self.program.window)
+        micros, exact = self.add_zero_grads(recorded), self.certify_window()
         for found in self.ctx.compare_reduced_grads(
-            "grads", self.add_zero_grads(recorded), position, scale=self.grad_scale, suspects=suspects
+            "grads", micros, position, exact=exact, scale=self.grad_scale, suspects=suspects
         ):
             yield self.hint_old_gradient(found, position)
+
+    def certify_window(self) -> bool:
+        """Return whether no gradient since the last step is rounded, so that they are compared bitwise."""
+        return False
 
     def hint_old_gradient(self, comparison: Comparison, position: int) -> Comparison:
         """Add a hint to the mismatch of a gradient that is one that an earlier step used, or contains it."""
@@ -249,7 +259,7 @@ class ProgramJudge:
     def compute_local_grads(self, rank: int, verb: Verb, micro: int) -> LocalResult:
         """Return the loss and the gradients that plain PyTorch computes for one backward on one rank."""
         baseline, module = self.ctx.baseline, self.get_plain_module(self.weights_version)
-        batch = apply_input_marks(baseline.batch(rank, micro), self.forward_verbs[micro], rank, micro)
+        batch = self.get_batch(self.forward_verbs[micro], micro, rank)
         output = call_with_extra_kwargs(batch, module, make_model_kwargs(self.program, baseline.spec, micro))
         loss = second_loss(output) if Mark.OTHER in verb.marks else baseline.objective(output, batch)
         return run_backward(module, loss, baseline.loss_scale)
@@ -333,6 +343,7 @@ class ProgramJudge:
     def judge_edit(self) -> Iterator[Comparison]:
         """Check that the edited weight and its master have rank 0's value, and that all other weights are unchanged."""
         name = choose_edited_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, self.weights_version)
+        value = get_edited_value(self.program)
         for rank, before in enumerate(self.ctx.rank_records("masters", self.weights_version)):
             after = self.ctx.rank_records("masters", self.weights_version + 1)[rank]
             for other, weight in before.items():
@@ -340,8 +351,8 @@ class ProgramJudge:
                 if other == name:
                     # The edit does not change an element that already had this value: its master may stay unrounded.
                     computed = self.ctx.rank_records("params", self.weights_version)[rank][other]
-                    stayed = (computed == EDITED_VALUE) & (after[other] == weight)
-                    expected = weight.where(stayed, EDITED_VALUE)
+                    stayed = (computed == value) & (after[other] == weight)
+                    expected = weight.where(stayed, value)
                 yield compare_bitwise(self.ctx.location(other, Part.GATHER, 0, rank), expected, after[other])
         yield from compare_records(
             self.ctx, "state", "state", self.weights_version, self.weights_version + 1, Part.OPTIMIZER
@@ -367,11 +378,16 @@ class ProgramJudge:
 
 def judge_program(ctx: JudgeContext, program: Program) -> Iterator[Comparison]:
     """Yield the comparisons of everything that was recorded while ``program`` ran, in the order of its verbs."""
-    judge = ProgramJudge(ctx, program)
+    yield from run_judge(ProgramJudge(ctx, program))
+
+
+def run_judge(judge: ProgramJudge) -> Iterator[Comparison]:
+    """Yield the comparisons of the program of ``judge``, in the order of its verbs."""
+    ctx = judge.ctx
     yield from compare_initial_weights(ctx)
     yield from compare_step_counts(ctx, unflatten(ctx.rank_records("state")[0]), 0, 0)
     yield from judge.judge_engine_facts()
-    for position, verb, caller in iter_verbs(program):
+    for position, verb, caller in iter_verbs(judge.program):
         for comparison in judge.judge_verb(position, verb, caller):
             yield set_verb_position(comparison, position)
 

@@ -16,7 +16,7 @@ from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Law, Variant
 from zharness.law_kit.process_state import compare_process_state, read_process_state
 from zharness.law_kit.program_executor import observe_program
-from zharness.law_kit.program_judge import judge_program
+from zharness.law_kit.program_judge import ProgramJudge, run_judge
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Tier
@@ -39,12 +39,12 @@ def observe_any_order(ctx: RankContext) -> None:
         ctx.record("switches", read_process_state(), 1)
 
 
-def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
+def judge_any_order(ctx: JudgeContext, judge_class: type[ProgramJudge] = ProgramJudge) -> Iterator[Comparison]:
     """Judge every verb of the program, and check that the program did not change the process's global settings."""
     template = TEMPLATES_BY_MODEL[ctx.baseline.spec.name][ctx.variant]
     text = bytes(ctx.rank_records("verbs")[0]["text"].tolist()).decode()
     verbs = tuple(parse_verb(word) for word in text.split())
-    for comparison in judge_program(ctx, template.make_program_of_verbs(verbs)):
+    for comparison in run_judge(judge_class(ctx, template.make_program_of_verbs(verbs))):
         yield add_program_hint(comparison, verbs)
     yield from compare_process_state(ctx, "switches", range(2))
 

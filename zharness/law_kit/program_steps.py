@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.optimizers import ADAM, NESTEROV, SCHEDULE, TRAJECTORY_OPTIMIZERS
 from zharness.workload import Batch, ModelSpec
 from zharness.workload.programs import Act, LayerKind, Mark, Program, Verb
+
+INTEGERS = "integers"  # the optimizer whose steps keep the weights of exact models integers
 
 OPTIMIZERS = {
     **TRAJECTORY_OPTIMIZERS,
     "adam": replace(ADAM, schedule=SCHEDULE),
     "nesterov": replace(NESTEROV, schedule=SCHEDULE),
+    INTEGERS: SIGN_STEPS,
 }
 
 EDITED_VALUE = 0.125  # an edit fills a weight with this value, which is exact in every dtype
+
+EDITED_INTEGER = 1.0  # in a program whose weights stay integers
 
 FORWARD_ACTS = (Act.FORWARD, Act.NO_GRAD, Act.INFERENCE, Act.EVALUATION, Act.EVALUATION_GRAD)
 
@@ -39,11 +45,21 @@ def make_model_kwargs(program: Program, spec: ModelSpec, micro: int) -> dict[str
     return {} if program.layers or spec.name != "changing" else {"branch": micro % 2 == 1}
 
 
-def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int) -> Batch:
-    """Return the micro-batch of ``rank`` with the changes that the marks (options) of ``verb`` specify."""
+def get_edited_value(program: Program) -> float:
+    """Return the number with which an edit fills a weight."""
+    return EDITED_INTEGER if program.optimizer == INTEGERS else EDITED_VALUE
+
+
+def apply_input_marks(batch: Batch, verb: Verb, rank: int, micro: int, program: Program) -> Batch:
+    """Return the micro-batch of data coordinate ``rank`` with the changes that the marks (options) of ``verb`` specify.
+
+    A program whose weights stay integers has a power of two of rows, over which a mean rounds nothing.
+    """
     if Mark.FEW in verb.marks:
         # At least two rows: a matrix-vector product rounds differently if its weights have another alignment.
         rows = 2 + (rank + micro) % max(1, batch.num_samples - 2)
+        if program.optimizer == INTEGERS:
+            rows = max(1, batch.num_samples >> 1 + (rank + micro) % 2)
         batch = batch.map_tensors(lambda tensor: tensor[:rows])
     return replace(batch, inputs={"x": batch.inputs}) if Mark.KEYWORD in verb.marks else batch
 

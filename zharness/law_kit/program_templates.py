@@ -7,6 +7,7 @@ from random import Random
 
 from zharness.engines.protocol import Capabilities, Feature
 from zharness.law_kit.program_features import ACT_FEATURES, MARK_FEATURES
+from zharness.law_kit.program_steps import INTEGERS
 from zharness.workload.legal_programs import legal_verbs
 from zharness.workload.program_text import parse_verb
 from zharness.workload.programs import Mark, Program, Verb
@@ -164,4 +165,61 @@ CHANGING_TEMPLATES = {
     ),
 }
 
-TEMPLATES_BY_MODEL = {"changing": CHANGING_TEMPLATES, "mlp": MLP_TEMPLATES}
+# For the exact models that a mesh splits. At FSDP2's stage 2 a forward without gradients between the backward and the
+# step keeps old weights, which training.any_order-evaluated shows, so that there is none here.
+MESH_TEMPLATES = {
+    "steps": ProgramTemplate(
+        ("v f:few b:unseen s", "f v b:other l s", "f b z", "idle", "e"),
+        INTEGERS,
+        opening="v f b s",
+        closing="v f b s v",
+    ),
+    "accumulated": ProgramTemplate(
+        ("n e n:few f b s", "n v f:few b s", "n z f b s"),
+        INTEGERS,
+        features=(Feature.NO_SYNC, CALLER_ACCUMULATION),
+        opening="f b s",
+        closing="v",
+    ),
+    "windows": ProgramTemplate(
+        ("f v b s e f:few b:unseen s", "n s v f b s", "load v"),
+        INTEGERS,
+        clip=0.5,
+        window=2,
+        features=(Feature.ENGINE_ACCUMULATION, Feature.CLIP, Feature.CHECKPOINT),
+        opening="v f b s f b s save",
+        closing="f b s e f b s v",
+    ),
+    "saved": ProgramTemplate(
+        ("f:few b s v load:old", "edit v", "load v"),
+        INTEGERS,
+        features=(Feature.CHECKPOINT,),
+        opening="v f b s save",
+        closing="f b l s v",
+    ),
+}
+# DeepSpeed's gate takes no fewer than 4 tokens (min_capacity), as many as a whole micro-batch has.
+ROUTED_TEMPLATES = {
+    name: replace(template, phrases=tuple(phrase.replace(":few", "") for phrase in template.phrases))
+    for name, template in MESH_TEMPLATES.items()
+}
+# For the model whose parameters are all in the plan of tp: torch clips no others together with these.
+CLIPPED_TEMPLATES = {
+    "": ProgramTemplate(
+        ("n e f:few b s", "f b z", "f b v f:few b:unseen s"),
+        INTEGERS,
+        clip=0.5,
+        features=(CALLER_ACCUMULATION, Feature.CLIP),
+        opening="f b s",
+        closing="f b s v",
+    )
+}
+
+TEMPLATES_BY_MODEL = {
+    "changing": CHANGING_TEMPLATES,
+    "mlp": MLP_TEMPLATES,
+    "stepped_heads": MESH_TEMPLATES,
+    "stepped_context": MESH_TEMPLATES,
+    "routed": ROUTED_TEMPLATES,
+    "stepped_sequence": CLIPPED_TEMPLATES,
+}

@@ -203,6 +203,7 @@ def mesh_law(
     models: tuple[str, ...] = MODELS,
     variants: tuple[Variant, ...] = (Variant(),),
     tier: Tier = Tier.STAGED,
+    steps_are_verbs: bool = False,
 ) -> Law:
     """Build a law of the group ``mesh``, whose models are exact unless ``tier`` is that of random weights."""
     return Law(
@@ -215,6 +216,7 @@ def mesh_law(
         features=features,
         variants=variants,
         dtypes=("fp32",),
+        steps_are_verbs=steps_are_verbs,
         mesh_support=MeshSupport.ONLY,
         kept_because=kept_because,
     )

@@ -51,6 +51,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     mesh_experts_steps,
     mesh_norms,
     mesh_not_finite,
+    mesh_programs,
     mesh_state,
     mesh_token_loss,
     mesh_windows,

@@ -176,6 +176,15 @@ def fsdp2_param_groups(model: nn.Module) -> Iterator[Any]:
             yield group
 
 
+def zero_unreduced(model: nn.Module) -> None:
+    """Fill the gradients that ``no_sync`` blocks have left on unsharded weights with zeros."""
+    for param in (param for group in fsdp2_param_groups(model) for param in group.fsdp_params):
+        for grad in (param.unsharded_accumulated_grad, getattr(param, "_unsharded_param", None)):
+            tensor = grad.grad if isinstance(grad, nn.Parameter) else grad
+            if tensor is not None:
+                tensor.zero_()
+
+
 # ZeroRedundancyOptimizer
 
 
@@ -297,6 +306,19 @@ def deepspeed_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
 def wrap_global_norm(engine: DeepSpeedEngine, wrap: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
     """Apply the decorator ``wrap`` to the function that computes the norm of ZeRO's stages 1 and 2."""
     engine._engine.optimizer.scaled_global_norm = wrap(engine._engine.optimizer.scaled_global_norm)
+
+
+def scale_expert_gradients(engine: DeepSpeedEngine, factor: Tensor) -> None:
+    """Multiply the reduced gradients of experts by ``factor``, at ZeRO's stages 1 and 2."""
+    zero = engine._engine.optimizer
+    for index, is_expert in enumerate(zero.is_moe_param_group):
+        for grad in zero.averaged_gradients[index] if is_expert else ():
+            grad.mul_(factor)
+
+
+def step_deepspeed_schedule(engine: DeepSpeedEngine) -> None:
+    """Step the learning-rate schedule once."""
+    engine._engine.lr_scheduler.step()
 
 
 def replace_join(engine: DeepSpeedEngine, join: Callable[[Tensor, Any], Tensor]) -> None:

@@ -230,7 +230,8 @@ def run_backward(model: nn.Module, loss: Tensor, loss_scale: float = 1.0) -> Loc
 def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -> tuple[nn.Module, Batch]:
     """Return float64 copies of ``model`` and ``batch``.
 
-    If ``take_abs`` is set, every number in the copies is replaced by its absolute value.
+    If ``take_abs`` is set, every number in the copies is replaced by its absolute value, and modules that choose one of
+    several parameters cover every choice.
     """
     wide = copy.deepcopy(model).double()
     # Mixture-of-experts models of transformers multiply with a grouped kernel by default, which has no float64.
@@ -243,4 +244,8 @@ def convert_to_float64(model: nn.Module, batch: Batch, take_abs: bool = False) -
         with torch.no_grad():
             for parameter in wide.parameters():
                 parameter.abs_()
+        for module in wide.modules():
+            cover_choices = getattr(module, "cover_choices", None)
+            if cover_choices is not None:
+                cover_choices()
     return wide, batch

@@ -9,6 +9,7 @@ bitwise equal to a run in float64. In a cell whose products are in TF32, every f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -145,21 +146,32 @@ def is_locally_exact(
     params: Mapping[str, Tensor] | None = None,
 ) -> bool:
     """Return whether neither one rank's gradients nor a sum of ``terms`` such gradients is rounded in any order."""
-    batch, model = baseline.batch(rank, step), baseline.build_module(params)
+    batch = baseline.batch(rank, step)
     samples = len(batch.inputs)
-    if not is_power_of_two(samples) or not all(
-        is_integral(t) for t in [batch.inputs, batch.target, *model.parameters()]
-    ):
+    if not is_power_of_two(samples):
         return False
+    return bound_partial_sums(baseline, batch, loss, params) * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
+
+
+def bound_partial_sums(
+    baseline: Baseline, batch: Batch, loss: Objective, params: Mapping[str, Tensor] | None = None
+) -> float:
+    """Return a bound of every partial sum of a forward and backward of an exact model with the weights ``params``.
+
+    It is infinite if weights, inputs or targets are no integers, if the run in the cell's dtype differs from one in
+    float64, or if a factor has too many bits.
+    """
+    model = baseline.build_module(params)
+    if not all(is_integral(t) for t in [batch.inputs, batch.target, *model.parameters()]):
+        return math.inf
     narrow = run_local(baseline.build_module(params), batch, loss)
     wide = run_local(*convert_to_float64(model, batch), loss)
     same = torch.equal(narrow.loss.double(), wide.loss) and all(
         torch.equal(narrow.grads[name].double(), grad) for name, grad in wide.grads.items()
     )
     if not same or not are_factors_exact(baseline, *convert_to_float64(model, batch), loss):
-        return False
-    magnitude = largest_partial_sum(*convert_to_float64(model, batch, take_abs=True), loss)
-    return magnitude * samples * terms * terms < 2.0 ** SIGNIFICAND_BITS[dtype]
+        return math.inf
+    return largest_partial_sum(*convert_to_float64(model, batch, take_abs=True), loss)
 
 
 def is_integral(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from zharness.workload.exact_heads import (
     ExactHeads,
     draw_mask,
     make_scores_small,
+    select_features,
     token_loss,
 )
 from zharness.workload.exact_mlp import random_ternary
@@ -66,6 +67,14 @@ class ExactContext(ExactHeads):
         """Return the output of causal attention whose scores are not normalised."""
         query, key, value = (part(x).unflatten(2, (HEADS, -1)) for part in (self.query, self.key, self.value))
         return self.out(self.attention(query, key, value).flatten(2))  # type: ignore[no-any-return]
+
+
+class SteppedContext(ExactContext):
+    """The model ``ExactContext`` with one number in a row of each weight, as ``SteppedHeads`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        select_features(self)
 
 
 class DroppedContext(ExactContext, DroppedHeads):
@@ -142,6 +151,16 @@ MODELS: tuple[tuple[Any, Mapping[str, Any]], ...] = (
             "loss": token_loss,
             "exact": True,
             "stands_in_for": "exact",
+        },
+    ),
+    (
+        draw_exact,
+        {
+            "name": "stepped_context",
+            "summary": "the model context with one number in a row of a weight, for programs of many steps",
+            "build": SteppedContext,
+            "loss": token_loss,
+            "exact": True,
         },
     ),
     (

@@ -91,6 +91,27 @@ def make_scores_small(model: ExactHeads) -> None:
             layer.weight.copy_(torch.eye(FEATURES))
 
 
+class SteppedHeads(ExactHeads):
+    """The model ``ExactHeads`` with one number in a row of each weight, so that float32 holds the sums of many steps.
+
+    Each number is -1 or 1. The biases, which steps may change, stay in {-1, 0, 1}.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        select_features(self)
+
+
+def select_features(model: ExactHeads) -> None:
+    """Make each output of a linear layer one of its inputs, or that times -1, plus the bias."""
+    with torch.no_grad():
+        for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+            outputs, inputs = layer.weight.shape
+            chosen = nn.functional.one_hot(torch.randint(inputs, (outputs,)), inputs)
+            layer.weight.copy_(chosen * torch.randint(2, (outputs, 1)).mul(2).sub(1))
+    make_scores_small(model)
+
+
 def split_heads(features: Tensor) -> Tensor:
     """Return (batch, tokens, features) as (batch, heads, tokens, features of a head)."""
     batch, tokens, _ = features.shape
@@ -190,6 +211,22 @@ HEADS_MODELS = (
     HeadsModel("heads", f"{_BLOCK}, split by tp on a mesh", ExactHeads, draw_sequences, token_loss, TENSOR_PLAN),
     HeadsModel(
         "sequence", f"{_BLOCK}, split by {_SEQUENCE} on a mesh", ExactHeads, draw_sequences, token_loss, SEQUENCE_PLAN
+    ),
+    HeadsModel(
+        "stepped_heads",
+        "the model heads with one number in a row of a weight, for programs of many steps",
+        SteppedHeads,
+        draw_sequences,
+        token_loss,
+        TENSOR_PLAN,
+    ),
+    HeadsModel(
+        "stepped_sequence",
+        "the model sequence with one number in a row of a weight, for programs of many steps",
+        SteppedHeads,
+        draw_sequences,
+        token_loss,
+        SEQUENCE_PLAN,
     ),
     HeadsModel(
         "dropped_heads",

@@ -3,8 +3,8 @@
 The gate's logits are 1024 or -1024 for one pair of experts and 0 for the other, by the sign of a token's first feature.
 So the softmax is 1/2 for two experts and 0 for the others, bitwise, and the first of the two gets the token: no
 rounding decides, and the gate has a gradient. The output is multiplied by 4, so that no product with 1/2 and 1/2 of the
-softmax's backward leaves the integers. The first expert has no weight of 0: the certificate, which runs on absolute
-values and so with this expert alone, bounds the others too.
+softmax's backward leaves the integers. The certificate, which runs on absolute values and so with the first expert
+alone, gives it the largest weights of all (``cover_choices``).
 """
 
 from __future__ import annotations
@@ -34,6 +34,17 @@ class ExpertLayer(nn.Module):
         chosen = nn.functional.one_hot(softmax.argmax(dim=-1), EXPERTS).to(softmax.dtype)
         outputs = torch.stack([expert(tokens) for expert in self.experts], dim=-2)
         return ((softmax * chosen).unsqueeze(-1) * outputs).sum(dim=-2)
+
+    def cover_choices(self) -> None:
+        """Give every expert the largest number of all, so that whichever a token has bounds the others.
+
+        The certificate, which runs on absolute values, sends all tokens to the first expert.
+        """
+        with torch.no_grad():
+            for params in zip(*(expert.parameters() for expert in self.experts), strict=True):
+                largest = torch.stack(list(params)).amax(dim=0)
+                for param in params:
+                    param.copy_(largest)
 
 
 class RoutedModel(nn.Module):

@@ -1,0 +1,142 @@
+"""Compare programs on meshes, where parts of sums are added up over ranks, bitwise wherever no sum is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from zharness.law_kit.clipping import CLIP_ROUNDINGS, compute_clip_factor
+from zharness.law_kit.judge_context import BoundedGrads
+from zharness.law_kit.program_judge import ProgramJudge
+from zharness.law_kit.rank_actions import second_loss
+from zharness.law_kit.training_run import total_norm
+from zharness.mesh import TENSOR
+from zharness.parity import Comparison
+from zharness.parity.baseline import LocalResult, Objective, convert_to_float64, run_local
+from zharness.parity.bounds import BoundedTensor, gamma
+from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
+from zharness.workload import Batch
+from zharness.workload.programs import CallerState, Mark, PendingGradients, Verb
+
+
+def second_objective(output: Tensor, _batch: Batch) -> Tensor:
+    """Return the second loss of an output."""
+    return second_loss(output)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums of one backward of every rank: a bound of all partial ones, and the number that its mean divides by.
+
+    ``absolute`` has the gradients of each rank in which every term is replaced by its absolute value.
+    """
+
+    bound: float
+    divisor: int
+    absolute: list[LocalResult]
+
+
+@dataclass
+class ExactProgramJudge(ProgramJudge):
+    """A judge of an exact model whose weights stay integers, for engines that add up parts of a sum over ranks.
+
+    An output, or the gradient of a window, is compared bitwise if a certificate says that no sum in it is rounded, and
+    else not at all. ``sums`` has those of each backward so far.
+    """
+
+    sums: list[Sums] = field(default_factory=list)
+
+    def compare_output(self, position: int, verb: Verb, micro: int) -> Iterator[Comparison]:
+        """Check that every rank's output is bitwise equal to plain PyTorch's, if no sum in it is rounded."""
+        if self.holds(self.bound_sums(verb, micro, self.ctx.baseline.objective)):
+            yield from super().compare_output(position, verb, micro)
+
+    def compute_gradients(self, verb: Verb, micro: int) -> list[LocalResult]:
+        """Return the local gradients of a whole backward of a micro-batch on each rank, and bound their sums."""
+        grads = super().compute_gradients(verb, micro)
+        is_other = Mark.OTHER in verb.marks
+        objective = second_objective if is_other else self.ctx.baseline.objective
+        inputs = self.ctx.baseline.batch(0, micro).inputs
+        divisor = inputs.shape[:-1].numel() if is_other else len(inputs)
+        forward = self.forward_verbs[micro]
+        absolute = self.sum_absolute_terms(forward, micro, objective) if self.program.clip is not None else []
+        self.sums.append(Sums(self.bound_sums(forward, micro, objective), divisor, absolute))
+        return grads
+
+    def bound_sums(self, verb: Verb, micro: int, objective: Objective) -> float:
+        """Return the largest bound over the micro-batches of all data coordinates, with the weights of now."""
+        return max(
+            bound_partial_sums(self.ctx.baseline, batch, objective, self.get_weights())
+            for batch in self.get_batches(verb, micro)
+        )
+
+    def sum_absolute_terms(self, verb: Verb, micro: int, objective: Objective) -> list[LocalResult]:
+        """Return the gradients of each data coordinate of a model and micro-batch of absolute values, in float64."""
+        module = self.ctx.baseline.build_module(self.get_weights())
+        return [
+            run_local(*convert_to_float64(module, batch, take_abs=True), objective)
+            for batch in self.get_batches(verb, micro)
+        ]
+
+    def get_weights(self) -> Mapping[str, Tensor]:
+        """Return the weights that the engine has now."""
+        return self.ctx.rank_records("params", self.weights_version)[0]
+
+    def get_batches(self, verb: Verb, micro: int) -> list[Batch]:
+        """Return the micro-batch of each data coordinate."""
+        return [self.get_batch(verb, micro, at) for at in range(self.ctx.data_size)]
+
+    def holds(self, bound: float) -> bool:
+        """Return whether the cell's dtype holds every integer up to ``bound``."""
+        return bound < 2.0 ** SIGNIFICAND_BITS[self.ctx.dtype]
+
+    def certify_window(self) -> bool:
+        """Return whether no gradient since the last step is rounded, so that they are compared bitwise.
+
+        Each number is a multiple of the quotient of 1 and all divisors: those of the losses' means, and the number of
+        micro-batches in a window.
+        """
+        count = len(self.backwards.rows)
+        sums, micro_batches = self.sums[-count:], self.ctx.data_size * self.program.window
+        largest = self.ctx.data_size * sum(each.bound for each in sums)
+        return self.holds(largest * micro_batches * max(each.divisor for each in sums))
+
+    def compare_window_grads(self, position: int, *, is_repeated: bool = False) -> Iterator[Comparison]:
+        """Compare the gradients recorded at ``position`` with plain PyTorch's, if no sum in them is rounded."""
+        self.last_grads_position = position
+        if self.certify_window():
+            yield from super().compare_window_grads(position, is_repeated=is_repeated)
+
+    def judge_optimizer_step(self, position: int, caller: CallerState) -> Iterator[Comparison]:
+        """Compare a step with its formula, unless its gradients were neither recorded nor exact."""
+        is_unseen = caller.pending is PendingGradients.UNSEEN
+        if not (caller.is_boundary and is_unseen) or self.certify_window():
+            yield from super().judge_optimizer_step(position, caller)
+            return
+        trained = {name: None for row in self.backwards.rows for local in row for name in local.grads}
+        self.step_counts, self.weights_version = self.step_counts.with_step(trained), self.weights_version + 1
+        yield from self.judge_rank_agreement()
+
+    def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
+        """Compare the norm, and return the clipped gradients, which on tp may be sums of parts that were clipped first.
+
+        DTensor leaves the gradient of a whole weight that is used on parts of a sequence as such a sum, which the
+        optimizer adds up. The absolute terms of a gradient bound its parts.
+        """
+        clipped = yield from super().judge_clipping(position, grads)
+        if self.program.clip is None or TENSOR not in self.ctx.mesh.axes:
+            return clipped
+        rows = [each.absolute for each in self.sums[-len(self.backwards.rows) :]]
+        terms = self.ctx.compute_expected_grads(rows, self.grad_scale, {})
+        factor = compute_clip_factor(self.program.clip, total_norm({name: grad.value for name, grad in grads.items()}))
+        return {
+            name: replace(grad, error=grad.error + factor * gamma(CLIP_ROUNDINGS, grad.dtype) * terms[name].value)
+            for name, grad in clipped.items()
+        }
+
+    def get_step_grads(self, caller: CallerState) -> BoundedGrads:
+        """Return the gradients that a step used: the recorded or, if they were not recorded, the expected ones."""
+        grads = super().get_step_grads(caller)
+        return {name: BoundedTensor.exact(grad.value.to(grad.dtype)) for name, grad in grads.items()}

@@ -1,0 +1,67 @@
+"""Define the law mesh.evaluation: forwards without gradients are those of plain PyTorch on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+from zharness.law_kit.integer_steps import SIGN_STEPS
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.program_steps import EVAL_MODE_ACTS, get_grad_mode
+from zharness.law_kit.rank_actions import eval_mode
+from zharness.law_kit.rank_context import RankContext
+from zharness.law_kit.record_comparisons import compare_initial_weights
+from zharness.laws.mesh import mesh_law
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
+from zharness.workload.programs import Act
+
+ACTS = (Act.EVALUATION, Act.NO_GRAD, Act.INFERENCE)
+TIMES = 2  # before and after a step
+MODELS = ("stepped_heads", "stepped_context", "routed")  # mesh.any_order_clipped evaluates stepped_sequence
+
+
+def observe_evaluation(ctx: RankContext) -> None:
+    """Run forwards without gradients before and after a step, and record outputs and weights."""
+    engine = ctx.build_engine(optimizer=SIGN_STEPS)
+    for step in range(TIMES):
+        if step:
+            ctx.train(engine, 0)
+            engine.step()
+            engine.zero_grad()
+        ctx.record_weights(engine, step)
+        for number, act in enumerate(ACTS):
+            batch = ctx.batch(number)
+            with eval_mode(engine) if act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(act):
+                ctx.record(f"output {act.value}", {"output": batch.feed(engine)}, step)
+    engine.close()
+
+
+def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare outputs bitwise with those of plain PyTorch with the engine's weights, if no sum in them is rounded."""
+    yield from compare_initial_weights(ctx)
+    for step in range(TIMES):
+        weights = ctx.rank_records("params", step)[0]
+        module = ctx.baseline.build_module(weights)
+        for number, act in enumerate(ACTS):
+            batches = [ctx.baseline.batch(at, number) for at in range(ctx.data_size)]
+            bounds = [bound_partial_sums(ctx.baseline, each, ctx.baseline.objective, weights) for each in batches]
+            if max(bounds) >= 2.0 ** SIGNIFICAND_BITS[ctx.dtype]:
+                continue
+            module.train(act not in EVAL_MODE_ACTS)
+            expected = [ctx.baseline.compute_output(module, batch).detach() for batch in batches]
+            for rank, record in enumerate(ctx.rank_records(f"output {act.value}", step)):
+                place = ctx.location("output", Part.FORWARD, step, rank)
+                yield compare_bitwise(place, expected[ctx.data_coordinate(rank)], record["output"])
+
+
+LAWS = (
+    mesh_law(
+        "evaluation",
+        "a forward in evaluation mode, under no_grad or inference_mode is plain PyTorch's before and after a step",
+        observe_evaluation,
+        judge_evaluation,
+        models=MODELS,
+        kept_because="names the mode of a wrong forward, with one step in place of a program",
+    ),
+)

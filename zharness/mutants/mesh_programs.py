@@ -1,0 +1,146 @@
+"""Define mutants of a mesh that are wrong in a product: one coordinate, in one state of the engine, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
+from zharness.mutants import seams_engines
+from zharness.mutants.around import CountsMicroBatches
+from zharness.mutants.mesh import REP2, OverMesh, on_mesh
+from zharness.mutants.mesh_context import OverUlysses, find_attention, on_context
+from zharness.mutants.mesh_dropout import on_dropout
+from zharness.mutants.mesh_experts import OverExperts
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.parity import Part
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_context(Part.FORWARD, "mesh.evaluation", "output", model="stepped_context"),
+    on_context(Part.FORWARD, "mesh.evaluation", "output", 4, "stepped_context"),
+    Target("mesh.any_order", Part.FORWARD, "stepped_context", "steps", mesh="cp2"),
+    origin=Origin.MESH,
+)
+class AttendsWithinEachPartInEvaluation(OverUlysses):
+    """A forward in evaluation mode under no_grad exchanges nothing: each rank attends to its own part alone."""
+
+    def spoil(self) -> None:
+        for attention in find_attention(self.module):
+            attention.register_forward_hook(self.stay_within)
+
+    def stay_within(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        """Return the output of attention within this rank's part of the sequence, in an evaluation."""
+        if module.training or torch.is_grad_enabled():
+            return output
+        within: Tensor = module.attention.local_attn(*inputs)
+        return within
+
+
+@mutant(FaultKind.RANKS, on_dropout("dropped_heads", parameter="masks of drop_*", variant="masks"), origin=Origin.MESH)
+class DrawsTheNumbersOfTheFirstDataRank(OverMesh):
+    """A forward in training mode draws the random numbers of the first rank of the data, on all of them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.mesh.sizes and self.module.training:
+            own = torch.get_rng_state()
+            states = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(states, own)
+            first = self.config.mesh.rank_at_start(DATA_SHARD, dist.get_rank(), dist.get_world_size())
+            torch.set_rng_state(states[first])
+        return self.right(*args, **kwargs)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("mesh.any_order", Part.LOCAL_GRADIENT, "stepped_heads", "accumulated", world_size=4, mesh=REP2),
+    origin=Origin.MESH,
+)
+class ForgetsUnreducedInForwardsOfTheSecondCopy(OverMesh):
+    """On the second copy of the weights, a forward without gradients forgets those that no_sync blocks have left."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.right(*args, **kwargs)
+        if self.coordinates[REPLICATE] == 1 and not torch.is_grad_enabled():
+            seams_engines.zero_unreduced(self.module)
+        return output
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    on_mesh("mesh.any_order_clipped", Part.OPTIMIZER, "stepped_sequence"),
+    origin=Origin.MESH,
+)
+class ClipsTighterAfterNoSyncOnTheSecondTensorRank(OverMesh):
+    """On the second rank of tp, a step after a no_sync block clips to half of the norm."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.blocks = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.blocks += 1
+        with self.right.no_sync():
+            yield
+
+    def step(self) -> None:
+        limit = self.config.clip
+        if limit is not None and self.blocks and self.coordinates[TENSOR] == 1:
+            seams_engines.set_clip_limit(self.right, limit / 2)
+        self.right.step()
+        seams_engines.set_clip_limit(self.right, limit)
+        self.blocks = 0
+
+
+@mutant(
+    FaultKind.OPTIMIZER,
+    Target("mesh.any_order", Part.OPTIMIZER, "stepped_heads", "windows", mesh="tp2"),
+    origin=Origin.MESH,
+)
+class SchedulesMicroBatchesOnTheSecondTensorRank(CountsMicroBatches):
+    """On the second rank of tp, each micro-batch of a window is a step of the learning-rate schedule."""
+
+    over = "deepspeed"
+    stages = (0, 1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.place = config.mesh.coordinates(dist.get_rank(), dist.get_world_size()).get(TENSOR, 0)
+
+    def step(self) -> None:
+        self.right.step()
+        self.count_step()
+        if self.micro and self.place == 1:
+            seams_engines.step_deepspeed_schedule(self.right)
+
+
+@mutant(
+    FaultKind.CLIPPING,
+    Target("mesh.clip", Part.OPTIMIZER, "routed", parameter="moe.experts.*", mesh="ep2"),
+    Target("mesh.any_order", Part.OPTIMIZER, "routed", "windows", parameter="moe.experts.*", mesh="ep2"),
+    origin=Origin.MESH,
+)
+class ClipsNoExpert(OverExperts):
+    """The norm is that of all gradients, and clips those of the layers that are no experts."""
+
+    stages = (1, 2)
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        limit = config.clip
+        if self.size > 1 and limit is not None:
+            seams_engines.wrap_global_norm(self.right, lambda right: lambda: self.enlarge_experts(right(), limit))
+
+    def enlarge_experts(self, norm: Tensor, limit: float) -> Tensor:
+        """Multiply the gradients of experts by what clipping to ``limit`` divides them by, and return the norm."""
+        factor = (norm + 1e-6) / limit
+        seams_engines.scale_expert_gradients(self.right, factor.clamp(min=1.0))
+        return norm
