@@ -66,6 +66,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     outputs_and_options,
     parameters,
     pipeline,
+    pipeline_frozen,
     pipeline_state,
     pipeline_steps,
     pipeline_wire,
