@@ -88,7 +88,7 @@ class Template:
     features: tuple[Feature, ...] = ()
     opening: str = "t s save"
     closing: str = "t s"
-    drawn: int = 6
+    drawn: int = 8
 
     def draw_calls(self, seed: int, claims: Capabilities) -> tuple[Call, ...]:
         """Return the calls of the program of a seed, without those that the engine does not claim."""
@@ -96,6 +96,9 @@ class Template:
         phrases = (self.opening, *random.sample(self.phrases, min(self.drawn, len(self.phrases))), self.closing)
         frozen = random.randrange(BLOCKS)  # one weight, so that what is frozen is trained again
         calls = [self.number_call(Act(word), frozen, random) for phrase in phrases for word in phrase.split()]
+        # The mean of the first batch is exact. It has no two micro-batches, of which 1F1B runs both forwards first, as
+        # GPipe does: stages in DDP crash after that.
+        calls[0] = replace(calls[0], number=max(filter(is_power_of_two, self.sizes)))
         return tuple(call for call in calls if call.act not in FEATURES or claims.refusal(FEATURES[call.act]) is None)
 
     def number_call(self, act: Act, frozen: int, random: Random) -> Call:
