@@ -44,6 +44,14 @@ CELLS = {
     "pipeline.training[torch_pp{fully_shard}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.PASS,
     "pipeline.training[torch_pp{resharded}-zero0-w4.pp2-fp32-skips-zbv]": Verdict.FAIL,
     "pipeline.windows[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-stepped]": Verdict.CRASH,  # Rprop of FSDP2
+    "pipeline.frozen[torch_pp-zero0-w2.pp2-fp32-chain-last_later]": Verdict.PASS,
+    "pipeline.frozen[torch_pp-zero0-w2.pp2-fp32-chain-first_zero_bubble]": Verdict.FAIL,
+    "pipeline.frozen[torch_pp-zero0-w4.pp2-fp32-chain-first]": Verdict.PASS,  # the frozen stage has no DDP
+    "pipeline.frozen[torch_pp-zero0-w4.pp2-fp32-chain-unfrozen]": Verdict.FAIL,
+    "pipeline.any_order[torch_pp-zero0-w2.pp2-fp32-chain-zbv]": Verdict.PASS,
+    "pipeline.any_order[torch_pp-zero0-w4.pp2-fp32-tied_chain-clipped]": Verdict.PASS,
+    "pipeline.any_order[torch_pp-zero0-w4.pp2-fp32-chain-1f1b]": Verdict.PASS,
+    "pipeline.any_order[torch_pp{fully_shard}-zero0-w4.pp2-fp32-chain-accumulated_losses]": Verdict.FAIL,
 }
 PP2 = Mesh.parse("pp2")
 

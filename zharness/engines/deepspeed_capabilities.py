@@ -22,7 +22,7 @@ _NO_ACCESS_AT_STAGE_0 = (
     "its functions for partitioned states return None for a parameter that no ZeRO optimizer manages "
     f"({_DOCUMENTATION}/zero3.html#debugging)"
 )
-_NO_IN_PLACE_EDITS = (
+NO_IN_PLACE_EDITS = (
     "its steps start from its own fp32 copies, for which it has 'routines for modifying the fp32 master parameters', "
     f"and undo an edit of the parameter itself ({_DOCUMENTATION}/zero3.html#modifying-partitioned-states)"
 )
@@ -71,14 +71,14 @@ _REFUSED_AT_STAGE: dict[int, dict[Feature, str]] = {
         Feature.MASTERS: "gradients stay in the model's dtype, and another grad_accum_dtype is 'unsupported mix' "
         "(engine.py, _do_optimizer_sanity_check)",
     },
-    1: {Feature.IN_PLACE_EDITS: _NO_IN_PLACE_EDITS, Feature.SHARD_ACCESS: _NO_SHARD_ACCESS},
+    1: {Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS, Feature.SHARD_ACCESS: _NO_SHARD_ACCESS},
     2: {
         Feature.NO_SYNC: _NO_SYNC_INCOMPATIBLE,
-        Feature.IN_PLACE_EDITS: _NO_IN_PLACE_EDITS,
+        Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS,
         Feature.SHARD_ACCESS: _NO_SHARD_ACCESS,
     },
     3: {
-        Feature.IN_PLACE_EDITS: _NO_IN_PLACE_EDITS,
+        Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS,
         Feature.NO_SYNC: _NO_SYNC_INCOMPATIBLE,
         Feature.SUM: "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
         Feature.TRANSFORMS: "torch.func is supported on the engine at stages 0 to 2, not yet at 3 "

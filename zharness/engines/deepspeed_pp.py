@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zharness.device import compute_device_type
 from zharness.engines import optimizers
 from zharness.engines.deepspeed import json_config
+from zharness.engines.deepspeed_capabilities import NO_IN_PLACE_EDITS
 from zharness.engines.deepspeed_process import (
     DeepSpeedGlobalState,
     destroy_pipeline_groups,
@@ -53,6 +54,14 @@ CAPABILITIES = Capabilities(
     mesh_axes=frozenset({PIPELINE}),
     form=CallForm.WHOLE_BATCH,
 )
+
+
+def capabilities_at(stage: int) -> Capabilities:
+    """Return what the engine claims at a stage: stage 1 of ZeRO steps copies of the weights, and undoes an edit."""
+    refusals = {0: {}, 1: {Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS}}
+    return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, **refusals.get(stage, {})})
+
+
 OPTIONS = {SCHEDULE: f"{ONE_FORWARD_ONE_BACKWARD} (default) or {DUALPIPEV}"}
 
 
@@ -200,7 +209,7 @@ class DeepSpeedPipelineEngine(WithoutForward):
     """An engine whose schedule runs all forwards and backwards of a step; see ``Engine`` and ``SupportsTrainBatch``."""
 
     def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self.module, self.capabilities = model, CAPABILITIES
+        self.module, self.capabilities = model, capabilities_at(config.stage)
         self._is_dual = config.options.get(SCHEDULE) == DUALPIPEV
         # DualPipeV has two stages on each rank, and needs a micro-batch for each of them.
         self._fewest_micro_batches = 2 * config.mesh.size(PIPELINE) if self._is_dual else 1

@@ -118,11 +118,13 @@ class DeepSpeedTensorReader:
             return {}
         readers = (self._stage0_state, self._stage12_state, self._stage12_state, self._stage3_state)
         with self.links.applied():
-            return {
-                name: readers[self.stage](param)
-                for name, param in self.params.items()
-                if param.requires_grad and (self.stage == 0 or self._is_sharded(param))
-            }
+            return {name: readers[self.stage](param) for name, param in self.params.items() if self._has_state(param)}
+
+    def _has_state(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer may have state of ``param``; at stage 0 it keeps that of a frozen one."""
+        if self.stage == 0:
+            return param.requires_grad or param in self.engine.optimizer.state
+        return param.requires_grad and self._is_sharded(param)
 
     def _full_grad(self, param: Any) -> Tensor | None:
         """Return the reduced gradient of ``param``, or this rank's own one if nothing was reduced.

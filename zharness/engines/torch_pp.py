@@ -141,7 +141,7 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
 def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: DeviceMesh) -> nn.Module:
     """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper.
 
-    Raises ConfigError for an unknown kind.
+    A stage whose weights are all frozen needs no DDP either, which refuses it. Raises ConfigError for an unknown kind.
     """
     kind = options.get(DATA_PARALLEL, DDP)
     if kind not in (DDP, FULLY_SHARD):
@@ -149,6 +149,8 @@ def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: Device
     if data_ranks.size() == 1:
         return part
     if kind == DDP:
+        if not any(parameter.requires_grad for parameter in part.parameters()):
+            return part
         return DistributedDataParallel(part, process_group=data_ranks.get_group())
     from torch.distributed.fsdp import fully_shard
 

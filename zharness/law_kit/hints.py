@@ -16,6 +16,7 @@ from zharness.parity.attribution import fit_scale, is_close_to_mean, is_unexplai
 from zharness.parity.bounds import mean_and_bound
 
 OLD_GRADIENT_ADDED_HINT = "the gradient that an earlier step used is added to it"
+MOVED_WITHOUT_GRADIENT_HINT = "the step moved a parameter that has no gradient"
 UNREDUCED_PARTS_HINT = "each rank's part of the gradient is that rank's own, not reduced"
 
 

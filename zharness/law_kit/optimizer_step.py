@@ -15,7 +15,13 @@ from torch import Tensor
 from zharness.engines.optimizers import optimizer_class
 from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
-from zharness.law_kit.hints import add_hint, hint_learning_rate, hint_step_count, hint_unmoved
+from zharness.law_kit.hints import (
+    MOVED_WITHOUT_GRADIENT_HINT,
+    add_hint,
+    hint_learning_rate,
+    hint_step_count,
+    hint_unmoved,
+)
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.record_comparisons import compare_record_of_ranks
 from zharness.parity import Comparison, Part, Tier, compare_bitwise, compare_within_bound
@@ -78,7 +84,7 @@ def judge_step(
     for name, weight in before.items():
         if name not in grads:
             comparison = compare_bitwise(ctx.location(name, Part.OPTIMIZER, step), weight, after[name])
-            yield add_hint(comparison, "the step moved a parameter that has no gradient")
+            yield add_hint(comparison, MOVED_WITHOUT_GRADIENT_HINT)
             continue
         state_before = {"step": torch.tensor(float(steps_made - recorded_step.idle_steps.get(name, 0)))} | dict(
             old_state.get(name, {})

@@ -5,7 +5,7 @@ The program is drawn from the cell's seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTempla
 from zharness.law_kit.rank_context import RankContext
 from zharness.parity import Comparison, Tier
 from zharness.workload.program_text import parse_verb
-from zharness.workload.programs import Verb, join_words
+from zharness.workload.programs import join_words
 
 
 def observe_any_order(ctx: RankContext) -> None:
@@ -49,7 +49,7 @@ def judge_any_order(ctx: JudgeContext, judge_class: type[ProgramJudge] = Program
     yield from compare_process_state(ctx, "switches", range(2))
 
 
-def add_program_hint(comparison: Comparison, verbs: tuple[Verb, ...]) -> Comparison:
+def add_program_hint(comparison: Comparison, verbs: Sequence[object]) -> Comparison:
     """Add a hint to a mismatch; the hint lists the verbs of the program up to the verb with the mismatch."""
     wrong = comparison.mismatch
     if wrong is None or not wrong.step:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import OptimizerSpec
-from zharness.law_kit.hints import hint_unmoved
+from zharness.law_kit.hints import MOVED_WITHOUT_GRADIENT_HINT, add_hint, hint_unmoved
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import step_hyperparameters, unflatten
 from zharness.law_kit.record_comparisons import UNBOUNDED_ERROR
@@ -50,7 +50,7 @@ def judge_parameter_updates(
     for name, weight in before.items():
         here = ctx.location(name, Part.OPTIMIZER, position)
         if name not in grads:
-            yield compare_bitwise(here, weight, after[name])
+            yield add_hint(compare_bitwise(here, weight, after[name]), MOVED_WITHOUT_GRADIENT_HINT)
             yield from judge_unmoved_state(ctx, name, old_state, new_state, position)
             continue
         steps = step_counts.by_parameter.get(name, 0)

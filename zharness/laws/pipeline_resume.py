@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from zharness.engines.protocol import Engine, Feature, OptimizerSpec
+from zharness.engines.protocol import Capabilities, Engine, Feature, OptimizerSpec
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_actions import shared_folder
@@ -50,9 +50,9 @@ RESUMES: Mapping[str, Resume] = {
 }
 
 
-def select_optimizer(ctx: RankContext) -> OptimizerSpec:
+def select_optimizer(claims: Capabilities) -> OptimizerSpec:
     """Return the optimizer, whose rate falls if the engine has a learning-rate schedule, and is constant otherwise."""
-    return HALVING if ctx.capabilities.refusal(Feature.SCHEDULE) is None else CONSTANT_RATE
+    return HALVING if claims.refusal(Feature.SCHEDULE) is None else CONSTANT_RATE
 
 
 def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:
@@ -68,7 +68,7 @@ def observe_resume(ctx: RankContext) -> None:
 
     The engine that loads is new or has made two steps, and runs the same schedule or another, as the variant says.
     """
-    resume, optimizer = RESUMES[ctx.variant], select_optimizer(ctx)
+    resume, optimizer = RESUMES[ctx.variant], select_optimizer(ctx.capabilities)
     saved = ctx.build_engine(optimizer=optimizer, options=select_schedule(resume.saved_by))
     loaded = ctx.build_engine_around(
         ctx.spec.model(ctx.seed + 1), optimizer=optimizer, options=select_schedule(resume.loaded_by)

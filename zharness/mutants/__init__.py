@@ -67,6 +67,8 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     outputs_and_options,
     parameters,
     pipeline,
+    pipeline_frozen,
+    pipeline_products,
     pipeline_state,
     pipeline_steps,
     pipeline_wire,

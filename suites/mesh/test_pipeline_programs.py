@@ -1,0 +1,77 @@
+"""Programs of whole batches: their text, what seeds draw, what an engine does not claim, weights of several uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zharness.engines import deepspeed_pp, torch_pp
+from zharness.engines.protocol import Feature
+from zharness.laws.pipeline_programs import (
+    BATCHES,
+    TEMPLATES,
+    Act,
+    Call,
+    find_frozen,
+    find_shared_weights,
+    parse_call,
+    select_weight,
+)
+from zharness.parity.certificate import is_power_of_two
+from zharness.workload import MODELS
+
+CLAIMS = torch_pp.CAPABILITIES
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_program_is_what_its_text_says_and_legal(name: str) -> None:
+    template = TEMPLATES[name]
+    for seed in range(50):
+        calls = template.draw_calls(seed, CLAIMS)
+        assert tuple(parse_call(str(call)) for call in calls) == calls
+        pending, saves = 0, 0
+        for position, call in enumerate(calls):
+            if call.act in BATCHES:
+                pending += 1
+                assert call.number in template.sizes
+                assert call.act is not Act.UNSEEN or is_power_of_two(call.number)
+            elif call.act in (Act.STEP, Act.ZERO_GRAD):
+                assert pending
+                pending = 0
+            elif call.act is not Act.LOOK:
+                assert not pending, f"{call} at {position} leaves gradients"
+            saves += call.act is Act.SAVE
+            assert saves or call.act not in (Act.LOAD, Act.LOAD_OLD)
+        assert not pending
+        assert find_frozen(calls) is None or name == "frozen"
+
+
+def test_seeds_draw_different_programs() -> None:
+    template = TEMPLATES["single"]
+    assert len({template.draw_calls(seed, CLAIMS) for seed in range(20)}) == 20
+
+
+def test_a_program_leaves_out_what_the_engine_does_not_claim() -> None:
+    template = TEMPLATES["single"]
+    refused = replace(CLAIMS, refuses={**CLAIMS.refuses, Feature.CHECKPOINT: "none", Feature.SCHEDULE: "none"})
+    acts = {call.act for seed in range(20) for call in template.draw_calls(seed, refused)}
+    assert acts.isdisjoint({Act.SAVE, Act.LOAD, Act.LOAD_OLD})
+    assert Act.EDIT in acts
+    assert template.select_optimizer(refused).schedule == (1.0,)
+    assert Feature.IN_PLACE_EDITS in deepspeed_pp.capabilities_at(1).refuses
+    assert Feature.IN_PLACE_EDITS not in deepspeed_pp.capabilities_at(0).refuses
+
+
+def test_a_weight_is_frozen_until_it_is_trained_again() -> None:
+    freeze, thaw = Call(Act.FREEZE, 2), Call(Act.THAW, 2)
+    assert find_frozen([Call(Act.STEP)]) is None
+    assert find_frozen([freeze, Call(Act.STEP)]) == 2
+    assert find_frozen([freeze, thaw]) is None
+
+
+def test_weights_of_several_uses_are_those_that_blocks_or_calls_share() -> None:
+    assert not find_shared_weights(MODELS["chain"], 0)
+    assert find_shared_weights(MODELS["tied_chain"], 0) == {"blocks.0.linear.weight", "blocks.1.linear.bias"}
+    assert find_shared_weights(MODELS["tied_ends"], 0) == {"ends.weight", "ends.bias"}
+    assert select_weight(MODELS["tied_ends"], 0, 3) == "ends.weight"

@@ -1,0 +1,138 @@
+"""Define the law pipeline.any_order: a random program of whole-batch calls, of which each is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zharness.engines.protocol import Engine
+from zharness.law_kit.engine_facts import build_facts
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.program_law import add_program_hint
+from zharness.law_kit.rank_actions import shared_folder
+from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state, scalar
+from zharness.laws.pipeline import pipeline_law, select_schedule, train_batch
+from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, shape_of
+from zharness.laws.pipeline_programs import (
+    BATCHES,
+    TEMPLATES,
+    Act,
+    Call,
+    find_shared_weights,
+    parse_call,
+    select_weight,
+)
+from zharness.parity import Comparison
+from zharness.workload.programs import join_words
+
+
+@dataclass
+class Caller:
+    """Runs the calls of a program, and records what each leaves; ``folder`` is shared by all ranks.
+
+    ``version`` is the number under which weights and state were recorded last, and ``saves`` the number of checkpoints.
+    """
+
+    ctx: RankContext
+    engine: Engine
+    folder: Path
+    version: int = 0
+    saves: int = 0
+
+    def run(self, position: int, call: Call) -> None:
+        """Run the call at a position of the program."""
+        if call.act in BATCHES:
+            losses = train_batch(self.ctx, self.engine, STRIDE * position, shape_of(call))
+            self.ctx.record("losses", losses, position)
+            if call.act is not Act.UNSEEN:
+                self.ctx.record("grads", self.engine.full_grads(), position)
+        elif call.act is Act.ZERO_GRAD:
+            self.engine.zero_grad()
+        elif call.act is Act.LOOK:
+            self.look(position)
+        elif call.act in (Act.FREEZE, Act.THAW):
+            self.find_weight(call).requires_grad_(call.act is Act.THAW)
+        else:
+            self.change(position, call)
+            self.version += 1
+            self.record_version()
+
+    def change(self, position: int, call: Call) -> None:
+        """Run a call that changes weights or state, or that might."""
+        if call.act is Act.STEP:
+            self.engine.step()
+            norm = self.engine.grad_norm()
+            self.ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, position)
+            self.engine.zero_grad()
+        elif call.act is Act.EDIT:
+            with torch.no_grad():
+                self.find_weight(call).mul_(EDIT_FACTOR)
+        elif call.act is Act.SAVE:
+            self.engine.save(self.folder / str(self.saves))
+            self.saves += 1
+        else:
+            self.engine.load(self.folder / str(0 if call.act is Act.LOAD_OLD else self.saves - 1))
+
+    def find_weight(self, call: Call) -> nn.Parameter:
+        """Return the weight that a call is about; it is of no use on a rank whose stages do not have it."""
+        return self.engine.module.get_parameter(select_weight(self.ctx.spec, self.ctx.seed, call.number))
+
+    def look(self, position: int) -> None:
+        """Read gradients, weights and state again, and record them."""
+        self.ctx.record("grads", self.engine.full_grads(), position)
+        self.ctx.record("looked", self.engine.full_params(), position)
+        state = flatten_optimizer_state(self.engine.full_optimizer_state())
+        self.ctx.record("looked-state", state, position)
+
+    def record_version(self) -> None:
+        """Record weights, state, and the learning rates that the engine reports."""
+        observations = self.ctx.record_training_state(self.engine, self.version)
+        self.ctx.record("facts", build_facts(observations), self.version)
+
+
+def observe_any_order(ctx: RankContext) -> None:
+    """Run the program drawn from the cell's seed, and record its calls and their results."""
+    template = TEMPLATES[ctx.variant]
+    calls = template.draw_calls(ctx.seed, ctx.capabilities)
+    if find_shared_weights(ctx.spec, ctx.seed):  # how their gradients round is known only if they are read
+        calls = tuple(replace(call, act=Act.TRAIN) if call.act is Act.UNSEEN else call for call in calls)
+    ctx.record("calls", {"text": torch.tensor([*join_words(calls).encode()], dtype=torch.uint8)})
+    engine = ctx.build_engine(
+        optimizer=template.select_optimizer(ctx.capabilities),
+        options=select_schedule(template.schedule),
+        clip=template.clip,
+    )
+    with shared_folder() as folder:
+        caller = Caller(ctx, engine, folder)
+        caller.record_version()
+        for position, call in enumerate(calls, start=1):
+            caller.run(position, call)
+    engine.close()
+
+
+def judge_any_order(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Judge every call of the program; a mismatch says which calls the program had made."""
+    text = bytes(ctx.rank_records("calls")[0]["text"].tolist()).decode()
+    calls = tuple(map(parse_call, text.split()))
+    for comparison in BatchProgramJudge(ctx, TEMPLATES[ctx.variant], calls).judge():
+        yield add_program_hint(comparison, calls)
+
+
+_LAW = pipeline_law(
+    "any_order",
+    "after each call of a random program, losses, gradients, weights, state and rates are those of plain PyTorch",
+    observe_any_order,
+    judge_any_order,
+    tuple(
+        Variant(name, template.features, schedules=tuple(filter(None, (template.schedule,))))
+        for name, template in TEMPLATES.items()
+    ),
+    models=("chain", "tied_chain", "tied_ends"),
+    kept_because="products of a mistake, the calls before it, and the stage or rank that makes it",
+)
+LAWS = (replace(_LAW, weights_stay_integers=False, steps_are_verbs=True),)

@@ -1,0 +1,155 @@
+"""Define the law pipeline.frozen: weights that are frozen in some stages alone change no gradient of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zharness.engines.protocol import Feature
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
+from zharness.law_kit.program_suspects import scale_local_grads
+from zharness.law_kit.rank_context import RankContext
+from zharness.laws.pipeline import (
+    DEFAULT_SHAPE,
+    SCHEDULES,
+    SINGLE,
+    BatchShape,
+    compare_micro_losses,
+    compute_batch,
+    pipeline_law,
+    run_batch,
+    select_schedule,
+)
+from zharness.laws.pipeline_resume import select_optimizer
+from zharness.parity import Comparison
+from zharness.parity.baseline import LocalResult
+
+# Names of frozen weights of ``chain``, whose first two blocks are the first of two stages, and the first of four.
+FIRST_STAGE, LAST_STAGE = ("blocks.[01].*",), ("blocks.[23].*",)
+NOTHING: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """The names of the weights that are frozen in each step, the schedule, and the size of a batch."""
+
+    steps: tuple[tuple[str, ...], ...]
+    schedule: str = ""
+    shape: BatchShape = SINGLE
+
+    def find_frozen(self, step: int, names: Set[str]) -> set[str]:
+        """Return which of ``names`` are frozen in a step."""
+        return {name for name in names if any(fnmatchcase(name, pattern) for pattern in self.steps[step])}
+
+
+def freeze_twice(*patterns: str) -> Freezing:
+    """Return a freezing of two steps, of one micro-batch each, before which the weights ``patterns`` are frozen."""
+    return Freezing((patterns, patterns))
+
+
+# A schedule of DDP's stages may have one batch of several micro-batches alone: see FINDINGS.md.
+BY_SCHEDULE: Mapping[str, Freezing] = {
+    f"{place}_{schedule}": Freezing((patterns,), schedule, DEFAULT_SHAPE)
+    for schedule in SCHEDULES
+    for place, patterns in {"first": ("blocks.0.*",), "last": ("blocks.3.*",), "half": LAST_STAGE}.items()
+}
+FROZEN: Mapping[str, Freezing] = {
+    "first": freeze_twice(*FIRST_STAGE),
+    "last": freeze_twice(*LAST_STAGE),
+    "layers": freeze_twice("blocks.0.*", "blocks.2.*"),
+    "biases": freeze_twice("*.bias"),
+    **BY_SCHEDULE,
+}
+CHANGED: Mapping[str, Freezing] = {
+    "last_later": Freezing((NOTHING, LAST_STAGE, NOTHING)),
+    "layer_later": Freezing((NOTHING, ("blocks.1.*",), NOTHING)),
+    "unfrozen": Freezing((("blocks.2.*",), NOTHING)),
+}
+FREEZINGS = {**FROZEN, **CHANGED}
+
+
+def freeze(model: nn.Module, freezing: Freezing, step: int) -> nn.Module:
+    """Let the parameters of ``model`` that a step freezes require no gradient, and the others one; return it."""
+    frozen = freezing.find_frozen(step, {name for name, _ in model.named_parameters()})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return model
+
+
+def observe_frozen(ctx: RankContext) -> None:
+    """Make steps with weights that are frozen before the engine is built, and if the variant says so, between them."""
+    freezing = FREEZINGS[ctx.variant]
+    model = freeze(ctx.spec.model(ctx.seed), freezing, 0)
+    options = select_schedule(freezing.schedule)
+    engine = ctx.build_engine_around(model, optimizer=select_optimizer(ctx.capabilities), options=options)
+    ctx.record_training_state(engine, 0)
+    for step in range(len(freezing.steps)):
+        if ctx.variant in CHANGED:
+            freeze(engine.module, freezing, step)
+        run_batch(ctx, engine, step, freezing.shape)
+        engine.step()
+        engine.zero_grad()
+        ctx.record_training_state(engine, step + 1)
+    engine.close()
+
+
+def leave_out(local: LocalResult, frozen: Set[str]) -> LocalResult:
+    """Return a result without the gradients of weights that are frozen."""
+    return replace(local, grads={name: grad for name, grad in local.grads.items() if name not in frozen})
+
+
+def suspect_last_alone(micros: list[list[LocalResult]]) -> dict[str, list[list[LocalResult]]]:
+    """Return, by hint, gradients to which the first micro-batches of a batch have added nothing."""
+    count = len(micros)
+    scaled = scale_local_grads(micros, 1 / count)
+    return {
+        f"the gradient of the last {left} of {count} micro-batches alone": scaled[count - left :]
+        for left in range(1, count)
+    }
+
+
+def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
+    """Compare losses, the gradients of the weights that train and their steps; a frozen weight has neither.
+
+    The gradients of the first batch are compared bitwise where exactness is certified.
+    """
+    freezing, optimizer = FREEZINGS[ctx.variant], select_optimizer(ctx.claims)
+    names = ctx.baseline.parameter_names
+    idle = dict.fromkeys(names, 0)
+    for step in range(len(freezing.steps)):
+        frozen = freezing.find_frozen(step, set(names))
+        micros = compute_batch(ctx, step, ctx.rank_records("params", step)[0], freezing.shape)
+        yield from compare_micro_losses(ctx, micros, step)
+        exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
+        trained = [[leave_out(local, frozen) for local in row] for row in micros]
+        yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
+        grads = ctx.rank_records("grads", step)[0]
+        yield from judge_step(ctx, optimizer, grads, RecordedStep(step, idle_steps=dict(idle)))
+        yield from compare_ranks_after_step(ctx, RecordedStep(step + 1))
+        idle = {name: count + (name in frozen) for name, count in idle.items()}
+
+
+LAWS = (
+    pipeline_law(
+        "frozen",
+        "a stage passes gradients on and trains the rest, whichever weights of it are frozen, and keeps these",
+        observe_frozen,
+        judge_frozen,
+        tuple(
+            Variant(
+                name,
+                (Feature.UNFREEZING,) if name in CHANGED else (),
+                schedules=tuple(filter(None, (freezing.schedule,))),
+            )
+            for name, freezing in FREEZINGS.items()
+        ),
+        Feature.PARAMETERS,
+        models=("chain",),
+        kept_because="the only law of a pipeline with frozen weights",
+    ),
+)

@@ -1,0 +1,261 @@
+"""Judge every call of a program of whole batches against plain PyTorch, which starts from the engine's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from zharness.law_kit.clipped_step import hint_other_norm
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor, judge_reported_norm
+from zharness.law_kit.engine_facts import compare_engine_facts
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
+from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
+from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
+from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
+from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.laws.pipeline import MICRO_BATCHES, BatchShape, compare_micro_losses, compute_batch
+from zharness.laws.pipeline_programs import (
+    BATCHES,
+    Act,
+    Call,
+    Template,
+    find_frozen,
+    find_shared_weights,
+    select_weight,
+)
+from zharness.parity import Comparison, Part, compare_bitwise
+from zharness.parity.baseline import LocalResult
+from zharness.parity.bounds import BoundedTensor
+from zharness.parity.certificate import Exactness, is_power_of_two
+from zharness.workload.programs import PendingGradients
+
+STRIDE = 2  # batches are numbered by 4 micro-batches, and those of programs have up to 6
+EDIT_FACTOR = 0.5
+
+
+def shape_of(call: Call) -> BatchShape:
+    """Return the number of micro-batches of a batch, and the factor of its loss."""
+    return BatchShape(call.number, 2 if call.act is Act.SCALED else 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch at ``position`` of a program, and the local gradients of its micro-batches, of the weights that train."""
+
+    position: int
+    call: Call
+    micros: list[list[LocalResult]]
+
+
+@dataclass
+class Pending:
+    """The batches since the last step or zero_grad.
+
+    ``read_at`` is the position of the call that recorded the gradients of all of them, or None.
+    """
+
+    batches: list[Batch] = field(default_factory=list)
+    read_at: int | None = None
+
+    @property
+    def micros(self) -> list[list[LocalResult]]:
+        """The local gradients of all micro-batches."""
+        return [row for batch in self.batches for row in batch.micros]
+
+    @property
+    def scale(self) -> float:
+        """The number of batches, which have as many micro-batches each, so that their means add up."""
+        return float(len(self.batches))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint has: the version of the recorded weights and state, and the steps made before."""
+
+    version: int
+    counts: StepCounts
+
+
+class BatchProgramJudge:
+    """Judges the calls of one program in order.
+
+    ``version`` is the number under which weights and state were recorded last; each change has a new one.
+    """
+
+    def __init__(self, ctx: JudgeContext, template: Template, calls: Sequence[Call]) -> None:
+        self.ctx, self.template, self.calls = ctx, template, calls
+        self.optimizer = template.select_optimizer(ctx.claims)
+        self.shared = find_shared_weights(ctx.baseline.spec, ctx.baseline.seed)
+        self.version, self.counts = 0, StepCounts()
+        self.pending, self.saved = Pending(), list[Saved]()
+
+    def judge(self) -> Iterator[Comparison]:
+        """Yield the comparisons of all calls, each with the position after its call as the step of a mismatch."""
+        yield from compare_initial_weights(self.ctx)
+        for position, call in enumerate(self.calls, start=1):
+            for comparison in self.judge_call(position, call):
+                mismatch = comparison.mismatch
+                yield comparison if mismatch is None else replace(comparison, mismatch=replace(mismatch, step=position))
+
+    def judge_call(self, position: int, call: Call) -> Iterator[Comparison]:
+        """Judge one call by its kind."""
+        if call.act in BATCHES:
+            yield from self.judge_batch(position, call)
+        elif call.act is Act.STEP:
+            yield from self.judge_step(position)
+        elif call.act is Act.ZERO_GRAD:
+            self.pending = Pending()
+        elif call.act is Act.LOOK:
+            yield from self.judge_look(position)
+        elif call.act is Act.EDIT:
+            yield from self.judge_edit(call.number)
+        elif call.act is Act.SAVE:
+            yield from self.judge_save()
+        elif call.act in (Act.LOAD, Act.LOAD_OLD):
+            yield from self.judge_load(self.saved[0 if call.act is Act.LOAD_OLD else -1])
+
+    def judge_batch(self, position: int, call: Call) -> Iterator[Comparison]:
+        """Compare the losses of a batch, and the gradients since the last step if they were read."""
+        ctx, weights = self.ctx, self.ctx.rank_records("params", self.version)[0]
+        micros = compute_batch(ctx, STRIDE * position, weights, shape_of(call))
+        yield from compare_micro_losses(ctx, micros, position)
+        frozen = find_frozen(self.calls[: position - 1])
+        name = "" if frozen is None else self.select_weight(frozen)
+        trained = [[leave_out(local, name) for local in row] for row in micros]
+        self.pending.batches.append(Batch(position, call, trained))
+        self.pending.read_at = None
+        if call.act is not Act.UNSEEN:
+            yield from self.judge_grads(position)
+
+    def judge_grads(self, position: int) -> Iterator[Comparison]:
+        """Compare the gradients that were read at ``position`` with the sum of the batches' means.
+
+        Where a mean rounds, an engine may also divide the loss of each micro-batch, and add up the gradients.
+        """
+        self.pending.read_at = position
+        found = list(self.compare_grads(position, self.pending.micros))
+        sizes = [batch.call.number for batch in self.pending.batches]
+        if not all(map(is_power_of_two, sizes)) and any(comparison.mismatch for comparison in found):
+            rows = [row for batch in self.pending.batches for row in self.compute_divided(batch)]
+            divided = list(self.compare_grads(position, rows))
+            found = found if any(comparison.mismatch for comparison in divided) else divided
+        yield from found
+
+    def compare_grads(self, position: int, micros: list[list[LocalResult]]) -> Iterator[Comparison]:
+        """Compare gradients with those of micro-batches; not those of several uses, whose sum depends on the order."""
+        exact = self.certify_first_batch(position)
+        for comparison in self.ctx.compare_reduced_grads("grads", micros, position, exact, self.pending.scale):
+            place = comparison.location
+            if place is None or place.name not in self.shared:
+                yield comparison
+
+    def compute_divided(self, batch: Batch) -> list[list[LocalResult]]:
+        """Return the local gradients of losses that are divided by the number of micro-batches, times this number."""
+        shape, first = shape_of(batch.call), STRIDE * batch.position * MICRO_BATCHES
+        count, weights = shape.micro_batches, self.ctx.rank_records("params", self.version)[0]
+
+        def divide(loss: Tensor, rank: int) -> Tensor:
+            return shape.factor * loss / count
+
+        names = batch.micros[0][0].grads
+        rows = [self.ctx.baseline.run_all_ranks(first + index, weights, None, divide) for index in range(count)]
+        return [
+            [replace(local, grads={name: count * local.grads[name].double() for name in names}) for local in row]
+            for row in rows
+        ]
+
+    def certify_first_batch(self, position: int) -> Exactness:
+        """Return whether the gradients of a batch are exact, which is asked of batches before the first step alone."""
+        if self.version or len(self.pending.batches) > 1 or self.calls[position - 1].act is not Act.TRAIN:
+            return Exactness(False)
+        first = STRIDE * position * MICRO_BATCHES
+        return self.ctx.certify_exactness(range(first, first + len(self.pending.micros)))
+
+    def select_weight(self, number: int) -> str:
+        """Return the name of a weight of the cell's model."""
+        return select_weight(self.ctx.baseline.spec, self.ctx.baseline.seed, number)
+
+    def judge_look(self, position: int) -> Iterator[Comparison]:
+        """Compare weights, state and gradients that are read again with those that were recorded before."""
+        if self.pending.batches:
+            yield from self.judge_grads(position)
+        yield from compare_records(self.ctx, "params", "looked", self.version, position, Part.GATHER)
+        yield from compare_records(self.ctx, "state", "looked-state", self.version, position, Part.OPTIMIZER)
+
+    def judge_step(self, position: int) -> Iterator[Comparison]:
+        """Compare a step, clipped or not, with the optimizer's formula, and what all ranks report after it."""
+        grads = self.get_step_grads()
+        pending = PendingGradients.UNSEEN if self.pending.read_at is None else PendingGradients.REDUCED
+        factor = NO_CLIPPING
+        if self.template.clip is not None:
+            norm, error = self.compute_norm(grads)
+            reported = yield from judge_reported_norm(self.ctx, "norm", position, norm, error)
+            factor = ClipFactor.from_norm(self.template.clip, norm, error, reported)
+
+        def judge_update(factor: ClipFactor) -> Iterator[Comparison]:
+            clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
+            yield from judge_parameter_updates(
+                self.ctx, self.optimizer, clipped, self.version, self.counts, position, pending
+            )
+
+        for comparison in judge_update(factor):
+            if self.template.clip is None:
+                yield comparison
+            else:
+                values = {name: grad.value for name, grad in grads.items()}
+                yield hint_other_norm(self.ctx, comparison, values, self.template.clip, judge_update)
+        self.counts, self.pending = self.counts.with_step(grads), Pending()
+        yield from self.judge_new_version()
+
+    def get_step_grads(self) -> BoundedGrads:
+        """Return the gradients of a step: those that were read, or else the expected ones with their bounds."""
+        if self.pending.read_at is not None:
+            recorded = self.ctx.rank_records("grads", self.pending.read_at)[0]
+            return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
+        return self.ctx.compute_expected_grads(self.pending.micros, self.pending.scale, {})
+
+    def compute_norm(self, grads: BoundedGrads) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``grads``, and a bound on the error of an engine's norm."""
+        norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, [self.ctx.dtype])
+        return norm, rounding + torch.stack([grad.error.double().norm() for grad in grads.values()]).norm()
+
+    def judge_new_version(self) -> Iterator[Comparison]:
+        """Compare weights, state and learning rates of all ranks after a change."""
+        self.version += 1
+        yield from compare_ranks_after_step(self.ctx, RecordedStep(self.version))
+        yield from compare_engine_facts(self.ctx, self.optimizer, self.version, self.counts.steps)
+
+    def judge_edit(self, number: int) -> Iterator[Comparison]:
+        """Compare the edited weight with half of what it was, and all others with what they were."""
+        edited = self.select_weight(number)
+        for rank, before in enumerate(self.ctx.rank_records("params", self.version)):
+            after = self.ctx.rank_records("params", self.version + 1)[rank]
+            for name, weight in before.items():
+                expected = EDIT_FACTOR * weight if name == edited else weight
+                yield compare_bitwise(self.ctx.location(name, Part.GATHER, 0, rank), expected, after[name])
+        yield from compare_records(self.ctx, "state", "state", self.version, self.version + 1, Part.OPTIMIZER)
+        yield from self.judge_new_version()
+
+    def judge_save(self) -> Iterator[Comparison]:
+        """Check that a save changes nothing, and remember what it has to have saved."""
+        yield from self.judge_restored(self.version)
+        self.saved.append(Saved(self.version, self.counts))
+
+    def judge_load(self, saved: Saved) -> Iterator[Comparison]:
+        """Check that weights, state and learning rates after a load are those of the save."""
+        self.counts = saved.counts
+        yield from self.judge_restored(saved.version)
+
+    def judge_restored(self, version: int) -> Iterator[Comparison]:
+        """Compare the next version with an earlier one."""
+        for what in ("params", "state"):
+            yield from compare_records(self.ctx, what, what, version, self.version + 1, Part.GATHER)
+        yield from self.judge_new_version()
+
+
+def leave_out(local: LocalResult, frozen: str) -> LocalResult:
+    """Return a result without the gradient of a weight."""
+    return replace(local, grads={name: grad for name, grad in local.grads.items() if name != frozen})

@@ -1,0 +1,161 @@
+"""Define programs of calls of an engine that runs whole batches, and the templates from which they are drawn.
+
+``t:3 s save e:1 x:2 s load`` trains a batch of three micro-batches and makes a step, saves, edits the second weight,
+trains a batch of two with twice the loss, makes a step, and loads what was saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from random import Random
+
+from zharness.engines.protocol import Capabilities, Feature, OptimizerSpec
+from zharness.law_kit.optimizers import ADAMW
+from zharness.laws.pipeline import CLIP
+from zharness.laws.pipeline_steps import HALVING
+from zharness.parity.certificate import is_power_of_two
+from zharness.workload import ModelSpec
+from zharness.workload.exact_chain import BLOCKS
+
+
+class Act(Enum):
+    """The kinds of calls. A batch adds its gradients to those since the last step or zero_grad."""
+
+    TRAIN = "t"  # t:n trains a batch of n micro-batches, and reads the gradients
+    SCALED = "x"  # the same with twice the loss, which is another function
+    UNSEEN = "u"  # a batch after which the gradients are not read
+    STEP = "s"  # step and zero_grad
+    ZERO_GRAD = "z"  # gives up the gradients
+    LOOK = "l"  # reads weights, state and gradients again
+    EDIT = "e"  # e:w halves the weight number w in place, on every rank
+    FREEZE = "f"  # f:w freezes the weight number w
+    THAW = "h"  # h:w lets it be trained again
+    SAVE = "save"
+    LOAD = "load"  # loads what was saved last
+    LOAD_OLD = "old"  # loads what was saved first
+
+
+BATCHES = (Act.TRAIN, Act.SCALED, Act.UNSEEN)
+OF_A_WEIGHT = (Act.EDIT, Act.FREEZE, Act.THAW)
+FEATURES: Mapping[Act, Feature] = {
+    Act.EDIT: Feature.IN_PLACE_EDITS,
+    Act.FREEZE: Feature.UNFREEZING,
+    Act.THAW: Feature.UNFREEZING,
+    **dict.fromkeys((Act.SAVE, Act.LOAD, Act.LOAD_OLD), Feature.CHECKPOINT),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a program; ``number`` is its number of micro-batches, or of a weight, or 0."""
+
+    act: Act
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.act.value}:{self.number}" if self.act in (*BATCHES, *OF_A_WEIGHT) else self.act.value
+
+
+def parse_call(word: str) -> Call:
+    """Return the call that ``word`` is the text of."""
+    act, _, number = word.partition(":")
+    return Call(Act(act), int(number or 0))
+
+
+SMALL_STEPS = replace(HALVING, args={**HALVING.args, "lr": 2.0**-6})  # so that weights stay finite over many steps
+SMALL_ADAMW = replace(ADAMW, groups=())
+ANY = ("t s", "x s", "u s", "t z t s", "u z x s", "t l s", "l t s", "e t s", "t s save t s load t s", "old t s")
+SINGLE_SIZES = (1,)
+
+
+@dataclass(frozen=True)
+class Template:
+    """What the programs of a variant are drawn from.
+
+    ``phrases`` are calls that are legal in any order, ``sizes`` the numbers of micro-batches that a batch may have, and
+    ``schedule`` is the schedule, or '' for the engine's default. A program is ``opening``, ``drawn`` of the phrases and
+    ``closing``.
+    """
+
+    phrases: tuple[str, ...] = ANY
+    schedule: str = ""
+    sizes: tuple[int, ...] = SINGLE_SIZES
+    optimizer: OptimizerSpec = SMALL_STEPS
+    clip: float | None = None
+    features: tuple[Feature, ...] = ()
+    opening: str = "t s save"
+    closing: str = "t s"
+    drawn: int = 8
+
+    def draw_calls(self, seed: int, claims: Capabilities) -> tuple[Call, ...]:
+        """Return the calls of the program of a seed, without those that the engine does not claim."""
+        random = Random(f"{seed} {self.schedule} {self.phrases}")  # noqa: S311 - an order, no secret
+        phrases = (self.opening, *random.sample(self.phrases, min(self.drawn, len(self.phrases))), self.closing)
+        frozen = random.randrange(BLOCKS)  # one weight, so that what is frozen is trained again
+        calls = [self.number_call(Act(word), frozen, random) for phrase in phrases for word in phrase.split()]
+        # The mean of the first batch is exact. It has no two micro-batches, of which 1F1B runs both forwards first, as
+        # GPipe does: stages in DDP crash after that.
+        calls[0] = replace(calls[0], number=max(filter(is_power_of_two, self.sizes)))
+        return tuple(call for call in calls if call.act not in FEATURES or claims.refusal(FEATURES[call.act]) is None)
+
+    def number_call(self, act: Act, frozen: int, random: Random) -> Call:
+        """Return a call with a number of micro-batches, or of a weight; ``frozen`` is the one to freeze."""
+        if act in BATCHES:
+            # What was not read has to be known up to its rounding, which depends on where a mean is divided.
+            sizes = [size for size in self.sizes if act is not Act.UNSEEN or is_power_of_two(size)]
+            return Call(act, random.choice(sizes))
+        if act is Act.EDIT:
+            return Call(act, random.randrange(BLOCKS))
+        return Call(act, frozen if act in OF_A_WEIGHT else 0)
+
+    def select_optimizer(self, claims: Capabilities) -> OptimizerSpec:
+        """Return the optimizer, at a constant rate if the engine has no learning-rate schedule."""
+        has_schedule = claims.refusal(Feature.SCHEDULE) is None
+        return self.optimizer if has_schedule else replace(self.optimizer, schedule=(1.0,))
+
+
+# Zero bubbles need a micro-batch for each stage, of which each of two ranks has two; 1F1B one for each rank.
+SIZES: Mapping[str, tuple[int, ...]] = {
+    "gpipe": (1, 2, 3, 4),
+    "1f1b": (2, 3, 4, 5),
+    "interleaved": (2, 3, 4, 6),
+    "zero_bubble": (4, 6),
+    "zbv": (4, 5, 6),
+    "dualpipev": (4, 5, 6),
+}
+ACCUMULATED = ("t t s", "t t t s", "t z t t s", "t l t s", "u u s", "t s save t t s load t s", "old t t s", "e t t s")
+FROZEN = ("f t s h", "t s f t s t s h", "t z t s", "f t s save h t s", "f t s u s h", "x s")
+TEMPLATES: Mapping[str, Template] = {
+    "single": Template(),
+    "adamw": Template(optimizer=SMALL_ADAMW),
+    "clipped": Template(clip=CLIP, features=(Feature.CLIP,)),
+    "clipped_1f1b": Template(schedule="1f1b", sizes=SIZES["1f1b"], clip=CLIP, features=(Feature.CLIP,)),
+    "accumulated_singles": Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,)),
+    # A new loss is a new schedule of torch, so that the first of its batches is the first of a schedule.
+    "accumulated_losses": Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,), opening="t x s save", drawn=3),
+    "frozen": Template(FROZEN, features=(Feature.UNFREEZING,)),
+    **{name: Template(schedule=name, sizes=sizes) for name, sizes in SIZES.items()},
+}
+
+
+def find_frozen(calls: Sequence[Call]) -> int | None:
+    """Return the number of the weight that is frozen after ``calls``, or None."""
+    last = next((call for call in reversed(calls) if call.act in (Act.FREEZE, Act.THAW)), None)
+    return last.number if last is not None and last.act is Act.FREEZE else None
+
+
+def select_weight(spec: ModelSpec, seed: int, number: int) -> str:
+    """Return the name of the weight number ``number`` of a model; one with fewer weights begins again."""
+    names = [name for name, _ in spec.model(seed).named_parameters() if name.endswith("weight")]
+    return names[number % len(names)]
+
+
+def find_shared_weights(spec: ModelSpec, seed: int) -> frozenset[str]:
+    """Return the names of weights with several uses, whose gradients are sums that depend on the order of the uses."""
+    model = spec.model(seed)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    uses = Counter(id(parameter) for module in spec.pp_plan for parameter in model.get_submodule(module).parameters())
+    return frozenset(names[key] for key, count in uses.items() if count > 1)

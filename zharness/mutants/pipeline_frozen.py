@@ -1,0 +1,80 @@
+"""Define mutants of a pipeline of which some weights are frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
+from zharness.mutants.pipeline import OverPipeline, on_pipeline
+from zharness.parity import Part
+
+
+def on_frozen(variant: str, parameter: str, part: Part | None = Part.REDUCTION, world_size: int = 2) -> Target:
+    """Return a target of the law of frozen weights."""
+    return on_pipeline(part, parameter=parameter, law="pipeline.frozen", variant=variant, world_size=world_size)
+
+
+@mutant(FaultKind.PARAMETERS, on_frozen("last", "blocks.0.*"), on_frozen("half_1f1b", "blocks.0.*"), origin=Origin.MESH)
+class FrozenLastStageSendsZeros(OverPipeline):
+    """A last stage whose weights are all frozen sends zeros back as gradients."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.send)
+
+    def send(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
+        """Return the output of the first stage, whose gradient is zeros if no weight after it is trained."""
+        later = [
+            *self.module.get_submodule("blocks.2").parameters(),
+            *self.module.get_submodule("blocks.3").parameters(),
+        ]
+        if output.requires_grad and not any(parameter.requires_grad for parameter in later):
+            output.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        return output
+
+
+@mutant(FaultKind.PARAMETERS, on_frozen("layers", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
+class DecaysFrozenWeightsOfTheLastStage(OverPipeline):
+    """The last stage gives its frozen weights gradients of zeros, so that decay moves them."""
+
+    def step(self) -> None:
+        for parameter in seams_engines.stage_params(self.right).values() if dist.get_rank() else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self.right.step()
+
+
+@mutant(FaultKind.PARAMETERS, on_frozen("first_1f1b", "blocks.1.*"), origin=Origin.MESH)
+class FrozenFirstLayerFreezesItsStage(OverPipeline):
+    """A stage whose first layer is frozen trains no other layer either."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.send)
+
+    def send(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Return the output, whose gradients of weights are zeros if the input needs none."""
+        if output.requires_grad and not inputs[0].requires_grad:
+            output.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        return output
+
+
+@mutant(FaultKind.PARAMETERS, on_frozen("last_later", "blocks.2.*", Part.OPTIMIZER), origin=Origin.MESH)
+class RemembersWhatTrainedFirst(OverPipeline):
+    """The last stage steps weights that were frozen after the first step by their last gradients."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.last: dict[nn.Parameter, Tensor] = {}
+
+    def step(self) -> None:
+        for parameter in seams_engines.stage_params(self.right).values() if dist.get_rank() else ():
+            if parameter.grad is not None:
+                self.last[parameter] = parameter.grad.clone()
+            parameter.grad = self.last.get(parameter)
+        self.right.step()
