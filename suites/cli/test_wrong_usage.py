@@ -35,7 +35,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "list lawz": ("'lawz'", "did you mean 'laws'?", "zharness list --help"),
     "list laws training.grad": ("unknown law 'training.grad'", "did you mean 'training.grads'?"),
     "list models nonsense": ("unknown model 'nonsense'", "allowed: ", "zharness list models"),
-    "check --law training.grads": ("no such option '--law'", "`zharness check training.grads`"),
+    "check --law training.grads": ("no such option '--law'", "`zharness check LAW...`"),
     "check --modle mlp": ("no such option '--modle'", "'--model'", "zharness check --help"),
     "check --engine deepsped": ("unknown engine 'deepsped'", "did you mean 'deepspeed'?", "zharness list engines"),
     "check training.grads --device cuda": ("ZHARNESS_DEVICE is cuda, but",),

@@ -384,7 +384,7 @@ def render_click_error(error: click.ClickException) -> str:
     command = context.command_path if context is not None else f"zharness {named}".strip()
     message = " ".join(error.format_message().split()).rstrip(".")
     if named == "check" and isinstance(error, click.NoSuchOption) and error.option_name == "--law":
-        message = f"no such option '--law'. Laws are arguments: `{command} training.grads`"
+        message = f"no such option '--law'. Laws are arguments: `{command} LAW...`"
     return f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)"
 
 
