@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+
+import torch
 
 from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
@@ -14,11 +16,25 @@ from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.mesh import mesh_law
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
+from zharness.workload import Batch
 from zharness.workload.programs import Act
 
 ACTS = (Act.EVALUATION, Act.NO_GRAD, Act.INFERENCE)
 TIMES = 2  # before and after a step
+# The micro-batches of a forward: more tokens go to an expert than 4, which is DeepSpeed's least capacity.
+JOINED = 4
 MODELS = ("stepped_heads", "stepped_context", "routed")  # mesh.any_order_clipped evaluates stepped_sequence
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the batch of all samples of micro-batches whose inputs and targets are tensors."""
+    inputs, targets = ([getattr(batch, part) for batch in batches] for part in ("inputs", "target"))
+    return Batch(torch.cat(inputs), torch.cat(targets))
+
+
+def list_micro_batches(number: int) -> range:
+    """Return the numbers of the micro-batches of forward ``number``."""
+    return range(number * JOINED, (number + 1) * JOINED)
 
 
 def observe_evaluation(ctx: RankContext) -> None:
@@ -31,7 +47,7 @@ def observe_evaluation(ctx: RankContext) -> None:
             engine.zero_grad()
         ctx.record_weights(engine, step)
         for number, act in enumerate(ACTS):
-            batch = ctx.batch(number)
+            batch = join_batches([ctx.batch(micro) for micro in list_micro_batches(number)])
             with eval_mode(engine) if act in EVAL_MODE_ACTS else nullcontext(), get_grad_mode(act):
                 ctx.record(f"output {act.value}", {"output": batch.feed(engine)}, step)
     engine.close()
@@ -44,7 +60,10 @@ def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
         weights = ctx.rank_records("params", step)[0]
         module = ctx.baseline.build_module(weights)
         for number, act in enumerate(ACTS):
-            batches = [ctx.baseline.batch(at, number) for at in range(ctx.data_size)]
+            batches = [
+                join_batches([ctx.baseline.batch(at, micro) for micro in list_micro_batches(number)])
+                for at in range(ctx.data_size)
+            ]
             bounds = [bound_partial_sums(ctx.baseline, each, ctx.baseline.objective, weights) for each in batches]
             if max(bounds) >= 2.0 ** SIGNIFICAND_BITS[ctx.dtype]:
                 continue
