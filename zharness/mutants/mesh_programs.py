@@ -144,3 +144,19 @@ class ClipsNoExpert(OverExperts):
         factor = (norm + 1e-6) / limit
         seams_engines.scale_expert_gradients(self.right, factor.clamp(min=1.0))
         return norm
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    Target("mesh.evaluation", Part.FORWARD, "routed", parameter="output", mesh="ep2"),
+    origin=Origin.MESH,
+)
+class DropsTokensOverTheCapacityInEvaluation(OverExperts):
+    """In evaluation an expert drops the tokens over its capacity, which is 4 at least."""
+
+    def spoil(self, layer: Any) -> None:
+        layer.gate.register_forward_pre_hook(self.drop_in_evaluation)
+
+    def drop_in_evaluation(self, gate: Any, _inputs: Any) -> None:
+        """Drop tokens in the gate's next forward, if that is an evaluation."""
+        gate.drop_tokens = not gate.training
