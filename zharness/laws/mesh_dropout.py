@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from zharness.engines.protocol import AccumulationOwner, Feature, OptimizerSpec
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
-from zharness.law_kit.optimizers import UNIT_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
 from zharness.mesh import CONTEXT, TENSOR
@@ -23,8 +23,9 @@ from zharness.parity.baseline import Baseline, LocalResult, run_local
 from zharness.parity.certificate import Exactness, certify_exactness
 from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_everything
 
-RECOMPUTED, MASKS = "recomputed", "masks"
-STEPS = {"": 1, RECOMPUTED: 1, MASKS: 4}  # of the law variants
+RECOMPUTED, MASKS, WINDOW = "recomputed", "masks", "masks_in_a_window"
+MICRO_BATCHES = {"": 1, RECOMPUTED: 1, MASKS: 4, WINDOW: 4}  # of the law variants
+STANDING_SGD = OptimizerSpec("sgd", {"lr": 0.0})
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
@@ -32,15 +33,21 @@ Masks = Mapping[str, Tensor]  # by the name of the dropout
 def observe_dropout(ctx: RankContext) -> None:
     """Run backwards, and record all masks that each dropout drew, and the gradients of the first one.
 
-    No step is made: weights that grow would make the numbers of a later one infinite, and masks do not depend on them.
+    No step moves a weight: weights that grow would make the numbers of a later one infinite, and masks do not depend on
+    them. In the variant ``masks_in_a_window`` all micro-batches are of one window, which the engine accumulates.
     """
     model = cast(DroppedHeads, ctx.spec.model(ctx.seed))
     if ctx.variant == RECOMPUTED:
         model.run_block = partial(checkpoint, use_reentrant=False)
-    engine = ctx.build_engine_around(model, optimizer=UNIT_LR_SGD)
-    for step in range(STEPS[ctx.variant]):
-        ctx.train(engine, step)
-        if step == 0:
+    count, is_window = MICRO_BATCHES[ctx.variant], ctx.variant == WINDOW
+    window = {"accumulation_steps": count, "accumulation_owner": AccumulationOwner.ENGINE} if is_window else {}
+    engine = ctx.build_engine_around(model, optimizer=STANDING_SGD, **window)
+    for micro in range(count):
+        ctx.train(engine, micro)
+        if is_window:
+            engine.step()
+            continue
+        if micro == 0:
             ctx.record("grads", engine.full_grads())
         engine.zero_grad()
     drawn = {name: cast(Dropout, engine.module.get_submodule(name)).masks for name in DROPOUTS}
@@ -59,7 +66,7 @@ def judge_dropout(ctx: JudgeContext) -> Iterator[Comparison]:
     groups = [
         [rank for rank in range(ctx.world_size) if ctx.data_coordinate(rank) == at] for at in range(ctx.data_size)
     ]
-    if ctx.variant == MASKS:
+    if ctx.variant in (MASKS, WINDOW):
         for at, ranks in enumerate(groups):
             yield from judge_masks(ctx, at, ranks)
     else:
@@ -126,7 +133,7 @@ def list_masks(masks: Tensor) -> list[tuple[float, ...]]:
 
 def draw_plain_masks(baseline: Baseline, at: int) -> Masks:
     """Return the masks that the plain model draws for micro-batch ``at`` of each step."""
-    steps = [run_with_masks(baseline, at, step, {})[1] for step in range(STEPS[MASKS])]
+    steps = [run_with_masks(baseline, at, step, {})[1] for step in range(MICRO_BATCHES[MASKS])]
     return {name: torch.stack([masks[name] for masks in steps]) for name in DROPOUTS}
 
 
@@ -171,7 +178,7 @@ LAWS = (
         observe_dropout,
         judge_dropout,
         models=("dropped_heads", "dropped_sequence"),
-        variants=(Variant(), Variant(RECOMPUTED), Variant(MASKS)),
+        variants=(Variant(), Variant(RECOMPUTED), Variant(MASKS), Variant(WINDOW, (Feature.ENGINE_ACCUMULATION,))),
         kept_because="the only law of random numbers on a mesh",
     ),
 )

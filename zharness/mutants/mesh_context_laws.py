@@ -120,6 +120,15 @@ class DropsTheSameOfEachPartOfASequence(OverSequenceDropout):
         dropout.draw = DrawAnew(0)
 
 
+@mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks_in_a_window", "masks of drop_*"), origin=Origin.MESH)
+class DropsTheSameOfEachPartInAWindow(OverSequenceDropout):
+    """With windows of several micro-batches, dropout draws from a generator that all ranks have seeded alike."""
+
+    def spoil_dropout(self, dropout: Dropout) -> None:
+        if self.config.accumulation_steps > 1:
+            dropout.draw = DrawAnew(0)
+
+
 @mutant(FaultKind.RANKS, on_dropout(Part.FORWARD, "masks", "masks of drop_*"), origin=Origin.MESH)
 class SeedsDropoutByThePlaceAlone(OverSequenceDropout):
     """Each part draws from a generator seeded by its place alone, so that it drops the same elements in every step."""
