@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from zharness.engines.device_meshes import get_device_mesh
 from zharness.engines.tensor_parallel import build_device_mesh
 from zharness.mesh import Mesh
 from zharness.world import Group, Isolation, RankServer, RankTask
+from zharness.world.team import count_threads
 
 
 @pytest.mark.world_size(4)
@@ -21,14 +24,26 @@ def test_engines_of_one_mesh_share_it_and_other_axes_have_another() -> None:
     assert get_device_mesh("cpu", (2, 2), ("replicate", "shard")) is not split
 
 
-def sum_along_tp() -> float:
+def sum_along_tp(data_ranks: int) -> tuple[float, int]:
+    """Return a sum over the axis tp, and the number of threads of this process."""
     ones = torch.ones(1)
-    dist.all_reduce(ones, group=get_device_mesh("cpu", (2, 2), ("dp_shard", "tp")).get_group("tp"))
-    return float(ones)
+    dist.all_reduce(ones, group=get_device_mesh("cpu", (data_ranks, 2), ("dp_shard", "tp")).get_group("tp"))
+    return float(ones), count_threads(os.getpid())
 
 
-def test_a_new_default_group_gets_meshes_of_its_own() -> None:
+@pytest.mark.parametrize("data_ranks", [1, 2])
+def test_a_new_default_group_gets_meshes_of_its_own_and_ends_the_old_ones(data_ranks: int) -> None:
+    # With one data rank the axis tp is the default group itself, which its mesh then keeps alive.
+    groups = (Group.REUSED, Group.REUSED, *[Group.DEFAULT] * 6, Group.REUSED)
     with RankServer() as server:
-        for group in (Group.REUSED, Group.REUSED, Group.DEFAULT, Group.REUSED):
-            task = RankTask(sum_along_tp, (), 4, group=group, isolation=Isolation.POOLED)
-            assert server.submit(task).values() == [2.0] * 4
+        sums, threads = zip(
+            *(
+                server.submit(
+                    RankTask(sum_along_tp, (data_ranks,), 2 * data_ranks, group=group, isolation=Isolation.POOLED)
+                ).values()[0]
+                for group in groups
+            ),
+            strict=True,
+        )
+    assert set(sums) == {2.0}
+    assert threads[-1] <= threads[3]

@@ -1,4 +1,4 @@
-"""Build the DeviceMesh of an engine once for each default process group.
+"""Build the DeviceMeshes of torch's engines once for each default process group and shape.
 
 Engines of one process share it, as those of a user's program do. Otherwise every engine would add process groups, each
 of which keeps about three threads of gloo until the process ends, and would lose DTensor's cache of splits.
@@ -6,26 +6,29 @@ of which keeps about three threads of gloo until the process ends, and would los
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Shape = tuple[str, tuple[int, ...], tuple[str, ...]]
-
-# The meshes of a destroyed process group cannot be used: they go with it.
-_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Shape, DeviceMesh]] = WeakKeyDictionary()
+Shape = tuple[str, tuple[int, ...], tuple[str, ...] | None]
 
 
-def get_device_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+@lru_cache(maxsize=1)  # a process has one default group: the meshes of the one before cannot be used, and are dropped
+def find_meshes(_group: dist.ProcessGroup) -> dict[Shape, DeviceMesh]:
+    """Return the meshes of a default process group, to which the caller adds those that it builds."""
+    return {}
+
+
+def get_device_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the DeviceMesh of all ranks with these axes; the first call for each shape is a collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     assert dist.group.WORLD is not None, "an engine is built in a process group"
-    meshes = _MESHES.setdefault(dist.group.WORLD, {})
+    meshes = find_meshes(dist.group.WORLD)
     shape = (device_type, sizes, axes)
     if shape not in meshes:
         meshes[shape] = init_device_mesh(device_type, sizes, mesh_dim_names=axes)

@@ -186,11 +186,9 @@ def build_mesh(config: EngineConfig, device: torch.device) -> DeviceMesh:
 
     Raises ConfigError if the number of replicas does not divide the world size.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     world_size = dist.get_world_size()
     if "replicas" not in config.options:
-        return init_device_mesh(device.type, (world_size,))
+        return get_device_mesh(device.type, (world_size,))
     replicas = int(config.options["replicas"])
     if replicas < 1 or world_size % replicas:
         raise ConfigError(f"replicas is {replicas}, which does not divide the world size {world_size}")
