@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zharness.engines import EngineConfig
+from zharness.engines.torch_engine import TorchEngine
 from zharness.mesh import DATA_SHARD, REPLICATE, TENSOR
 from zharness.mutants import seams_engines
 from zharness.mutants.around import CountsMicroBatches
@@ -160,3 +161,20 @@ class DropsTokensOverTheCapacityInEvaluation(OverExperts):
     def drop_in_evaluation(self, gate: Any, _inputs: Any) -> None:
         """Drop tokens in the gate's next forward, if that is an evaluation."""
         gate.drop_tokens = not gate.training
+
+
+@mutant(
+    FaultKind.STALE,
+    Target("training.sgd_step", Part.OPTIMIZER, "mlp", world_size=4, mesh="tp2", dtype="bf16"),
+    origin=Origin.MESH,
+)
+class RoundsSplitMastersAfterAStep(OverMesh):
+    """In bf16 a step writes the fp32 weights of split layers back from their bf16 copies."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.right.step()
+        for name, parameter in seams_engines.params(cast(TorchEngine, self.right)).items():
+            if self.config.dtype == "bf16" and name.rpartition(".")[0] in self.config.tp_plan:
+                local = cast(Any, parameter).to_local()
+                local.copy_(local.bfloat16())

@@ -125,6 +125,7 @@ LAWS = (
         observe_sgd_step,
         judge_sgd_step,
         models=MODELS,
+        mesh_dtypes=("bf16",),
         weights_stay_integers=False,
         variants=(Variant(compares_engine_with_itself=True, model_scope=ModelScope.ANY),),
         setting_support=SettingSupport.WINDOWS_AND_CALLS,
