@@ -18,7 +18,8 @@ Run it with nothing but torch installed:
 A schedule is built for one loss and one number of micro-batches, so that a batch with another of them needs a new one
 around the same modules. Its first step runs a forward and a backward to learn shapes, and then sets every gradient of
 modules in fully_shard to None (_post_metadata_inference_cleanup in stage.py): those that it has just made, and those
-of earlier batches that wait for the optimizer's step. Stages without fully_shard keep them.
+of earlier batches that wait for the optimizer's step. Stages without fully_shard keep them. The script was run on torch
+2.13.0 alone; the report says that 2.12.0 was the first release with this cleanup.
 
 If the bug is absent, the script prints the line "ok" above and exits with 0. If the bug is present, it prints a line
 that starts with "repro: REPRODUCED" and exits with 1. Any other end, such as a traceback without that line, shows

@@ -108,6 +108,34 @@ def test_every_option_trains_a_step_equal_to_plain_pytorch(stage: int) -> None:
                     assert torch.equal(got[key], value), f"{name} at stage {stage}: {key}"
 
 
+def read_frozen_state() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the state in bf16 at stage 0 of a weight that is frozen after a step, before and after it is frozen.
+
+    Another weight was frozen when the engine was built, and has none.
+    """
+    torch.set_num_threads(1)
+    model = Net()
+    model.first.weight.requires_grad_(False)
+    engine = deepspeed.factory(
+        model, EngineConfig(stage=0, dtype="bf16", optimizer=OptimizerSpec("adamw", {"lr": 0.5}))
+    )
+    engine.backward(engine(batch(torch.distributed.get_rank()).detach().bfloat16()).sum())
+    engine.step()
+    before = engine.full_optimizer_state()["last.weight"]
+    engine.module.get_parameter("last.weight").requires_grad_(False)
+    states = engine.full_optimizer_state()
+    assert "first.weight" not in states
+    engine.close()
+    return before, states["last.weight"]
+
+
+@needs_deepspeed
+def test_the_state_of_a_weight_of_bf16_that_is_frozen_later_is_that_of_its_master() -> None:
+    for before, after in run(read_frozen_state, world_size=WORLD_SIZE, timeout=120):
+        assert {"exp_avg", "exp_avg_sq"} <= before.keys() == after.keys()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
 def test_an_option_is_named_only_at_stages_where_it_has_an_effect() -> None:
     assert "offload_param" not in options_at(2)
     assert "round_robin_gradients" not in options_at(3)

@@ -11,8 +11,8 @@ from zharness.engines.protocol import Feature
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
-    Act,
     Call,
+    CallKind,
     find_frozen,
     find_shared_weights,
     parse_call,
@@ -30,19 +30,20 @@ def test_a_program_is_what_its_text_says_and_legal(name: str) -> None:
     for seed in range(50):
         calls = template.draw_calls(seed, CLAIMS)
         assert tuple(parse_call(str(call)) for call in calls) == calls
-        pending, saves = 0, 0
+        pending, saves = list[int](), 0
         for position, call in enumerate(calls):
-            if call.act in BATCHES:
-                pending += 1
+            if call.kind in BATCHES:
+                pending.append(call.number)
+                assert len(set(pending)) == 1, "the means of these batches do not add up to a multiple of one mean"
                 assert call.number in template.sizes
-                assert call.act is not Act.UNSEEN or is_power_of_two(call.number)
-            elif call.act in (Act.STEP, Act.ZERO_GRAD):
+                assert call.kind is not CallKind.UNSEEN or is_power_of_two(call.number)
+            elif call.kind in (CallKind.STEP, CallKind.ZERO_GRAD):
                 assert pending
-                pending = 0
-            elif call.act is not Act.LOOK:
+                pending = []
+            elif call.kind is not CallKind.LOOK:
                 assert not pending, f"{call} at {position} leaves gradients"
-            saves += call.act is Act.SAVE
-            assert saves or call.act not in (Act.LOAD, Act.LOAD_OLD)
+            saves += call.kind is CallKind.SAVE
+            assert saves or call.kind not in (CallKind.LOAD, CallKind.LOAD_OLD)
         assert not pending
         assert find_frozen(calls) is None or name == "frozen"
 
@@ -55,18 +56,18 @@ def test_seeds_draw_different_programs() -> None:
 def test_a_program_leaves_out_what_the_engine_does_not_claim() -> None:
     template = TEMPLATES["single"]
     refused = replace(CLAIMS, refuses={**CLAIMS.refuses, Feature.CHECKPOINT: "none", Feature.SCHEDULE: "none"})
-    acts = {call.act for seed in range(20) for call in template.draw_calls(seed, refused)}
-    assert acts.isdisjoint({Act.SAVE, Act.LOAD, Act.LOAD_OLD})
-    assert Act.EDIT in acts
+    kinds = {call.kind for seed in range(20) for call in template.draw_calls(seed, refused)}
+    assert kinds.isdisjoint({CallKind.SAVE, CallKind.LOAD, CallKind.LOAD_OLD})
+    assert CallKind.EDIT in kinds
     assert template.select_optimizer(refused).schedule == (1.0,)
     assert Feature.IN_PLACE_EDITS in deepspeed_pp.capabilities_at(1).refuses
     assert Feature.IN_PLACE_EDITS not in deepspeed_pp.capabilities_at(0).refuses
 
 
 def test_a_weight_is_frozen_until_it_is_trained_again() -> None:
-    freeze, thaw = Call(Act.FREEZE, 2), Call(Act.THAW, 2)
-    assert find_frozen([Call(Act.STEP)]) is None
-    assert find_frozen([freeze, Call(Act.STEP)]) == 2
+    freeze, thaw = Call(CallKind.FREEZE, 2), Call(CallKind.THAW, 2)
+    assert find_frozen([Call(CallKind.STEP)]) is None
+    assert find_frozen([freeze, Call(CallKind.STEP)]) == 2
     assert find_frozen([freeze, thaw]) is None
 
 

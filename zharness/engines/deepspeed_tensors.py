@@ -123,7 +123,7 @@ class DeepSpeedTensorReader:
     def _has_state(self, param: nn.Parameter) -> bool:
         """Return whether the optimizer may have state of ``param``; at stage 0 it keeps that of a frozen one."""
         if self.stage == 0:
-            return param.requires_grad or param in self.engine.optimizer.state
+            return param.requires_grad or self._stage0_master(param) in self.engine.optimizer.state
         return param.requires_grad and self._is_sharded(param)
 
     def _full_grad(self, param: Any) -> Tensor | None:
@@ -216,14 +216,17 @@ class DeepSpeedTensorReader:
         """Return the dtype of master weights and their gradients, which DeepSpeed's functions convert to fp32."""
         return tensor.dtype if self.stage == 0 else self._flat_masters()[0].dtype
 
-    def _stage0_master(self, param: nn.Parameter) -> Tensor:
-        """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master."""
+    def _stage0_master(self, param: nn.Parameter) -> Tensor | None:
+        """Return the tensor that stage 0's optimizer updates for ``param``: the parameter, or its fp32 master.
+
+        Returns None if there should be a master and is none, as for a weight that was frozen when the engine was built.
+        """
         groups = getattr(self.engine.optimizer, "fp16_groups", None)
         if groups is None:
             return param
         masters: list[list[Tensor]] = self.engine.optimizer.fp32_groups
-        i, j = next(_find_in_groups(groups, param))
-        return masters[i][j]
+        position = next(_find_in_groups(groups, param), None)
+        return None if position is None else masters[position[0]][position[1]]
 
     def _stage0_state(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Return the optimizer state of ``param`` at stage 0, where every rank has all of it."""

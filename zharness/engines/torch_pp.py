@@ -141,7 +141,10 @@ def split_plan(plan: Sequence[str], stages: int) -> list[list[str]]:
 def wrap_stage(part: StageModule, options: Mapping[str, Any], data_ranks: DeviceMesh) -> nn.Module:
     """Return a stage wrapped for data parallelism over ``data_ranks``; one rank needs no wrapper.
 
-    A stage whose weights are all frozen needs no DDP either, which refuses it. Raises ConfigError for an unknown kind.
+    A stage whose weights are all frozen is not put in DDP, which refuses it. If they are unfrozen later, nothing
+    reduces their gradients, so that ranks train different weights: this is the adapter's doing, and not torch's.
+
+    Raises ConfigError for an unknown kind.
     """
     kind = options.get(DATA_PARALLEL, DDP)
     if kind not in (DDP, FULLY_SHARD):

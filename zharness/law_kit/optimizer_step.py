@@ -17,6 +17,7 @@ from zharness.engines.protocol import GroupSpec, OptimizerSpec
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.hints import (
     MOVED_WITHOUT_GRADIENT_HINT,
+    NO_STATE_HINT,
     add_hint,
     hint_learning_rate,
     hint_step_count,
@@ -206,9 +207,10 @@ class ParameterStep:
             pieces = location.pieces if moment.shape == self.weight.shape else ()
             place = replace(location, name=f"{location.name}/{key}", pieces=pieces)
             bound = value.error if tier is Tier.STAGED else torch.zeros_like(value.error)
-            yield attach_plain_values(
+            comparison = attach_plain_values(
                 compare_within_bound(place, value.value, moment, bound, tier), partial(plain, key)
             )
+            yield comparison if key in self.state_after else add_hint(comparison, NO_STATE_HINT)
         change = expected.value - self.weight.double()
         bound = expected.error if tier is Tier.STAGED else torch.zeros_like(expected.error)
         comparison = compare_within_bound(location, expected.value, self.weight_after, bound, tier, signal=change)

@@ -21,8 +21,8 @@ from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgr
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
-    Act,
     Call,
+    CallKind,
     find_shared_weights,
     parse_call,
     select_weight,
@@ -46,17 +46,17 @@ class Caller:
 
     def run(self, position: int, call: Call) -> None:
         """Run the call at a position of the program."""
-        if call.act in BATCHES:
+        if call.kind in BATCHES:
             losses = train_batch(self.ctx, self.engine, STRIDE * position, shape_of(call))
             self.ctx.record("losses", losses, position)
-            if call.act is not Act.UNSEEN:
+            if call.kind is not CallKind.UNSEEN:
                 self.ctx.record("grads", self.engine.full_grads(), position)
-        elif call.act is Act.ZERO_GRAD:
+        elif call.kind is CallKind.ZERO_GRAD:
             self.engine.zero_grad()
-        elif call.act is Act.LOOK:
+        elif call.kind is CallKind.LOOK:
             self.look(position)
-        elif call.act in (Act.FREEZE, Act.THAW):
-            self.find_weight(call).requires_grad_(call.act is Act.THAW)
+        elif call.kind in (CallKind.FREEZE, CallKind.THAW):
+            self.find_weight(call).requires_grad_(call.kind is CallKind.THAW)
         else:
             self.change(position, call)
             self.version += 1
@@ -64,22 +64,25 @@ class Caller:
 
     def change(self, position: int, call: Call) -> None:
         """Run a call that changes weights or state, or that might."""
-        if call.act is Act.STEP:
+        if call.kind is CallKind.STEP:
             self.engine.step()
             norm = self.engine.grad_norm()
             self.ctx.record("norm", {} if norm is None else {"norm": scalar(norm)}, position)
             self.engine.zero_grad()
-        elif call.act is Act.EDIT:
+        elif call.kind is CallKind.EDIT:
             with torch.no_grad():
                 self.find_weight(call).mul_(EDIT_FACTOR)
-        elif call.act is Act.SAVE:
+        elif call.kind is CallKind.SAVE:
             self.engine.save(self.folder / str(self.saves))
             self.saves += 1
         else:
-            self.engine.load(self.folder / str(0 if call.act is Act.LOAD_OLD else self.saves - 1))
+            self.engine.load(self.folder / str(0 if call.kind is CallKind.LOAD_OLD else self.saves - 1))
 
     def find_weight(self, call: Call) -> nn.Parameter:
-        """Return the weight that a call is about; it is of no use on a rank whose stages do not have it."""
+        """Return the weight of a call in the whole model.
+
+        On a rank whose stages do not have it, this is a copy that no stage uses: a change of it has no effect.
+        """
         return self.engine.module.get_parameter(select_weight(self.ctx.spec, self.ctx.seed, call.number))
 
     def look(self, position: int) -> None:
@@ -100,7 +103,7 @@ def observe_any_order(ctx: RankContext) -> None:
     template = TEMPLATES[ctx.variant]
     calls = template.draw_calls(ctx.seed, ctx.capabilities)
     if find_shared_weights(ctx.spec, ctx.seed):  # how their gradients round is known only if they are read
-        calls = tuple(replace(call, act=Act.TRAIN) if call.act is Act.UNSEEN else call for call in calls)
+        calls = tuple(replace(call, kind=CallKind.TRAIN) if call.kind is CallKind.UNSEEN else call for call in calls)
     ctx.record("calls", {"text": torch.tensor([*join_words(calls).encode()], dtype=torch.uint8)})
     engine = ctx.build_engine(
         optimizer=template.select_optimizer(ctx.capabilities),
@@ -133,6 +136,6 @@ _LAW = pipeline_law(
         for name, template in TEMPLATES.items()
     ),
     models=("chain", "tied_chain", "tied_ends"),
-    kept_because="products of a mistake, the calls before it, and the stage or rank that makes it",
+    kept_because="the only law that finds mistakes that need certain calls before, and that one stage or rank makes",
 )
 LAWS = (replace(_LAW, weights_stay_integers=False, steps_are_verbs=True),)

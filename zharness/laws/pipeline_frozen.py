@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -21,6 +21,7 @@ from zharness.laws.pipeline import (
     BatchShape,
     compare_micro_losses,
     compute_batch,
+    leave_out_grads,
     pipeline_law,
     run_batch,
     select_schedule,
@@ -29,7 +30,7 @@ from zharness.laws.pipeline_resume import select_optimizer
 from zharness.parity import Comparison
 from zharness.parity.baseline import LocalResult
 
-# Names of frozen weights of ``chain``, whose first two blocks are the first of two stages, and the first of four.
+# Patterns of weight names: those of the first and the last of two stages, of which each has two blocks of ``chain``.
 FIRST_STAGE, LAST_STAGE = ("blocks.[01].*",), ("blocks.[23].*",)
 NOTHING: tuple[str, ...] = ()
 
@@ -52,7 +53,8 @@ def freeze_twice(*patterns: str) -> Freezing:
     return Freezing((patterns, patterns))
 
 
-# A schedule of DDP's stages may have one batch of several micro-batches alone: see FINDINGS.md.
+# One batch of several micro-batches for each schedule. Some schedules, such as GPipe, would crash in a second one if
+# stages are in DDP (see FINDINGS.md), and hide what the law is about.
 BY_SCHEDULE: Mapping[str, Freezing] = {
     f"{place}_{schedule}": Freezing((patterns,), schedule, DEFAULT_SHAPE)
     for schedule in SCHEDULES
@@ -98,11 +100,6 @@ def observe_frozen(ctx: RankContext) -> None:
     engine.close()
 
 
-def leave_out(local: LocalResult, frozen: Set[str]) -> LocalResult:
-    """Return a result without the gradients of weights that are frozen."""
-    return replace(local, grads={name: grad for name, grad in local.grads.items() if name not in frozen})
-
-
 def suspect_last_alone(micros: list[list[LocalResult]]) -> dict[str, list[list[LocalResult]]]:
     """Return, by hint, gradients to which the first micro-batches of a batch have added nothing."""
     count = len(micros)
@@ -126,7 +123,7 @@ def judge_frozen(ctx: JudgeContext) -> Iterator[Comparison]:
         micros = compute_batch(ctx, step, ctx.rank_records("params", step)[0], freezing.shape)
         yield from compare_micro_losses(ctx, micros, step)
         exact = ctx.certify_exactness(range(freezing.shape.micro_batches)) if step == 0 else False
-        trained = [[leave_out(local, frozen) for local in row] for row in micros]
+        trained = [[leave_out_grads(local, frozen) for local in row] for row in micros]
         yield from ctx.compare_reduced_grads("grads", trained, step, exact, suspects=suspect_last_alone(trained))
         grads = ctx.rank_records("grads", step)[0]
         yield from judge_step(ctx, optimizer, grads, RecordedStep(step, idle_steps=dict(idle)))

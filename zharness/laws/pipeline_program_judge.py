@@ -16,11 +16,11 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.law_kit.training_run import total_norm_and_bound
-from zharness.laws.pipeline import MICRO_BATCHES, BatchShape, compare_micro_losses, compute_batch
+from zharness.laws.pipeline import MICRO_BATCHES, BatchShape, compare_micro_losses, compute_batch, leave_out_grads
 from zharness.laws.pipeline_programs import (
     BATCHES,
-    Act,
     Call,
+    CallKind,
     Template,
     find_frozen,
     find_shared_weights,
@@ -38,11 +38,11 @@ EDIT_FACTOR = 0.5
 
 def shape_of(call: Call) -> BatchShape:
     """Return the number of micro-batches of a batch, and the factor of its loss."""
-    return BatchShape(call.number, 2 if call.act is Act.SCALED else 1)
+    return BatchShape(call.number, 2 if call.kind is CallKind.SCALED else 1)
 
 
 @dataclass(frozen=True)
-class Batch:
+class PendingBatch:
     """A batch at ``position`` of a program, and the local gradients of its micro-batches, of the weights that train."""
 
     position: int
@@ -57,7 +57,7 @@ class Pending:
     ``read_at`` is the position of the call that recorded the gradients of all of them, or None.
     """
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[PendingBatch] = field(default_factory=list)
     read_at: int | None = None
 
     @property
@@ -67,7 +67,10 @@ class Pending:
 
     @property
     def scale(self) -> float:
-        """The number of batches, which have as many micro-batches each, so that their means add up."""
+        """The number of batches: this times the mean of all micro-batches is the sum of the means of the batches.
+
+        This is right because all batches before one step have the same number of micro-batches.
+        """
         return float(len(self.batches))
 
 
@@ -102,20 +105,20 @@ class BatchProgramJudge:
 
     def judge_call(self, position: int, call: Call) -> Iterator[Comparison]:
         """Judge one call by its kind."""
-        if call.act in BATCHES:
+        if call.kind in BATCHES:
             yield from self.judge_batch(position, call)
-        elif call.act is Act.STEP:
+        elif call.kind is CallKind.STEP:
             yield from self.judge_step(position)
-        elif call.act is Act.ZERO_GRAD:
+        elif call.kind is CallKind.ZERO_GRAD:
             self.pending = Pending()
-        elif call.act is Act.LOOK:
+        elif call.kind is CallKind.LOOK:
             yield from self.judge_look(position)
-        elif call.act is Act.EDIT:
+        elif call.kind is CallKind.EDIT:
             yield from self.judge_edit(call.number)
-        elif call.act is Act.SAVE:
+        elif call.kind is CallKind.SAVE:
             yield from self.judge_save()
-        elif call.act in (Act.LOAD, Act.LOAD_OLD):
-            yield from self.judge_load(self.saved[0 if call.act is Act.LOAD_OLD else -1])
+        elif call.kind in (CallKind.LOAD, CallKind.LOAD_OLD):
+            yield from self.judge_load(self.saved[0 if call.kind is CallKind.LOAD_OLD else -1])
 
     def judge_batch(self, position: int, call: Call) -> Iterator[Comparison]:
         """Compare the losses of a batch, and the gradients since the last step if they were read."""
@@ -123,11 +126,11 @@ class BatchProgramJudge:
         micros = compute_batch(ctx, STRIDE * position, weights, shape_of(call))
         yield from compare_micro_losses(ctx, micros, position)
         frozen = find_frozen(self.calls[: position - 1])
-        name = "" if frozen is None else self.select_weight(frozen)
-        trained = [[leave_out(local, name) for local in row] for row in micros]
-        self.pending.batches.append(Batch(position, call, trained))
+        names = set() if frozen is None else {self.select_weight(frozen)}
+        trained = [[leave_out_grads(local, names) for local in row] for row in micros]
+        self.pending.batches.append(PendingBatch(position, call, trained))
         self.pending.read_at = None
-        if call.act is not Act.UNSEEN:
+        if call.kind is not CallKind.UNSEEN:
             yield from self.judge_grads(position)
 
     def judge_grads(self, position: int) -> Iterator[Comparison]:
@@ -152,7 +155,7 @@ class BatchProgramJudge:
             if place is None or place.name not in self.shared:
                 yield comparison
 
-    def compute_divided(self, batch: Batch) -> list[list[LocalResult]]:
+    def compute_divided(self, batch: PendingBatch) -> list[list[LocalResult]]:
         """Return the local gradients of losses that are divided by the number of micro-batches, times this number."""
         shape, first = shape_of(batch.call), STRIDE * batch.position * MICRO_BATCHES
         count, weights = shape.micro_batches, self.ctx.rank_records("params", self.version)[0]
@@ -169,7 +172,7 @@ class BatchProgramJudge:
 
     def certify_first_batch(self, position: int) -> Exactness:
         """Return whether the gradients of a batch are exact, which is asked of batches before the first step alone."""
-        if self.version or len(self.pending.batches) > 1 or self.calls[position - 1].act is not Act.TRAIN:
+        if self.version or len(self.pending.batches) > 1 or self.calls[position - 1].kind is not CallKind.TRAIN:
             return Exactness(False)
         first = STRIDE * position * MICRO_BATCHES
         return self.ctx.certify_exactness(range(first, first + len(self.pending.micros)))
@@ -251,11 +254,6 @@ class BatchProgramJudge:
 
     def judge_restored(self, version: int) -> Iterator[Comparison]:
         """Compare the next version with an earlier one."""
-        for what in ("params", "state"):
-            yield from compare_records(self.ctx, what, what, version, self.version + 1, Part.GATHER)
+        for what, part in (("params", Part.GATHER), ("state", Part.OPTIMIZER)):
+            yield from compare_records(self.ctx, what, what, version, self.version + 1, part)
         yield from self.judge_new_version()
-
-
-def leave_out(local: LocalResult, frozen: str) -> LocalResult:
-    """Return a result without the gradient of a weight."""
-    return replace(local, grads={name: grad for name, grad in local.grads.items() if name != frozen})

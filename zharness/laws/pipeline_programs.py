@@ -1,7 +1,7 @@
 """Define programs of calls of an engine that runs whole batches, and the templates from which they are drawn.
 
-``t:3 s save e:1 x:2 s load`` trains a batch of three micro-batches and makes a step, saves, edits the second weight,
-trains a batch of two with twice the loss, makes a step, and loads what was saved.
+``train:3 step save edit:1 scaled:2 step load`` trains a batch of three micro-batches and makes a step, saves, edits the
+second weight, trains a batch of two with twice the loss, makes a step, and loads what was saved.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ from random import Random
 from zharness.engines.protocol import Capabilities, Feature, OptimizerSpec
 from zharness.law_kit.optimizers import ADAMW
 from zharness.laws.pipeline import CLIP
-from zharness.laws.pipeline_steps import HALVING
+from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload import ModelSpec
 from zharness.workload.exact_chain import BLOCKS
 
 
-class Act(Enum):
-    """The kinds of calls. A batch adds its gradients to those since the last step or zero_grad."""
+class CallKind(Enum):
+    """The kinds of calls, by their short names in phrases. In the text of a program, a call has its whole name.
 
-    TRAIN = "t"  # t:n trains a batch of n micro-batches, and reads the gradients
+    A batch adds its gradients to those since the last step or zero_grad.
+    """
+
+    TRAIN = "t"  # train:n trains a batch of n micro-batches, and reads the gradients
     SCALED = "x"  # the same with twice the loss, which is another function
     UNSEEN = "u"  # a batch after which the gradients are not read
     STEP = "s"  # step and zero_grad
     ZERO_GRAD = "z"  # gives up the gradients
     LOOK = "l"  # reads weights, state and gradients again
-    EDIT = "e"  # e:w halves the weight number w in place, on every rank
-    FREEZE = "f"  # f:w freezes the weight number w
-    THAW = "h"  # h:w lets it be trained again
+    EDIT = "e"  # edit:w halves the weight number w in place, on every rank
+    FREEZE = "f"  # freeze:w freezes the weight number w
+    THAW = "h"  # thaw:w lets it be trained again
     SAVE = "save"
     LOAD = "load"  # loads what was saved last
     LOAD_OLD = "old"  # loads what was saved first
 
 
-BATCHES = (Act.TRAIN, Act.SCALED, Act.UNSEEN)
-OF_A_WEIGHT = (Act.EDIT, Act.FREEZE, Act.THAW)
-FEATURES: Mapping[Act, Feature] = {
-    Act.EDIT: Feature.IN_PLACE_EDITS,
-    Act.FREEZE: Feature.UNFREEZING,
-    Act.THAW: Feature.UNFREEZING,
-    **dict.fromkeys((Act.SAVE, Act.LOAD, Act.LOAD_OLD), Feature.CHECKPOINT),
+BATCHES = (CallKind.TRAIN, CallKind.SCALED, CallKind.UNSEEN)
+OF_A_WEIGHT = (CallKind.EDIT, CallKind.FREEZE, CallKind.THAW)
+FEATURES: Mapping[CallKind, Feature] = {
+    CallKind.EDIT: Feature.IN_PLACE_EDITS,
+    CallKind.FREEZE: Feature.UNFREEZING,
+    CallKind.THAW: Feature.UNFREEZING,
+    **dict.fromkeys((CallKind.SAVE, CallKind.LOAD, CallKind.LOAD_OLD), Feature.CHECKPOINT),
 }
 
 
@@ -52,17 +55,18 @@ FEATURES: Mapping[Act, Feature] = {
 class Call:
     """A call of a program; ``number`` is its number of micro-batches, or of a weight, or 0."""
 
-    act: Act
+    kind: CallKind
     number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.act.value}:{self.number}" if self.act in (*BATCHES, *OF_A_WEIGHT) else self.act.value
+        name = self.kind.name.lower()
+        return f"{name}:{self.number}" if self.kind in (*BATCHES, *OF_A_WEIGHT) else name
 
 
 def parse_call(word: str) -> Call:
     """Return the call that ``word`` is the text of."""
-    act, _, number = word.partition(":")
-    return Call(Act(act), int(number or 0))
+    name, _, number = word.partition(":")
+    return Call(CallKind[name.upper()], int(number or 0))
 
 
 SMALL_STEPS = replace(HALVING, args={**HALVING.args, "lr": 2.0**-6})  # so that weights stay finite over many steps
@@ -95,26 +99,25 @@ class Template:
         random = Random(f"{seed} {self.schedule} {self.phrases}")  # noqa: S311 - an order, no secret
         phrases = (self.opening, *random.sample(self.phrases, min(self.drawn, len(self.phrases))), self.closing)
         frozen = random.randrange(BLOCKS)  # one weight, so that what is frozen is trained again
-        calls = [self.number_call(Act(word), frozen, random) for phrase in phrases for word in phrase.split()]
+        calls = [self.number_call(CallKind(word), frozen, random) for phrase in phrases for word in phrase.split()]
         # The mean of the first batch is exact. It has no two micro-batches, of which 1F1B runs both forwards first, as
         # GPipe does: stages in DDP crash after that.
         calls[0] = replace(calls[0], number=max(filter(is_power_of_two, self.sizes)))
-        return tuple(call for call in calls if call.act not in FEATURES or claims.refusal(FEATURES[call.act]) is None)
+        return tuple(call for call in calls if call.kind not in FEATURES or claims.refusal(FEATURES[call.kind]) is None)
 
-    def number_call(self, act: Act, frozen: int, random: Random) -> Call:
+    def number_call(self, kind: CallKind, frozen: int, random: Random) -> Call:
         """Return a call with a number of micro-batches, or of a weight; ``frozen`` is the one to freeze."""
-        if act in BATCHES:
+        if kind in BATCHES:
             # What was not read has to be known up to its rounding, which depends on where a mean is divided.
-            sizes = [size for size in self.sizes if act is not Act.UNSEEN or is_power_of_two(size)]
-            return Call(act, random.choice(sizes))
-        if act is Act.EDIT:
-            return Call(act, random.randrange(BLOCKS))
-        return Call(act, frozen if act in OF_A_WEIGHT else 0)
+            sizes = [size for size in self.sizes if kind is not CallKind.UNSEEN or is_power_of_two(size)]
+            return Call(kind, random.choice(sizes))
+        if kind is CallKind.EDIT:
+            return Call(kind, random.randrange(BLOCKS))
+        return Call(kind, frozen if kind in OF_A_WEIGHT else 0)
 
     def select_optimizer(self, claims: Capabilities) -> OptimizerSpec:
         """Return the optimizer, at a constant rate if the engine has no learning-rate schedule."""
-        has_schedule = claims.refusal(Feature.SCHEDULE) is None
-        return self.optimizer if has_schedule else replace(self.optimizer, schedule=(1.0,))
+        return fit_schedule(self.optimizer, claims)
 
 
 # Zero bubbles need a micro-batch for each stage, of which each of two ranks has two; 1F1B one for each rank.
@@ -143,8 +146,8 @@ TEMPLATES: Mapping[str, Template] = {
 
 def find_frozen(calls: Sequence[Call]) -> int | None:
     """Return the number of the weight that is frozen after ``calls``, or None."""
-    last = next((call for call in reversed(calls) if call.act in (Act.FREEZE, Act.THAW)), None)
-    return last.number if last is not None and last.act is Act.FREEZE else None
+    last = next((call for call in reversed(calls) if call.kind in (CallKind.FREEZE, CallKind.THAW)), None)
+    return last.number if last is not None and last.kind is CallKind.FREEZE else None
 
 
 def select_weight(spec: ModelSpec, seed: int, number: int) -> str:

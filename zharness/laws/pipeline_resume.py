@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,12 +14,11 @@ from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
 from zharness.laws.pipeline import SINGLE, WINDOW, BatchShape, pipeline_law, select_schedule, train_batch
-from zharness.laws.pipeline_steps import HALVING
+from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity import Comparison, Part, compare_bitwise
 
 SAVE_STEP = 1  # the number of steps before the save
 CONTINUED_STEPS = range(SAVE_STEP, SAVE_STEP + 2)  # two: the rate of the second comes from a counter that goes on
-CONSTANT_RATE = replace(HALVING, schedule=(1.0,))
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ RESUMES: Mapping[str, Resume] = {
 
 def select_optimizer(claims: Capabilities) -> OptimizerSpec:
     """Return the optimizer, whose rate falls if the engine has a learning-rate schedule, and is constant otherwise."""
-    return HALVING if claims.refusal(Feature.SCHEDULE) is None else CONSTANT_RATE
+    return fit_schedule(HALVING, claims)
 
 
 def make_step(ctx: RankContext, engine: Engine, number: int, shape: BatchShape) -> Mapping[str, Tensor]:

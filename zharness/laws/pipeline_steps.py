@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zharness.engines.protocol import Feature
+from zharness.engines.protocol import Capabilities, Feature, OptimizerSpec
 from zharness.law_kit.engine_facts import collect_engine_facts, compare_engine_facts
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
@@ -36,6 +36,7 @@ from zharness.parity import Comparison, Part, compare_bitwise
 HALVING = replace(
     MOMENTUM_SGD, args={"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}, schedule=(1.0, 0.5, 0.25, 0.125)
 )
+CONSTANT_RATE = (1.0,)
 STEPS = len(HALVING.schedule) - 1
 BATCHES: Mapping[str, BatchShape] = {"": WINDOW, "single": SINGLE}
 # In other models a weight or an output has two uses, and how the sum of their gradients rounds depends on their order.
@@ -43,6 +44,12 @@ CHAINS = ("chain", RANDOM_MODEL)
 BLOCKS: Mapping[str, int] = {"first": 1, "last": 3}  # of ``chain``, by the stage of two that has them
 HUGE = 2.0**127  # twice as much is no number of float32
 OVERFLOW = BatchShape(WINDOW.micro_batches, factor=2**8)  # so that every gradient other than 0 overflows times HUGE
+
+
+def fit_schedule(optimizer: OptimizerSpec, claims: Capabilities) -> OptimizerSpec:
+    """Return the optimizer, at a constant rate if the engine has no learning-rate schedule."""
+    has_schedule = claims.refusal(Feature.SCHEDULE) is None
+    return optimizer if has_schedule else replace(optimizer, schedule=CONSTANT_RATE)
 
 
 def observe_learning_rate(ctx: RankContext) -> None:

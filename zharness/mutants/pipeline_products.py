@@ -48,7 +48,7 @@ class ClipsTheLastStageByTheNormBefore(OverPipeline):
         return None if self.limit is None else float(self.norms[-1])
 
 
-@mutant(FaultKind.STATE, on_any_order("single", "blocks.2.*/momentum_buffer", Part.GATHER), origin=Origin.MESH)
+@mutant(FaultKind.STATE, on_any_order("single", "blocks.2.*/momentum_buffer"), origin=Origin.MESH)
 class LoadsTheLastStagesStateOnce(OverPipeline):
     """The second load of an engine leaves the optimizer state of the last stage as it was."""
 
