@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from zharness.engines import optimizers
+from zharness.errors import RoundedScenarioError
 from zharness.law_kit.integer_steps import MOVED_BY_SIGNS, SIGN_STEPS
+from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.program_exact import holds_sums
 from zharness.law_kit.program_templates import TEMPLATES_BY_MODEL, ProgramTemplate
 from zharness.parity.baseline import Baseline, convert_to_float64
 from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
@@ -88,3 +91,12 @@ def test_the_certificate_of_a_choice_covers_every_expert() -> None:
     wide, _ = convert_to_float64(model, baseline.batch(0, 0), take_abs=True)
     first = wide.get_parameter("moe.experts.0.weight")
     assert torch.equal(first, torch.full_like(first, 7.0))
+
+
+def test_a_missing_certificate_of_the_initial_weights_is_an_error() -> None:
+    ctx = JudgeContext(Baseline(model_spec("routed"), 0, 2), (), torch.float32)
+    too_large = 2.0 ** SIGNIFICAND_BITS[torch.float32]
+    assert holds_sums(ctx, too_large - 1, steps=0)
+    assert not holds_sums(ctx, too_large, steps=1)
+    with pytest.raises(RoundedScenarioError):
+        holds_sums(ctx, too_large, steps=0)
