@@ -130,3 +130,10 @@ def add_hint(comparison: Comparison, hint: str) -> Comparison:
     if comparison.mismatch is None:
         return comparison
     return replace(comparison, mismatch=replace(comparison.mismatch, hint=hint))
+
+
+def set_verb_position(comparison: Comparison, position: int) -> Comparison:
+    """Return ``comparison`` with ``position``, the position of the verb, as the step of its mismatch."""
+    if comparison.mismatch is None:
+        return comparison
+    return replace(comparison, mismatch=replace(comparison.mismatch, step=position))

@@ -11,9 +11,10 @@ INTEGER_STEPS = OptimizerSpec(
     name="rprop", args={"lr": 0.0, "step_sizes": (0.0, 1.0)}, groups=(GroupSpec("*.bias", {"lr": 1.0}),)
 )
 
-# The last layers alone move, so that activations grow by sums and not by products, and tokens stay with their experts.
-# DeepSpeed puts groups of experts behind all others.
-MOVED_BY_SIGNS = ("out.bias", "up.bias", "down.bias", "head.weight", "last.*", "moe.experts.*")
+# These move: in a model of heads the biases behind attention, and the last two matrices, of which tp splits the first;
+# in a model of experts the last layer and the experts. All in front of them stand still, so that float32 holds the sums
+# of several steps, and tokens stay with their experts. DeepSpeed puts groups of experts behind all others.
+MOVED_BY_SIGNS = ("out.bias", "up.bias", "down.bias", "down.weight", "head.weight", "last.*", "moe.experts.*")
 
 # Without memory Adam divides a gradient by its absolute value, so that a step moves an element by the learning rate, an
 # integer, or by 0. The other parameters stand still and have a memory, by which the number of steps can be told.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
-from zharness.law_kit.clipping import CLIP_ROUNDINGS, compute_clip_factor
-from zharness.law_kit.judge_context import BoundedGrads
+from zharness.device.float32_products import Float32Products
+from zharness.errors import RoundedScenarioError
+from zharness.law_kit.clipped_step import hint_other_norm
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.program_judge import ProgramJudge
 from zharness.law_kit.rank_actions import second_loss
-from zharness.law_kit.training_run import total_norm
 from zharness.mesh import TENSOR
 from zharness.parity import Comparison
 from zharness.parity.baseline import LocalResult, Objective, convert_to_float64, run_local
@@ -26,11 +29,22 @@ def second_objective(output: Tensor, _batch: Batch) -> Tensor:
     return second_loss(output)
 
 
+def holds_sums(ctx: JudgeContext, bound: float, steps: int) -> bool:
+    """Return whether the cell's dtype holds every integer up to ``bound``, which bounds sums after ``steps`` steps.
+
+    Raises RoundedScenarioError if it does not hold those of the initial weights: the law then compares nothing.
+    """
+    holds = bound < 2.0 ** SIGNIFICAND_BITS[ctx.dtype]
+    if not (holds or steps) and ctx.baseline.products is Float32Products.FULL:
+        raise RoundedScenarioError("a sum of the initial weights is rounded, so no engine can be judged by it")
+    return holds
+
+
 @dataclass(frozen=True)
 class Sums:
     """The sums of one backward of every rank: a bound of all partial ones, and the number that its mean divides by.
 
-    ``absolute`` has the gradients of each rank in which every term is replaced by its absolute value.
+    ``absolute`` has the gradients of each data coordinate in which every term is replaced by its absolute value.
     """
 
     bound: float
@@ -80,17 +94,17 @@ class ExactProgramJudge(ProgramJudge):
             for batch in self.get_batches(verb, micro)
         ]
 
-    def get_weights(self) -> Mapping[str, Tensor]:
-        """Return the weights that the engine has now."""
-        return self.ctx.rank_records("params", self.weights_version)[0]
+    def get_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the weights that the engine has now, or None for the initial ones."""
+        return self.ctx.rank_records("params", self.weights_version)[0] if self.weights_version else None
 
     def get_batches(self, verb: Verb, micro: int) -> list[Batch]:
         """Return the micro-batch of each data coordinate."""
         return [self.get_batch(verb, micro, at) for at in range(self.ctx.data_size)]
 
     def holds(self, bound: float) -> bool:
-        """Return whether the cell's dtype holds every integer up to ``bound``."""
-        return bound < 2.0 ** SIGNIFICAND_BITS[self.ctx.dtype]
+        """Return whether the cell's dtype holds every integer up to ``bound``, as it has to before the first step."""
+        return holds_sums(self.ctx, bound, self.weights_version)
 
     def certify_window(self) -> bool:
         """Return whether no gradient since the last step is rounded, so that they are compared bitwise.
@@ -98,10 +112,14 @@ class ExactProgramJudge(ProgramJudge):
         Each number is a multiple of the quotient of 1 and all divisors: those of the losses' means, and the number of
         micro-batches in a window.
         """
-        count = len(self.backwards.rows)
-        sums, micro_batches = self.sums[-count:], self.ctx.data_size * self.program.window
+        sums, micro_batches = self.window_sums, self.ctx.data_size * self.program.window
         largest = self.ctx.data_size * sum(each.bound for each in sums)
-        return self.holds(largest * micro_batches * max(each.divisor for each in sums))
+        return self.holds(largest * micro_batches * max((each.divisor for each in sums), default=1))
+
+    @property
+    def window_sums(self) -> list[Sums]:
+        """The sums of each backward since the last step."""
+        return self.sums[len(self.sums) - len(self.backwards.rows) :]
 
     def compare_window_grads(self, position: int, *, is_repeated: bool = False) -> Iterator[Comparison]:
         """Compare the gradients recorded at ``position`` with plain PyTorch's, if no sum in them is rounded."""
@@ -119,22 +137,34 @@ class ExactProgramJudge(ProgramJudge):
         self.step_counts, self.weights_version = self.step_counts.with_step(trained), self.weights_version + 1
         yield from self.judge_rank_agreement()
 
-    def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
-        """Compare the norm, and return the clipped gradients, which on tp may be sums of parts that were clipped first.
+    def compare_update(
+        self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
+    ) -> Iterator[Comparison]:
+        """Compare each parameter's update, and name the norm that clipped the gradients of a wrong one."""
+        limit, judge = self.program.clip, partial(self.compare_clipped_update, position, grads, pending)
+        for comparison in judge(factor):
+            if limit is None or not grads:
+                yield comparison
+            else:
+                values = {name: grad.value for name, grad in grads.items()}
+                yield hint_other_norm(self.ctx, comparison, values, limit, judge)
+
+    def compare_clipped_update(
+        self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
+    ) -> Iterator[Comparison]:
+        """Compare each parameter's update with clipped gradients, which on tp may be sums of parts clipped before.
 
         DTensor leaves the gradient of a whole weight that is used on parts of a sequence as such a sum, which the
-        optimizer adds up. The absolute terms of a gradient bound its parts.
+        optimizer adds up: it rounds a product for each rank of tp, and one sum fewer. The absolute terms bound them.
         """
-        clipped = yield from super().judge_clipping(position, grads)
-        if self.program.clip is None or TENSOR not in self.ctx.mesh.axes:
-            return clipped
-        rows = [each.absolute for each in self.sums[-len(self.backwards.rows) :]]
-        terms = self.ctx.compute_expected_grads(rows, self.grad_scale, {})
-        factor = compute_clip_factor(self.program.clip, total_norm({name: grad.value for name, grad in grads.items()}))
-        return {
-            name: replace(grad, error=grad.error + factor * gamma(CLIP_ROUNDINGS, grad.dtype) * terms[name].value)
-            for name, grad in clipped.items()
-        }
+        if factor != NO_CLIPPING and TENSOR in self.ctx.mesh.axes:
+            terms = self.ctx.compute_expected_grads([each.absolute for each in self.window_sums], self.grad_scale, {})
+            roundings = self.ctx.mesh.size(TENSOR)
+            grads = {
+                name: replace(grad, error=grad.error + gamma(roundings, grad.dtype) * terms[name].value)
+                for name, grad in grads.items()
+            }
+        return super().compare_update(position, grads, pending, factor)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
         """Return the gradients that a step used: the recorded or, if they were not recorded, the expected ones."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zharness.engines.protocol import Reduction
-from zharness.law_kit.clipping import ClipFactor, judge_reported_norm
+from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
-from zharness.law_kit.hints import add_hint, describe_added_gradient
+from zharness.law_kit.hints import add_hint, describe_added_gradient, set_verb_position
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import (
     RecordedStep,
@@ -288,10 +288,11 @@ class ProgramJudge:
                 for found in compare_records(self.ctx, label, early, self.weights_version, position, Part.OPTIMIZER):
                     yield add_hint(found, EARLY_STEP_HINT)
             return
-        grads = yield from self.judge_clipping(position, self.get_step_grads(caller))
+        grads = self.get_step_grads(caller)
+        factor = yield from self.judge_clipping(position, grads)
         if self.last_grads_position and caller.pending is not PendingGradients.UNSEEN:
             self.stepped_grads.append(self.last_grads_position)
-        yield from self.judge_update(position, grads, caller.pending)
+        yield from self.judge_update(position, grads, caller.pending, factor)
 
     def get_step_grads(self, caller: CallerState) -> BoundedGrads:
         """Return the gradients that a step used, with error bounds.
@@ -309,28 +310,35 @@ class ProgramJudge:
             {name: grad.dtype for name, grad in recorded.items()},
         )
 
-    def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, BoundedGrads]:
-        """Compare the reported norm with that of ``grads`` and return the clipped gradients.
+    def judge_clipping(self, position: int, grads: BoundedGrads) -> Generator[Comparison, None, ClipFactor]:
+        """Compare the reported norm with that of ``grads`` and return the factor that clips them.
 
         If an engine clips but reports no norm, nothing is compared, because the law training.clip_and_norm then fails.
         """
         if self.program.clip is None:
-            return grads
+            return NO_CLIPPING
         dtypes = [grad.dtype for grad in grads.values()]
         norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
         error = rounding + total_norm({name: grad.error for name, grad in grads.items()})
         reported = yield from judge_reported_norm(self.ctx, "norm", position, norm, error)
-        factor = ClipFactor.from_norm(self.program.clip, norm, error, reported)
-        return {name: factor.apply_to(grad) for name, grad in grads.items()}
+        return ClipFactor.from_norm(self.program.clip, norm, error, reported)
 
-    def judge_update(self, position: int, grads: BoundedGrads, pending: PendingGradients) -> Iterator[Comparison]:
+    def judge_update(
+        self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor = NO_CLIPPING
+    ) -> Iterator[Comparison]:
         """Compare the new weights and state with the optimizer's formula, applied to the engine's own numbers."""
-        spec = OPTIMIZERS[self.program.optimizer]
-        yield from judge_parameter_updates(
-            self.ctx, spec, grads, self.weights_version, self.step_counts, position, pending
-        )
+        yield from self.compare_update(position, grads, pending, factor)
         self.step_counts, self.weights_version = self.step_counts.with_step(grads), self.weights_version + 1
         yield from self.judge_rank_agreement()
+
+    def compare_update(
+        self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
+    ) -> Iterator[Comparison]:
+        """Compare each parameter's update with that by ``grads`` times ``factor``."""
+        spec, clipped = OPTIMIZERS[self.program.optimizer], {name: factor.apply_to(grads[name]) for name in grads}
+        return judge_parameter_updates(
+            self.ctx, spec, clipped, self.weights_version, self.step_counts, position, pending
+        )
 
     def judge_load(self, step_counts: StepCounts, saved_version: int) -> Iterator[Comparison]:
         """Check that weights and optimizer state after a load are bitwise equal to those that were saved."""
@@ -390,10 +398,3 @@ def run_judge(judge: ProgramJudge) -> Iterator[Comparison]:
     for position, verb, caller in iter_verbs(judge.program):
         for comparison in judge.judge_verb(position, verb, caller):
             yield set_verb_position(comparison, position)
-
-
-def set_verb_position(comparison: Comparison, position: int) -> Comparison:
-    """Return ``comparison`` with ``position``, the position of the verb, as the step of its mismatch."""
-    if comparison.mismatch is None:
-        return comparison
-    return replace(comparison, mismatch=replace(comparison.mismatch, step=position))

@@ -9,13 +9,14 @@ import torch
 
 from zharness.law_kit.integer_steps import SIGN_STEPS
 from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.program_exact import holds_sums
 from zharness.law_kit.program_steps import EVAL_MODE_ACTS, get_grad_mode
 from zharness.law_kit.rank_actions import eval_mode
 from zharness.law_kit.rank_context import RankContext
 from zharness.law_kit.record_comparisons import compare_initial_weights
 from zharness.laws.mesh import mesh_law
 from zharness.parity import Comparison, Part, compare_bitwise
-from zharness.parity.certificate import SIGNIFICAND_BITS, bound_partial_sums
+from zharness.parity.certificate import bound_partial_sums
 from zharness.workload import Batch
 from zharness.workload.programs import Act
 
@@ -57,7 +58,7 @@ def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
     """Compare outputs bitwise with those of plain PyTorch with the engine's weights, if no sum in them is rounded."""
     yield from compare_initial_weights(ctx)
     for step in range(TIMES):
-        weights = ctx.rank_records("params", step)[0]
+        weights = ctx.rank_records("params", step)[0] if step else None
         module = ctx.baseline.build_module(weights)
         for number, act in enumerate(ACTS):
             batches = [
@@ -65,7 +66,7 @@ def judge_evaluation(ctx: JudgeContext) -> Iterator[Comparison]:
                 for at in range(ctx.data_size)
             ]
             bounds = [bound_partial_sums(ctx.baseline, each, ctx.baseline.objective, weights) for each in batches]
-            if max(bounds) >= 2.0 ** SIGNIFICAND_BITS[ctx.dtype]:
+            if not holds_sums(ctx, max(bounds), step):
                 continue
             module.train(act not in EVAL_MODE_ACTS)
             expected = [ctx.baseline.compute_output(module, batch).detach() for batch in batches]
