@@ -58,8 +58,9 @@ CAPABILITIES = Capabilities(
 
 def capabilities_at(stage: int) -> Capabilities:
     """Return what the engine claims at a stage: stage 1 of ZeRO steps copies of the weights, and undoes an edit."""
-    refusals = {0: {}, 1: {Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS}}
-    return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, **refusals.get(stage, {})})
+    if stage != 1:
+        return CAPABILITIES
+    return replace(CAPABILITIES, refuses={**CAPABILITIES.refuses, Feature.IN_PLACE_EDITS: NO_IN_PLACE_EDITS})
 
 
 OPTIONS = {SCHEDULE: f"{ONE_FORWARD_ONE_BACKWARD} (default) or {DUALPIPEV}"}

@@ -10,7 +10,7 @@ from torch import Tensor
 from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.clipping import CLIP_ROUNDINGS, ClipFactor
 from zharness.law_kit.hints import add_hint
-from zharness.law_kit.judge_context import JudgeContext
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step, judge_step
 from zharness.law_kit.other_norms import iter_other_norms
 from zharness.law_kit.rank_context import scalar
@@ -72,6 +72,22 @@ def hint_other_norm(
         if all(each.mismatch is None for each in judge(ClipFactor.from_norm(limit, scalar(norm), error, None))):
             return add_hint(comparison, f"the gradients were clipped by {norm:.6g}, which is {meaning}")
     return comparison
+
+
+def hint_norm_of_update(
+    ctx: JudgeContext,
+    grads: BoundedGrads,
+    limit: float | None,
+    factor: ClipFactor,
+    judge: Callable[[ClipFactor], Iterator[Comparison]],
+) -> Iterator[Comparison]:
+    """Yield the comparisons of ``judge`` with ``factor``, and name the norm that clipped the gradients of a wrong one.
+
+    ``limit`` is None if gradients are not clipped.
+    """
+    values = {name: grad.value for name, grad in grads.items()}
+    for comparison in judge(factor):
+        yield comparison if limit is None or not grads else hint_other_norm(ctx, comparison, values, limit, judge)
 
 
 def is_close(rounded: float, norm: float) -> bool:

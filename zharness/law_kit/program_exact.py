@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zharness.device.float32_products import Float32Products
 from zharness.errors import RoundedScenarioError
-from zharness.law_kit.clipped_step import hint_other_norm
+from zharness.law_kit.clipped_step import hint_norm_of_update
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.program_judge import ProgramJudge
@@ -141,13 +141,8 @@ class ExactProgramJudge(ProgramJudge):
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor
     ) -> Iterator[Comparison]:
         """Compare each parameter's update, and name the norm that clipped the gradients of a wrong one."""
-        limit, judge = self.program.clip, partial(self.compare_clipped_update, position, grads, pending)
-        for comparison in judge(factor):
-            if limit is None or not grads:
-                yield comparison
-            else:
-                values = {name: grad.value for name, grad in grads.items()}
-                yield hint_other_norm(self.ctx, comparison, values, limit, judge)
+        judge = partial(self.compare_clipped_update, position, grads, pending)
+        return hint_norm_of_update(self.ctx, grads, self.program.clip, factor, judge)
 
     def compare_clipped_update(
         self, position: int, grads: BoundedGrads, pending: PendingGradients, factor: ClipFactor

@@ -46,7 +46,7 @@ from zharness.law_kit.program_suspects import (
 from zharness.law_kit.program_updates import StepCounts, find_changed_parameters, judge_parameter_updates
 from zharness.law_kit.rank_actions import second_loss
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
-from zharness.law_kit.training_run import total_norm, total_norm_and_bound
+from zharness.law_kit.training_run import bounded_norm_and_error
 from zharness.parity import Comparison, Part, compare_bitwise
 from zharness.parity.baseline import LocalResult, run_backward
 from zharness.parity.bounds import BoundedTensor
@@ -317,9 +317,7 @@ class ProgramJudge:
         """
         if self.program.clip is None:
             return NO_CLIPPING
-        dtypes = [grad.dtype for grad in grads.values()]
-        norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
-        error = rounding + total_norm({name: grad.error for name, grad in grads.items()})
+        norm, error = bounded_norm_and_error(grads, [grad.dtype for grad in grads.values()])
         reported = yield from judge_reported_norm(self.ctx, "norm", position, norm, error)
         return ClipFactor.from_norm(self.program.clip, norm, error, reported)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from zharness.engines.optimizers import build, schedule
 from zharness.engines.protocol import OptimizerSpec
 from zharness.law_kit.default_training import TrainingConfig
-from zharness.law_kit.judge_context import JudgeContext, get_grad_or_zeros
+from zharness.law_kit.judge_context import BoundedGrads, JudgeContext, get_grad_or_zeros
 from zharness.parity.bounds import gamma_or_probabilistic, unit_roundoff
 from zharness.parity.mismatch_report import TrainingCurve, round_for_json
 
@@ -121,6 +121,15 @@ def total_norm_and_bound(
     grad_dtypes = [grad.dtype for grad in grads.values()] if dtypes is None else dtypes
     wide = max((torch.promote_types(dtype, torch.float32) for dtype in grad_dtypes), key=unit_roundoff)
     return norm, norm * gamma_or_probabilistic(sum(grad.numel() for grad in grads.values()), wide)
+
+
+def bounded_norm_and_error(grads: BoundedGrads, dtypes: Iterable[torch.dtype]) -> tuple[Tensor, Tensor]:
+    """Return the 2-norm of ``grads`` in float64, and a bound on the error of an engine's norm.
+
+    The bound includes the errors of the gradients, whose dtypes in the engine are ``dtypes``.
+    """
+    norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, dtypes)
+    return norm, rounding + total_norm({name: grad.error for name, grad in grads.items()})
 
 
 def make_training_run(training: TrainingConfig, steps: int) -> TrainingRun:

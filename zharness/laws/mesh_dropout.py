@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from zharness.engines.protocol import AccumulationOwner, Feature, OptimizerSpec
+from zharness.engines.protocol import AccumulationOwner, Feature
 from zharness.law_kit.hints import add_hint
 from zharness.law_kit.judge_context import JudgeContext
 from zharness.law_kit.law import Variant
+from zharness.law_kit.optimizers import ZERO_LR_SGD
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.laws.mesh import mesh_law
 from zharness.mesh import CONTEXT, TENSOR
@@ -25,7 +26,6 @@ from zharness.workload.exact_heads import DROPOUTS, Dropout, DroppedHeads, keep_
 
 RECOMPUTED, MASKS, WINDOW = "recomputed", "masks", "masks_in_a_window"
 MICRO_BATCHES = {"": 1, RECOMPUTED: 1, MASKS: 4, WINDOW: 4}  # of the law variants
-STANDING_SGD = OptimizerSpec("sgd", {"lr": 0.0})
 SEQUENCE_DIM = 1
 Masks = Mapping[str, Tensor]  # by the name of the dropout
 
@@ -41,7 +41,7 @@ def observe_dropout(ctx: RankContext) -> None:
         model.run_block = partial(checkpoint, use_reentrant=False)
     count, is_window = MICRO_BATCHES[ctx.variant], ctx.variant == WINDOW
     window = {"accumulation_steps": count, "accumulation_owner": AccumulationOwner.ENGINE} if is_window else {}
-    engine = ctx.build_engine_around(model, optimizer=STANDING_SGD, **window)
+    engine = ctx.build_engine_around(model, optimizer=ZERO_LR_SGD, **window)
     for micro in range(count):
         ctx.train(engine, micro)
         if is_window:

@@ -17,7 +17,7 @@ from zharness.law_kit.program_law import add_program_hint
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state, scalar
 from zharness.laws.pipeline import pipeline_law, select_schedule, train_batch
-from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, shape_of
+from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, make_batch_shape
 from zharness.laws.pipeline_programs import (
     BATCHES,
     TEMPLATES,
@@ -47,7 +47,7 @@ class Caller:
     def run(self, position: int, call: Call) -> None:
         """Run the call at a position of the program."""
         if call.kind in BATCHES:
-            losses = train_batch(self.ctx, self.engine, STRIDE * position, shape_of(call))
+            losses = train_batch(self.ctx, self.engine, STRIDE * position, make_batch_shape(call))
             self.ctx.record("losses", losses, position)
             if call.kind is not CallKind.UNSEEN:
                 self.ctx.record("grads", self.engine.full_grads(), position)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from zharness.law_kit.clipped_step import hint_other_norm
+from zharness.law_kit.clipped_step import hint_norm_of_update
 from zharness.law_kit.clipping import NO_CLIPPING, ClipFactor, judge_reported_norm
 from zharness.law_kit.engine_facts import compare_engine_facts
+from zharness.law_kit.hints import set_verb_position
 from zharness.law_kit.judge_context import BoundedGrads, JudgeContext
 from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_step
 from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
-from zharness.law_kit.training_run import total_norm_and_bound
+from zharness.law_kit.training_run import bounded_norm_and_error
 from zharness.laws.pipeline import MICRO_BATCHES, BatchShape, compare_micro_losses, compute_batch, leave_out_grads
 from zharness.laws.pipeline_programs import (
     BATCHES,
@@ -36,7 +36,7 @@ STRIDE = 2  # batches are numbered by 4 micro-batches, and those of programs hav
 EDIT_FACTOR = 0.5
 
 
-def shape_of(call: Call) -> BatchShape:
+def make_batch_shape(call: Call) -> BatchShape:
     """Return the number of micro-batches of a batch, and the factor of its loss."""
     return BatchShape(call.number, 2 if call.kind is CallKind.SCALED else 1)
 
@@ -75,7 +75,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """What a checkpoint has: the version of the recorded weights and state, and the steps made before."""
 
     version: int
@@ -93,15 +93,14 @@ class BatchProgramJudge:
         self.optimizer = template.select_optimizer(ctx.claims)
         self.shared = find_shared_weights(ctx.baseline.spec, ctx.baseline.seed)
         self.version, self.counts = 0, StepCounts()
-        self.pending, self.saved = Pending(), list[Saved]()
+        self.pending, self.saved = Pending(), list[Checkpoint]()
 
     def judge(self) -> Iterator[Comparison]:
         """Yield the comparisons of all calls, each with the position after its call as the step of a mismatch."""
         yield from compare_initial_weights(self.ctx)
         for position, call in enumerate(self.calls, start=1):
             for comparison in self.judge_call(position, call):
-                mismatch = comparison.mismatch
-                yield comparison if mismatch is None else replace(comparison, mismatch=replace(mismatch, step=position))
+                yield set_verb_position(comparison, position)
 
     def judge_call(self, position: int, call: Call) -> Iterator[Comparison]:
         """Judge one call by its kind."""
@@ -123,7 +122,7 @@ class BatchProgramJudge:
     def judge_batch(self, position: int, call: Call) -> Iterator[Comparison]:
         """Compare the losses of a batch, and the gradients since the last step if they were read."""
         ctx, weights = self.ctx, self.ctx.rank_records("params", self.version)[0]
-        micros = compute_batch(ctx, STRIDE * position, weights, shape_of(call))
+        micros = compute_batch(ctx, STRIDE * position, weights, make_batch_shape(call))
         yield from compare_micro_losses(ctx, micros, position)
         frozen = find_frozen(self.calls[: position - 1])
         names = set() if frozen is None else {self.select_weight(frozen)}
@@ -157,7 +156,7 @@ class BatchProgramJudge:
 
     def compute_divided(self, batch: PendingBatch) -> list[list[LocalResult]]:
         """Return the local gradients of losses that are divided by the number of micro-batches, times this number."""
-        shape, first = shape_of(batch.call), STRIDE * batch.position * MICRO_BATCHES
+        shape, first = make_batch_shape(batch.call), STRIDE * batch.position * MICRO_BATCHES
         count, weights = shape.micro_batches, self.ctx.rank_records("params", self.version)[0]
 
         def divide(loss: Tensor, rank: int) -> Tensor:
@@ -194,22 +193,17 @@ class BatchProgramJudge:
         pending = PendingGradients.UNSEEN if self.pending.read_at is None else PendingGradients.REDUCED
         factor = NO_CLIPPING
         if self.template.clip is not None:
-            norm, error = self.compute_norm(grads)
+            norm, error = bounded_norm_and_error(grads, [self.ctx.dtype])
             reported = yield from judge_reported_norm(self.ctx, "norm", position, norm, error)
             factor = ClipFactor.from_norm(self.template.clip, norm, error, reported)
 
-        def judge_update(factor: ClipFactor) -> Iterator[Comparison]:
+        def compare_update(factor: ClipFactor) -> Iterator[Comparison]:
             clipped = {name: factor.apply_to(grad) for name, grad in grads.items()}
             yield from judge_parameter_updates(
                 self.ctx, self.optimizer, clipped, self.version, self.counts, position, pending
             )
 
-        for comparison in judge_update(factor):
-            if self.template.clip is None:
-                yield comparison
-            else:
-                values = {name: grad.value for name, grad in grads.items()}
-                yield hint_other_norm(self.ctx, comparison, values, self.template.clip, judge_update)
+        yield from hint_norm_of_update(self.ctx, grads, self.template.clip, factor, compare_update)
         self.counts, self.pending = self.counts.with_step(grads), Pending()
         yield from self.judge_new_version()
 
@@ -219,11 +213,6 @@ class BatchProgramJudge:
             recorded = self.ctx.rank_records("grads", self.pending.read_at)[0]
             return {name: BoundedTensor.exact(grad) for name, grad in recorded.items()}
         return self.ctx.compute_expected_grads(self.pending.micros, self.pending.scale, {})
-
-    def compute_norm(self, grads: BoundedGrads) -> tuple[Tensor, Tensor]:
-        """Return the norm of ``grads``, and a bound on the error of an engine's norm."""
-        norm, rounding = total_norm_and_bound({name: grad.value for name, grad in grads.items()}, [self.ctx.dtype])
-        return norm, rounding + torch.stack([grad.error.double().norm() for grad in grads.values()]).norm()
 
     def judge_new_version(self) -> Iterator[Comparison]:
         """Compare weights, state and learning rates of all ranks after a change."""
@@ -245,9 +234,9 @@ class BatchProgramJudge:
     def judge_save(self) -> Iterator[Comparison]:
         """Check that a save changes nothing, and remember what it has to have saved."""
         yield from self.judge_restored(self.version)
-        self.saved.append(Saved(self.version, self.counts))
+        self.saved.append(Checkpoint(self.version, self.counts))
 
-    def judge_load(self, saved: Saved) -> Iterator[Comparison]:
+    def judge_load(self, saved: Checkpoint) -> Iterator[Comparison]:
         """Check that weights, state and learning rates after a load are those of the save."""
         self.counts = saved.counts
         yield from self.judge_restored(saved.version)
