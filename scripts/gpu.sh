@@ -2,10 +2,10 @@
 # Runs the laws, mutants of streams and step times on the GPUs of this machine, and leaves one JSON file and one page.
 set -euo pipefail
 
-ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options)
+ALL=(doctor mutants default torch steps deepspeed dtypes nccl ranks tf32 options fused_adam)
 declare -A LIMIT=(  # seconds, the grace included; those before steps fit one command of ten minutes
     [doctor]=30 [mutants]=75 [default]=300 [torch]=130 [steps]=150 [deepspeed]=40 [dtypes]=40 [nccl]=40 [ranks]=40
-    [tf32]=40 [options]=120 [page]=40
+    [tf32]=40 [options]=120 [fused_adam]=240 [page]=40
 )
 # What the sections after steps run, unless ZHARNESS_GPU_LAWS says otherwise: all laws would take each of them minutes.
 SIDE_LAWS="training.grads training.trajectory training.clip_and_norm state.resume precision.*"
@@ -27,7 +27,8 @@ Runs sections with the python3 of this environment, all of them by default, in t
   nccl       1 rank with NCCL on DDP, FSDP2, the reference and DeepSpeed
   ranks      1 and 4 ranks on DDP, FSDP2 and the reference
   tf32       products in TF32 on DDP, FSDP2 and the reference
-  options    options that only a GPU has: compiled models, unpinned offload, fused optimizers
+  options    options that only a GPU has: compiled models, CUDA graphs, unpinned offload, fused optimizers
+  fused_adam  build DeepSpeed's FusedAdam and run it; left out without DeepSpeed or CUDA's compiler nvcc
   page       OUTPUT_FOLDER/results.json and page.html of all records there; runs at the end anyway
 
 Each section has a limit of its own, and a section that is cut keeps its records. ZHARNESS_GPU_SCALE multiplies the
@@ -87,7 +88,7 @@ shows_failures() {  # whether NAME ended with 1 because laws do not hold or muta
     [ "$2" -eq 1 ] || return 1
     case $1 in
         mutants) grep -q 'mutants killed by' "$out/$1.log" ;;
-        doctor | steps | page) return 1 ;;
+        doctor | steps | page | fused_adam_build) return 1 ;;
         *) [ -s "$out/$1.jsonl" ] ;;
     esac
 }
@@ -148,12 +149,25 @@ section_tf32() { check tf32 "${side_laws[@]}" --engine ddp --engine fsdp2 --engi
 
 section_options() {  # each with its share of the limit, in percent; compiling takes a cell seconds
     local run option engine engines share
-    for run in compiled:40:ddp,fsdp2 fused_optimizer:20:ddp,fsdp2 cpu_offload:20:fsdp2 offload_unpinned:20:fsdp2; do
+    for run in compiled:30:ddp,fsdp2 cuda_graphs:20:ddp,fsdp2 fused_optimizer:15:ddp,fsdp2 \
+        cpu_offload:15:fsdp2 offload_unpinned:20:fsdp2; do
         IFS=: read -r option share engines <<<"$run"
         limit=$(($(limit_of options) * share / 100))
         mapfile -t engines < <(for engine in ${engines//,/ }; do printf '%s\n' --engine "$engine"; done)
         check "options-$option" "${side_laws[@]}" "${engines[@]}" --variant "$option" --depth 1 --jobs 8
     done
+}
+
+section_fused_adam() {  # the build takes longer than a cell may, so that it is a command of its own
+    local began=$SECONDS build='from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load()'
+    if ! command -v nvcc >/dev/null || ! python3 -c 'import deepspeed' >/dev/null 2>&1; then
+        printf 'fused_adam\tleft out\t0\tbuild of FusedAdam\n' >>"$out/sections.tsv"
+        echo "fused_adam: left out, as DeepSpeed or nvcc is missing"
+        return
+    fi
+    run fused_adam_build python3 -c "$build"
+    limit=$((limit - SECONDS + began))
+    check fused_adam "${side_laws[@]}" --engine deepspeed --variant fused_adam --depth 1 --jobs 8
 }
 
 section_steps() {

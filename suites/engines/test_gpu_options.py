@@ -14,7 +14,14 @@ from zharness.device import DEVICE_VARIABLE
 from zharness.engines import Capabilities, EngineConfig, OptimizerSpec
 from zharness.engines.deepspeed_machine import missing_for_fused_adam
 from zharness.engines.fsdp2_options import build_offload_policy
-from zharness.engines.gpu_options import build_fused_optimizer, compile_in_place, missing_for_inductor, shared_options
+from zharness.engines.gpu_options import (
+    build_fused_optimizer,
+    compile_in_place,
+    drop_compiled_graphs,
+    missing_for_graphs,
+    missing_for_inductor,
+    shared_options,
+)
 from zharness.engines.options import find_exclusion
 from zharness.engines.warm_up import build_warm_up_environment
 from zharness.errors import ConfigError
@@ -62,6 +69,8 @@ def claims(engine: str, stage: int) -> Capabilities:
         ("fsdp2", 3, "offload_unpinned", "a CPU has no pinned memory"),
         ("ddp", 0, "compiled", "on a CPU torch.compile builds C++ for each model"),
         ("fsdp2", 2, "compiled", "on a CPU torch.compile builds C++ for each model"),
+        ("ddp", 0, "cuda_graphs", "a CPU has no CUDA graphs"),
+        ("fsdp2", 3, "cuda_graphs", "a CPU has no CUDA graphs"),
         ("deepspeed", 3, "offload_param_unpinned", "a CPU has no pinned memory"),
         ("deepspeed", 0, "fused_adam", "FusedAdam is a kernel of CUDA"),
     ],
@@ -73,14 +82,15 @@ def test_a_cpu_leaves_an_option_out_with_a_reason(engine: str, stage: int, optio
 def test_a_gpu_has_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setenv(DEVICE_VARIABLE, "cuda")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    for found in (missing_for_inductor, missing_for_fused_adam):
+    needs = (missing_for_inductor, missing_for_graphs, missing_for_fused_adam)
+    for found in needs:
         found.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert missing_for_inductor() == "torch.compile needs triton on a GPU (pip install triton)"
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "fused_adam.so").touch()
-    assert missing_for_fused_adam() == ""
-    for found in (missing_for_inductor, missing_for_fused_adam):
+    assert missing_for_graphs() == missing_for_fused_adam() == ""
+    for found in needs:
         found.cache_clear()
 
 
@@ -112,7 +122,7 @@ def test_a_wrong_backend_is_refused_and_a_fused_form_is_set_where_there_is_one()
 
 def test_small_buckets_exclude_graphs_which_torch_splits_by_buckets() -> None:
     known = claims("ddp", 0).engine_options
-    for name in ("captured", "compiled"):
+    for name in ("captured", "compiled", "cuda_graphs"):
         assert find_exclusion({each: known[each] for each in ("small_buckets", name)}).startswith(
             f"small_buckets excludes {name}: torch.compile's splitting"
         )
@@ -126,3 +136,18 @@ def test_inductor_compiles_in_the_rank_and_starts_no_workers(monkeypatch: pytest
     assert torch._inductor.config.compile_threads == 16
     compile_in_place(torch.nn.Linear(1, 1), {"compile": "inductor"})
     assert torch._inductor.config.compile_threads == 1
+
+
+def test_the_backend_of_cuda_graphs_has_torchs_own_numbers_on_a_cpu() -> None:
+    """Without a GPU the backend replays nothing; what AOTAutograd traced runs, forward and backward."""
+    torch.manual_seed(0)
+    plain, graphed = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)) for _ in "ab")
+    graphed.load_state_dict(plain.state_dict())
+    assert compile_in_place(graphed, {"compile": "cudagraphs"})
+    batches = torch.randint(-4, 5, (2, 3, 4)).float()
+    for batch in batches:
+        for model in (plain, graphed):
+            model(batch).sum().backward()
+    for expected, found in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+    drop_compiled_graphs()

@@ -76,7 +76,7 @@ VARIANTS: dict[str, EngineOption | dict[str, Any]] = {
     "small_buckets": EngineOption(
         {"bucket_cap_mb": 1e-4},
         excludes=dict.fromkeys(
-            ("captured", "compiled"),
+            ("captured", "compiled", "cuda_graphs"),
             "torch.compile's splitting of the graph by buckets asserts 'First bucket should be smaller/equal to other "
             "buckets to get comms warmed up ASAP', and its first bucket has 1 MiB (_dynamo/backends/distributed.py)",
         ),

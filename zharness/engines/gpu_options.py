@@ -19,14 +19,15 @@ from zharness.errors import ConfigError
 from zharness.torch_private import compile_in_this_process
 
 COMPILE, FUSED = "compile", "fused_optimizer"
-INDUCTOR, CAPTURE = "inductor", "eager"
-BACKENDS = (INDUCTOR, CAPTURE)
+INDUCTOR, CAPTURE, GRAPHS = "inductor", "eager", "cudagraphs"
+BACKENDS = (INDUCTOR, CAPTURE, GRAPHS)
 GPU_OPTIONS = {
     COMPILE: "'inductor': run the model under torch.compile; 'eager': let torch.compile capture graphs and run torch's "
-    "own kernels; default none",
+    "own kernels; 'cudagraphs': replay torch's own kernels from CUDA graphs; default none",
     FUSED: "give the optimizer fused=True where it has that argument: one kernel for all weights; default false",
 }
 NO_GPU = "a CPU has no pinned memory, so that the option would change nothing; with --device cuda it runs"
+NO_GRAPHS = "a CPU has no CUDA graphs, so that torch's own kernels would run without them; with --device cuda it runs"
 # Laws of ordinary forwards and backwards. A graph is compiled for each model and shape, which takes seconds.
 CAPTURED_LAWS = frozenset({"training.grads", "training.kernels", "training.no_sync", "training.sgd_step"})
 COMPILED_LAWS = frozenset({"training.grads", "training.kernels"})
@@ -46,6 +47,12 @@ def missing_for_inductor() -> str:
     return "" if find_spec("triton") else "torch.compile needs triton on a GPU (pip install triton)"
 
 
+@cache
+def missing_for_graphs() -> str:
+    """Return why a cell cannot replay its model from CUDA graphs, or '' if it can."""
+    return "" if is_gpu_requested() else NO_GRAPHS
+
+
 def shared_options(
     fused_laws: frozenset[str] = FUSED_LAWS, fused_reason: str = FUSED_REASON
 ) -> dict[str, EngineOption]:
@@ -58,6 +65,14 @@ def shared_options(
             changes_numbers="kernels that torch.compile fuses round elsewhere",
             own_kernels="torch.compile fuses kernels",
             laws=COMPILED_LAWS,
+            laws_reason=COMPILE_REASON,
+        ),
+        "cuda_graphs": EngineOption(
+            {COMPILE: GRAPHS},
+            absent=missing_for_graphs(),
+            changes_numbers="AOTAutograd derives the backward, which may add its sums in another order",
+            own_kernels="AOTAutograd derives the backward",
+            laws=CAPTURED_LAWS,
             laws_reason=COMPILE_REASON,
         ),
         "fused_optimizer": EngineOption(
