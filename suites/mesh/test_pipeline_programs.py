@@ -72,6 +72,8 @@ def test_a_weight_is_frozen_until_it_is_trained_again() -> None:
 
 
 def test_weights_of_several_uses_are_those_that_blocks_or_calls_share() -> None:
+    assert "blocks.0.linear.weight" in find_shared_weights(MODELS["skips"], 0)
+    assert "blocks.3.linear.weight" not in find_shared_weights(MODELS["skips"], 0)
     assert not find_shared_weights(MODELS["chain"], 0)
     assert find_shared_weights(MODELS["tied_chain"], 0) == {"blocks.0.linear.weight", "blocks.1.linear.bias"}
     assert find_shared_weights(MODELS["tied_ends"], 0) == {"ends.weight", "ends.bias"}

@@ -13,6 +13,9 @@ from enum import Enum
 from random import Random
 from typing import Any
 
+import torch
+from torch import nn
+
 from zharness.engines.protocol import Capabilities, Feature, OptimizerSpec
 from zharness.law_kit.optimizers import ADAMW
 from zharness.laws.pipeline import CLIP, MICRO_BATCHES
@@ -180,7 +183,13 @@ def select_parameter(spec: ModelSpec, seed: int, call: Call) -> str:
 
 def find_shared_weights(spec: ModelSpec, seed: int) -> frozenset[str]:
     """Return the names of weights with several uses, whose gradients are sums that depend on the order of the uses."""
-    model = spec.model(seed)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    uses = Counter(id(parameter) for module in spec.pp_plan for parameter in model.get_submodule(module).parameters())
-    return frozenset(names[key] for key, count in uses.items() if count > 1)
+    model, uses = spec.model(seed), Counter[nn.Parameter]()
+
+    def count(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        uses.update(module.parameters(recurse=False))
+
+    for module in model.modules():
+        module.register_forward_hook(count)
+    with torch.no_grad():
+        spec.micro_batch(seed, 0, 0).feed(model)
+    return frozenset(name for name, parameter in model.named_parameters() if uses[parameter] > 1)

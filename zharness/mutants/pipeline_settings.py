@@ -231,3 +231,27 @@ class LoadsNoBuffersOfTheLastStage(OverPipeline):
         self.right.load(path)
         for buffer, value in zip(self.module.buffers(), before, strict=True) if dist.get_rank() else ():
             buffer.copy_(value)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_pipeline(model="skips", parameter="blocks.*", law="pipeline.any_order", variant="single"),
+    origin=Origin.MESH,
+)
+class LosesTheSecondGradientFromTheThirdBatch(OverPipeline):
+    """From the third batch on, the first stage gets no gradient of the second tensor that it sends."""
+
+    batches = 0
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.send)
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        self.batches += 1
+        return super().train_batch(micro_batches, loss)
+
+    def send(self, module: nn.Module, inputs: Sequence[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        """Let the gradient of the second output be zeros."""
+        if self.batches > 2 and output[1].requires_grad:
+            output[1].register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
