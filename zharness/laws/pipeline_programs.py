@@ -149,7 +149,8 @@ ACCUMULATED = (
 )
 FROZEN = ("f t s h", "t s f t s t s h", "t z t s", "f t s save h t s", "f t s u s h", "x s")
 # The last steps but one of clipped programs have a norm below the limit, so that clipping has to leave them alone.
-CLIPPED: Mapping[str, Any] = {"clip": CLIP, "features": (Feature.CLIP,), "closing": "y s t s"}
+SMALL_NORM = "y s t s"
+CLIPPED: Mapping[str, Any] = {"clip": CLIP, "features": (Feature.CLIP,), "closing": SMALL_NORM}
 TEMPLATES: Mapping[str, Template] = {
     "single": Template(optimizer=NESTEROV_STEPS),
     "adamw": Template(optimizer=GROUPED_ADAMW, features=(Feature.PARAM_GROUPS,)),
@@ -161,6 +162,9 @@ TEMPLATES: Mapping[str, Template] = {
         ACCUMULATED, features=(Feature.BATCHES_PER_STEP, Feature.CLIP), clip=CLIP, opening="t x s save", drawn=3
     ),
     "frozen": Template(FROZEN, features=(Feature.UNFREEZING,)),
+    "frozen_clipped": Template(
+        FROZEN, features=(Feature.UNFREEZING, Feature.CLIP), clip=CLIP, closing=SMALL_NORM, drawn=3
+    ),
     **{name: Template(schedule=name, sizes=sizes) for name, sizes in SIZES.items()},
     # pipeline.clip has one step of other schedules.
     **{name: Template(schedule=name, sizes=SIZES[name], **CLIPPED) for name in ("interleaved", "zero_bubble")},

@@ -90,6 +90,15 @@ class CountsOneOfTwoStagesOfARank(ClipsByItself):
         return min(1.0, limit / (self.norm + 1e-6))
 
 
+@mutant(FaultKind.CLIPPING, on_any_order("frozen_clipped", "blocks.*"), origin=Origin.MESH)
+class ClipsNoStageWithFrozenWeights(ClipsByItself):
+    """A rank of which a weight is frozen does not clip."""
+
+    def find_factor(self, limit: float) -> float:
+        is_frozen = any(not param.requires_grad for param in seams_engines.stage_params(self.right).values())
+        return 1.0 if is_frozen else min(1.0, limit / (self.norm + 1e-6))
+
+
 def drop_groups(config: EngineConfig) -> EngineConfig:
     """Return the configuration whose parameter groups have no settings of their own, on ranks other than the first."""
     groups = tuple(replace(group, overrides={}) for group in config.optimizer.groups)
