@@ -67,6 +67,7 @@ def any_order_law(
     kept_because: str,
     features: tuple[Feature, ...],
     dtypes: tuple[str, ...] = tuple(DTYPES),
+    mesh_dtypes: tuple[str, ...] = (),
 ) -> Law:
     """Build the law ``group``.any_order with one law variant for each program template in ``templates``."""
     return Law(
@@ -80,6 +81,7 @@ def any_order_law(
         features=features,
         variants=tuple(Variant(name, template.features) for name, template in templates.items()),
         dtypes=dtypes,
+        mesh_dtypes=mesh_dtypes,
         weights_stay_integers=False,
         steps_are_verbs=True,
     )

@@ -46,7 +46,7 @@ class BatchShape:
     """The number of micro-batches of a batch, and the factor, a power of two, by which its loss is multiplied."""
 
     micro_batches: int = MICRO_BATCHES
-    factor: int = 1
+    factor: float = 1
 
 
 DEFAULT_SHAPE = BatchShape()
@@ -71,12 +71,12 @@ WINDOWS: Mapping[str, SecondBatch] = {
 }
 
 
-def multiply_loss(loss: Callable[[Any, Any], Tensor], factor: int, output: Any, target: Any) -> Tensor:
+def multiply_loss(loss: Callable[[Any, Any], Tensor], factor: float, output: Any, target: Any) -> Tensor:
     """Return ``factor`` times the loss."""
     return factor * loss(output, target)
 
 
-def multiply_result(local: LocalResult, factor: int) -> LocalResult:
+def multiply_result(local: LocalResult, factor: float) -> LocalResult:
     """Return the loss and gradients of ``factor`` times the loss; ``factor`` is a power of two."""
     return LocalResult(factor * local.loss, {name: factor * grad for name, grad in local.grads.items()})
 
@@ -92,7 +92,7 @@ def train_batch(ctx: RankContext, engine: Engine, number: int, shape: BatchShape
     Raises EngineContractError if the engine does not return a loss for each micro-batch.
     """
     batches = [ctx.batch(number * MICRO_BATCHES + index) for index in range(shape.micro_batches)]
-    loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor > 1 else ctx.spec.loss
+    loss = partial(multiply_loss, ctx.spec.loss, shape.factor) if shape.factor != 1 else ctx.spec.loss
     losses = require_train_batch(engine).train_batch([(batch.inputs, batch.target) for batch in batches], loss)
     if len(losses) != len(batches):
         raise EngineContractError(f"train_batch returned {len(losses)} losses for {len(batches)} micro-batches")
@@ -205,17 +205,18 @@ def hint_divided_again(
     return add_hint(comparison, divided)
 
 
-def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison) -> Comparison:
+def hint_divided_by_two_stages(ctx: JudgeContext, comparison: Comparison, step: int = 0, first: int = 0) -> Comparison:
     """Add a hint to a mismatch of a tied weight whose gradient two stages divided by the number of micro-batches.
 
     The stage that ends first divides all that is there: its own terms, and those of some micro-batches of the other.
+    The gradient was recorded at ``step``, after the micro-batches from number ``first`` at the initial weights.
     """
     mismatch = comparison.mismatch
     if mismatch is None:
         return comparison
     name = mismatch.parameter
-    uses = compute_use_means(ctx.baseline, name, range(MICRO_BATCHES))
-    grad = ctx.rank_records("grads")[mismatch.seen_on][name]
+    uses = compute_use_means(ctx.baseline, name, range(first, first + MICRO_BATCHES))
+    grad = ctx.rank_records("grads", step)[mismatch.seen_on][name]
     for use, other_use in permutations(uses, 2):
         for done in range(MICRO_BATCHES + 1):
             divided = (use.sum(dim=0) + other_use[:done].sum(dim=0)) / MICRO_BATCHES**2

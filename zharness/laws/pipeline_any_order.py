@@ -16,7 +16,7 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.program_law import add_program_hint
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state, scalar
-from zharness.laws.pipeline import pipeline_law, select_schedule, train_batch
+from zharness.laws.pipeline import MODELS, RANDOM_MODEL, pipeline_law, select_schedule, train_batch
 from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, make_batch_shape
 from zharness.laws.pipeline_programs import (
     BATCHES,
@@ -25,7 +25,7 @@ from zharness.laws.pipeline_programs import (
     CallKind,
     find_shared_weights,
     parse_call,
-    select_weight,
+    select_parameter,
 )
 from zharness.parity import Comparison
 from zharness.workload.programs import join_words
@@ -83,7 +83,7 @@ class Caller:
 
         On a rank whose stages do not have it, this is a copy that no stage uses: a change of it has no effect.
         """
-        return self.engine.module.get_parameter(select_weight(self.ctx.spec, self.ctx.seed, call.number))
+        return self.engine.module.get_parameter(select_parameter(self.ctx.spec, self.ctx.seed, call))
 
     def look(self, position: int) -> None:
         """Read gradients, weights and state again, and record them."""
@@ -135,7 +135,7 @@ _LAW = pipeline_law(
         Variant(name, template.features, schedules=tuple(filter(None, (template.schedule,))))
         for name, template in TEMPLATES.items()
     ),
-    models=("chain", "tied_chain", "tied_ends"),
+    models=(*MODELS, RANDOM_MODEL),
     kept_because="the only law that finds mistakes that need certain calls before, and that one stage or rank makes",
 )
 LAWS = (replace(_LAW, weights_stay_integers=False, steps_are_verbs=True),)

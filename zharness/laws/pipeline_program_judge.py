@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from zharness.law_kit.clipped_step import hint_norm_of_update
@@ -16,7 +17,14 @@ from zharness.law_kit.optimizer_step import RecordedStep, compare_ranks_after_st
 from zharness.law_kit.program_updates import StepCounts, judge_parameter_updates
 from zharness.law_kit.record_comparisons import compare_initial_weights, compare_records
 from zharness.law_kit.training_run import bounded_norm_and_error
-from zharness.laws.pipeline import MICRO_BATCHES, BatchShape, compare_micro_losses, compute_batch, leave_out_grads
+from zharness.laws.pipeline import (
+    MICRO_BATCHES,
+    BatchShape,
+    compare_micro_losses,
+    compute_batch,
+    hint_divided_by_two_stages,
+    leave_out_grads,
+)
 from zharness.laws.pipeline_programs import (
     BATCHES,
     Call,
@@ -24,30 +32,36 @@ from zharness.laws.pipeline_programs import (
     Template,
     find_frozen,
     find_shared_weights,
-    select_weight,
+    select_parameter,
 )
-from zharness.parity import Comparison, Part, compare_bitwise
-from zharness.parity.baseline import LocalResult
-from zharness.parity.bounds import BoundedTensor
+from zharness.parity import Comparison, Part, compare_bitwise, compare_within_bound
+from zharness.parity.baseline import LocalResult, convert_to_float64, run_local
+from zharness.parity.bounds import BoundedTensor, float64_mean, gamma
 from zharness.parity.certificate import Exactness, is_power_of_two
 from zharness.workload.programs import PendingGradients
 
-STRIDE = 2  # batches are numbered by 4 micro-batches, and those of programs have up to 6
+USES = 2  # of a weight that several blocks have in common
+STRIDE = 2  # batches are numbered by 4 micro-batches, and those of programs have up to 8
 EDIT_FACTOR = 0.5
+FACTORS = {CallKind.SCALED: 2, CallKind.FAINT: 2.0**-10}  # by which a batch's loss is multiplied
 
 
 def make_batch_shape(call: Call) -> BatchShape:
     """Return the number of micro-batches of a batch, and the factor of its loss."""
-    return BatchShape(call.number, 2 if call.kind is CallKind.SCALED else 1)
+    return BatchShape(call.number, FACTORS.get(call.kind, 1))
 
 
 @dataclass(frozen=True)
 class PendingBatch:
-    """A batch at ``position`` of a program, and the local gradients of its micro-batches, of the weights that train."""
+    """A batch at ``position`` of a program, and the local gradients of its micro-batches, of the weights that train.
+
+    ``absolute`` has, for weights with several uses, their mean gradient in which every term has its absolute value.
+    """
 
     position: int
     call: Call
     micros: list[list[LocalResult]]
+    absolute: Mapping[str, Tensor]
 
 
 @dataclass
@@ -113,7 +127,7 @@ class BatchProgramJudge:
         elif call.kind is CallKind.LOOK:
             yield from self.judge_look(position)
         elif call.kind is CallKind.EDIT:
-            yield from self.judge_edit(call.number)
+            yield from self.judge_edit(call)
         elif call.kind is CallKind.SAVE:
             yield from self.judge_save()
         elif call.kind in (CallKind.LOAD, CallKind.LOAD_OLD):
@@ -125,9 +139,10 @@ class BatchProgramJudge:
         micros = compute_batch(ctx, STRIDE * position, weights, make_batch_shape(call))
         yield from compare_micro_losses(ctx, micros, position)
         frozen = find_frozen(self.calls[: position - 1])
-        names = set() if frozen is None else {self.select_weight(frozen)}
+        names = set() if frozen is None else {self.select_parameter(frozen)}
         trained = [[leave_out_grads(local, names) for local in row] for row in micros]
-        self.pending.batches.append(PendingBatch(position, call, trained))
+        absolute = self.compute_absolute(position, call) if self.shared else {}
+        self.pending.batches.append(PendingBatch(position, call, trained, absolute))
         self.pending.read_at = None
         if call.kind is not CallKind.UNSEEN:
             yield from self.judge_grads(position)
@@ -147,12 +162,44 @@ class BatchProgramJudge:
         yield from found
 
     def compare_grads(self, position: int, micros: list[list[LocalResult]]) -> Iterator[Comparison]:
-        """Compare gradients with those of micro-batches; not those of several uses, whose sum depends on the order."""
+        """Compare gradients with those of micro-batches; those of several uses are sums in an order of the engine's."""
         exact = self.certify_first_batch(position)
         for comparison in self.ctx.compare_reduced_grads("grads", micros, position, exact, self.pending.scale):
             place = comparison.location
             if place is None or place.name not in self.shared:
                 yield comparison
+        for name in sorted(self.shared & set(micros[0][0].grads)):
+            yield from self.compare_shared_grad(name, position, [local.grads[name] for row in micros for local in row])
+
+    def compare_shared_grad(self, name: str, position: int, terms: list[Tensor]) -> Iterator[Comparison]:
+        """Compare the gradient of a weight with several uses, within the bound of sums in any order.
+
+        ``terms`` are its gradients of each micro-batch and data coordinate, which are sums over its uses.
+        """
+        expected = self.pending.scale * float64_mean(terms)
+        absolute = torch.stack([batch.absolute[name] for batch in self.pending.batches]).sum(dim=0)
+        bound = gamma(2 * USES * len(terms), self.ctx.dtype) * absolute
+        for rank, record in enumerate(self.ctx.rank_records("grads", position)):
+            place = self.ctx.location(name, Part.REDUCTION, position, rank)
+            comparison = compare_within_bound(place, expected, record[name], bound)
+            yield self.hint_first_batch(comparison, position)
+
+    def hint_first_batch(self, comparison: Comparison, position: int) -> Comparison:
+        """Add the hint of two stages that divide a gradient, which compares with the initial weights alone."""
+        is_first = not self.version and len(self.pending.micros) == MICRO_BATCHES
+        first = STRIDE * position * MICRO_BATCHES
+        return hint_divided_by_two_stages(self.ctx, comparison, position, first) if is_first else comparison
+
+    def compute_absolute(self, position: int, call: Call) -> Mapping[str, Tensor]:
+        """Return the mean gradients of weights with several uses, of a model and batch of absolute values."""
+        baseline, shape, first = self.ctx.baseline, make_batch_shape(call), STRIDE * position * MICRO_BATCHES
+        module = baseline.build_module(self.ctx.rank_records("params", self.version)[0])
+        locals_ = [
+            run_local(*convert_to_float64(module, baseline.batch(at, first + index), take_abs=True), baseline.objective)
+            for index in range(shape.micro_batches)
+            for at in range(self.ctx.data_size)
+        ]
+        return {name: shape.factor * float64_mean([local.grads[name] for local in locals_]) for name in self.shared}
 
     def compute_divided(self, batch: PendingBatch) -> list[list[LocalResult]]:
         """Return the local gradients of losses that are divided by the number of micro-batches, times this number."""
@@ -176,9 +223,9 @@ class BatchProgramJudge:
         first = STRIDE * position * MICRO_BATCHES
         return self.ctx.certify_exactness(range(first, first + len(self.pending.micros)))
 
-    def select_weight(self, number: int) -> str:
-        """Return the name of a weight of the cell's model."""
-        return select_weight(self.ctx.baseline.spec, self.ctx.baseline.seed, number)
+    def select_parameter(self, call: Call) -> str:
+        """Return the name of the parameter of the cell's model that a call is about."""
+        return select_parameter(self.ctx.baseline.spec, self.ctx.baseline.seed, call)
 
     def judge_look(self, position: int) -> Iterator[Comparison]:
         """Compare weights, state and gradients that are read again with those that were recorded before."""
@@ -220,9 +267,9 @@ class BatchProgramJudge:
         yield from compare_ranks_after_step(self.ctx, RecordedStep(self.version))
         yield from compare_engine_facts(self.ctx, self.optimizer, self.version, self.counts.steps)
 
-    def judge_edit(self, number: int) -> Iterator[Comparison]:
-        """Compare the edited weight with half of what it was, and all others with what they were."""
-        edited = self.select_weight(number)
+    def judge_edit(self, call: Call) -> Iterator[Comparison]:
+        """Compare the edited parameter with half of what it was, and all others with what they were."""
+        edited = self.select_parameter(call)
         for rank, before in enumerate(self.ctx.rank_records("params", self.version)):
             after = self.ctx.rank_records("params", self.version + 1)[rank]
             for name, weight in before.items():

@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
+from typing import Any
+
+import torch
+from torch import nn
 
 from zharness.engines.protocol import Capabilities, Feature, OptimizerSpec
 from zharness.law_kit.optimizers import ADAMW
-from zharness.laws.pipeline import CLIP
+from zharness.laws.pipeline import CLIP, MICRO_BATCHES
 from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity.certificate import is_power_of_two
 from zharness.workload import ModelSpec
@@ -29,11 +33,12 @@ class CallKind(Enum):
 
     TRAIN = "t"  # train:n trains a batch of n micro-batches, and reads the gradients
     SCALED = "x"  # the same with twice the loss, which is another function
+    FAINT = "y"  # faint:n trains with so small a loss that the norm is below the limit of clipping
     UNSEEN = "u"  # a batch after which the gradients are not read
     STEP = "s"  # step and zero_grad
     ZERO_GRAD = "z"  # gives up the gradients
     LOOK = "l"  # reads weights, state and gradients again
-    EDIT = "e"  # edit:w halves the weight number w in place, on every rank
+    EDIT = "e"  # edit:p halves the parameter number p in place, on every rank
     FREEZE = "f"  # freeze:w freezes the weight number w
     THAW = "h"  # thaw:w lets it be trained again
     SAVE = "save"
@@ -41,7 +46,7 @@ class CallKind(Enum):
     LOAD_OLD = "old"  # loads what was saved first
 
 
-BATCHES = (CallKind.TRAIN, CallKind.SCALED, CallKind.UNSEEN)
+BATCHES = (CallKind.TRAIN, CallKind.SCALED, CallKind.FAINT, CallKind.UNSEEN)
 OF_A_WEIGHT = (CallKind.EDIT, CallKind.FREEZE, CallKind.THAW)
 FEATURES: Mapping[CallKind, Feature] = {
     CallKind.EDIT: Feature.IN_PLACE_EDITS,
@@ -70,7 +75,8 @@ def parse_call(word: str) -> Call:
 
 
 SMALL_STEPS = replace(HALVING, args={**HALVING.args, "lr": 2.0**-6})  # so that weights stay finite over many steps
-SMALL_ADAMW = replace(ADAMW, groups=())
+NESTEROV_STEPS = replace(SMALL_STEPS, args={**SMALL_STEPS.args, "nesterov": True})
+GROUPED_ADAMW = replace(ADAMW, args={**ADAMW.args, "amsgrad": True})
 ANY = ("t s", "x s", "u s", "t z t s", "u z x s", "t l s", "l t s", "e t s", "t s save t s load t s", "old t s")
 SINGLE_SIZES = (1,)
 
@@ -102,7 +108,8 @@ class Template:
         calls = [self.number_call(CallKind(word), frozen, random) for phrase in phrases for word in phrase.split()]
         # The mean of the first batch is exact. It has no two micro-batches, of which 1F1B runs both forwards first, as
         # GPipe does: stages in DDP crash after that.
-        calls[0] = replace(calls[0], number=max(filter(is_power_of_two, self.sizes)))
+        exact = [size for size in self.sizes if is_power_of_two(size) and size <= MICRO_BATCHES]
+        calls[0] = replace(calls[0], number=max(exact))
         return tuple(call for call in calls if call.kind not in FEATURES or claims.refusal(FEATURES[call.kind]) is None)
 
     def number_call(self, kind: CallKind, frozen: int, random: Random) -> Call:
@@ -112,7 +119,7 @@ class Template:
             sizes = [size for size in self.sizes if kind is not CallKind.UNSEEN or is_power_of_two(size)]
             return Call(kind, random.choice(sizes))
         if kind is CallKind.EDIT:
-            return Call(kind, random.randrange(BLOCKS))
+            return Call(kind, random.randrange(2 * BLOCKS))
         return Call(kind, frozen if kind in OF_A_WEIGHT else 0)
 
     def select_optimizer(self, claims: Capabilities) -> OptimizerSpec:
@@ -122,43 +129,71 @@ class Template:
 
 # Zero bubbles need a micro-batch for each stage, of which each of two ranks has two; 1F1B one for each rank.
 SIZES: Mapping[str, tuple[int, ...]] = {
-    "gpipe": (1, 2, 3, 4),
-    "1f1b": (2, 3, 4, 5),
+    "gpipe": (1, 2, 3, 4, 8),
+    "1f1b": (2, 3, 4, 5, 8),
     "interleaved": (2, 3, 4, 6),
     "zero_bubble": (4, 6),
     "zbv": (4, 5, 6),
     "dualpipev": (4, 5, 6),
 }
-ACCUMULATED = ("t t s", "t t t s", "t z t t s", "t l t s", "u u s", "t s save t t s load t s", "old t t s", "e t t s")
+ACCUMULATED = (
+    "t t s",
+    "t t t s",
+    "t z t t s",
+    "t l t s",
+    "u u s",
+    "t s save t t s load t s",
+    "old t t s",
+    "e t t s",
+    "t save t s",
+)
 FROZEN = ("f t s h", "t s f t s t s h", "t z t s", "f t s save h t s", "f t s u s h", "x s")
+# The last steps but one of clipped programs have a norm below the limit, so that clipping has to leave them alone.
+SMALL_NORM = "y s t s"
+CLIPPED: Mapping[str, Any] = {"clip": CLIP, "features": (Feature.CLIP,), "closing": SMALL_NORM}
 TEMPLATES: Mapping[str, Template] = {
-    "single": Template(),
-    "adamw": Template(optimizer=SMALL_ADAMW),
-    "clipped": Template(clip=CLIP, features=(Feature.CLIP,)),
-    "clipped_1f1b": Template(schedule="1f1b", sizes=SIZES["1f1b"], clip=CLIP, features=(Feature.CLIP,)),
+    "single": Template(optimizer=NESTEROV_STEPS),
+    "adamw": Template(optimizer=GROUPED_ADAMW, features=(Feature.PARAM_GROUPS,)),
+    "clipped": Template(**CLIPPED),
+    "clipped_1f1b": Template(schedule="1f1b", sizes=SIZES["1f1b"], **CLIPPED),
     "accumulated_singles": Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,)),
     # A new loss is a new schedule of torch, so that the first of its batches is the first of a schedule.
-    "accumulated_losses": Template(ACCUMULATED, features=(Feature.BATCHES_PER_STEP,), opening="t x s save", drawn=3),
+    "accumulated_losses": Template(
+        ACCUMULATED, features=(Feature.BATCHES_PER_STEP, Feature.CLIP), clip=CLIP, opening="t x s save", drawn=3
+    ),
     "frozen": Template(FROZEN, features=(Feature.UNFREEZING,)),
+    "frozen_clipped": Template(
+        FROZEN, features=(Feature.UNFREEZING, Feature.CLIP), clip=CLIP, closing=SMALL_NORM, drawn=3
+    ),
     **{name: Template(schedule=name, sizes=sizes) for name, sizes in SIZES.items()},
+    # pipeline.clip has one step of other schedules.
+    **{name: Template(schedule=name, sizes=SIZES[name], **CLIPPED) for name in ("interleaved", "zero_bubble")},
 }
 
 
-def find_frozen(calls: Sequence[Call]) -> int | None:
-    """Return the number of the weight that is frozen after ``calls``, or None."""
+def find_frozen(calls: Sequence[Call]) -> Call | None:
+    """Return the call that froze the weight that is frozen after ``calls``, or None."""
     last = next((call for call in reversed(calls) if call.kind in (CallKind.FREEZE, CallKind.THAW)), None)
-    return last.number if last is not None and last.kind is CallKind.FREEZE else None
+    return last if last is not None and last.kind is CallKind.FREEZE else None
 
 
-def select_weight(spec: ModelSpec, seed: int, number: int) -> str:
-    """Return the name of the weight number ``number`` of a model; one with fewer weights begins again."""
-    names = [name for name, _ in spec.model(seed).named_parameters() if name.endswith("weight")]
-    return names[number % len(names)]
+def select_parameter(spec: ModelSpec, seed: int, call: Call) -> str:
+    """Return the name of the parameter that a call is about, a bias only if it is edited; the numbers go round."""
+    names = [name for name, _ in spec.model(seed).named_parameters()]
+    if call.kind is not CallKind.EDIT:
+        names = [name for name in names if name.endswith("weight")]
+    return names[call.number % len(names)]
 
 
 def find_shared_weights(spec: ModelSpec, seed: int) -> frozenset[str]:
     """Return the names of weights with several uses, whose gradients are sums that depend on the order of the uses."""
-    model = spec.model(seed)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    uses = Counter(id(parameter) for module in spec.pp_plan for parameter in model.get_submodule(module).parameters())
-    return frozenset(names[key] for key, count in uses.items() if count > 1)
+    model, uses = spec.model(seed), Counter[nn.Parameter]()
+
+    def count(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        uses.update(module.parameters(recurse=False))
+
+    for module in model.modules():
+        module.register_forward_hook(count)
+    with torch.no_grad():
+        spec.micro_batch(seed, 0, 0).feed(model)
+    return frozenset(name for name, parameter in model.named_parameters() if uses[parameter] > 1)

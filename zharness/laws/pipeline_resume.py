@@ -13,7 +13,16 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, scalar
 from zharness.law_kit.record_comparisons import compare_records
-from zharness.laws.pipeline import SINGLE, WINDOW, BatchShape, pipeline_law, select_schedule, train_batch
+from zharness.laws.pipeline import (
+    MODELS,
+    RANDOM_MODEL,
+    SINGLE,
+    WINDOW,
+    BatchShape,
+    pipeline_law,
+    select_schedule,
+    train_batch,
+)
 from zharness.laws.pipeline_steps import HALVING, fit_schedule
 from zharness.parity import Comparison, Part, compare_bitwise
 
@@ -115,6 +124,7 @@ LAWS = (
         judge_resume,
         tuple(Variant(name, schedules=resume.schedules) for name, resume in RESUMES.items()),
         Feature.CHECKPOINT,
+        models=(*MODELS, RANDOM_MODEL),
         kept_because="the only law of a checkpoint of stages",
     ),
 )

@@ -69,6 +69,7 @@ from zharness.mutants import (  # noqa: F401 - each module registers its mutants
     pipeline,
     pipeline_frozen,
     pipeline_products,
+    pipeline_settings,
     pipeline_state,
     pipeline_steps,
     pipeline_wire,

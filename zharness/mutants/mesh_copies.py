@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from zharness.mesh import REPLICATE
 from zharness.mutants import seams, seams_stage3
 from zharness.mutants.around import Around
 from zharness.mutants.mesh import REP2, on_mesh
-from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.mutants.mutant import FaultKind, Origin, Target, mutant
 from zharness.parity import Part
 
 
@@ -149,3 +150,49 @@ class EditsMastersOfTheFirstCopyAlone(OverCopies):
             yield weights
         for name, value in before.items():
             masters[name].copy_(value)
+
+
+def on_low_precision(part: Part, variant: str, parameter: str = "*") -> Target:
+    """Return a target of a random program in bf16 on two copies."""
+    return Target(
+        "training.any_order", part, "mlp", variant, dtype="bf16", parameter=parameter, world_size=4, mesh=REP2
+    )
+
+
+@mutant(FaultKind.STATE, on_low_precision(Part.GATHER, "saved"), origin=Origin.MESH)
+class LoadsRoundedMastersIntoTheSecondCopy(OverCopies):
+    """In bf16 a load leaves the second copy with fp32 masters that are its rounded weights."""
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        for master in seams.master_weights(self.right).values() if self.copy else ():
+            master.copy_(master.bfloat16())
+
+
+@mutant(FaultKind.CLIPPING, on_low_precision(Part.REDUCTION, "steps", "norm"), origin=Origin.MESH)
+class NormCountsEachCopyInLowPrecision(OverCopies):
+    """In bf16 the norm adds the squares of all ranks, so that it counts each element once for each copy."""
+
+    def spoil(self) -> None:
+        if self.config.dtype == "bf16":
+            seams.wrap_grad_norm(self.right, lambda right: lambda: right() * math.sqrt(self.copies))
+
+
+@mutant(FaultKind.CONTRIBUTION, on_low_precision(Part.REDUCTION, "windows"), origin=Origin.MESH)
+class SumsTheLastOfAWindowOverCopiesInLowPrecision(OverCopies):
+    """In bf16 only the last micro-batch of a window that the engine counts is summed over the copies."""
+
+    counted = 0
+
+    def step(self) -> None:
+        self.right.step()
+        self.counted += 1
+
+    def spoil(self) -> None:
+        window = self.config.accumulation_steps
+        if self.config.dtype == "bf16":
+            self.change_sum_over_copies(
+                lambda shard, right: (
+                    right(shard) if self.counted % window == window - 1 else shard.mul_(float(self.copies))
+                )
+            )

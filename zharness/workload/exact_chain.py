@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from zharness.workload.exact_blocks import make_ternary
 from zharness.workload.exact_mlp import WIDTH
 
 BLOCKS = 4
+ODD_WIDTHS = (WIDTH, 13, 9, 11, WIDTH)  # of the inputs and outputs of blocks: stages send other widths than they get
 PIPELINE_PLAN = tuple(f"blocks.{index}" for index in range(BLOCKS))
 TIED_ENDS_PLAN = ("ends", *PIPELINE_PLAN[: BLOCKS - 2], "ends")
 
@@ -51,10 +53,10 @@ class ChainModel(nn.Module):
     """Blocks that are called one after another, each with the output of the one before; maps (batch, 16) to itself.
 
     With ``skips``, each block but the last returns two tensors, which the next one takes. With ``tied``, the first and
-    the last block have one weight, and the two between them one bias. With ``random``, torch draws the weights.
+    the last block have one weight, and the two between them one bias.
     """
 
-    def __init__(self, skips: bool = False, tied: bool = False, random: bool = False) -> None:
+    def __init__(self, skips: bool = False, tied: bool = False) -> None:
         super().__init__()
         inner: type[Block] = SkippingBlock if skips else Block
         last: type[Block] = LastBlock if skips else Block
@@ -64,8 +66,7 @@ class ChainModel(nn.Module):
             last_linear.weight = first_linear.weight
             second_linear, third_linear = (block.get_submodule("linear") for block in self.blocks[1:3])
             third_linear.bias = second_linear.bias
-        if not random:
-            make_ternary(self)
+        make_ternary(self)
 
     def forward(self, x: Tensor) -> Tensor:
         values: tuple[Tensor, ...] = (x,)
@@ -73,6 +74,35 @@ class ChainModel(nn.Module):
             output = block(*values)
             values = output if isinstance(output, tuple) else (output,)
         return values[0]
+
+
+class OddBlock(nn.Module):
+    """A linear layer, a layer norm and a constant vector; maps (batch, inputs) to (batch, outputs)."""
+
+    shift: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.norm = nn.LayerNorm(outputs)
+        self.register_buffer("shift", torch.randn(outputs))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = torch.tanh(self.norm(self.linear(hidden))) + self.shift
+        return output
+
+
+class RandomChainModel(nn.Module):
+    """Blocks of random weights, most with an odd number of elements, and of buffers, which the seed draws too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OddBlock(*widths) for widths in pairwise(ODD_WIDTHS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class TiedEndsModel(nn.Module):

@@ -333,8 +333,8 @@ MODELS: dict[str, ModelSpec] = {
         ),
         ModelSpec(
             name="random_chain",
-            summary="four blocks of random weights, each of which takes the output of the one before",
-            build=partial(exact_chain.ChainModel, random=True),
+            summary="four blocks of random weights and buffers, of odd widths, of which each takes the output before",
+            build=exact_chain.RandomChainModel,
             batch=_draw_ternary_batch,
             loss=_mse,
             pp_plan=exact_chain.PIPELINE_PLAN,

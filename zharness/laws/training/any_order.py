@@ -18,5 +18,6 @@ LAWS = (
         MLP_TEMPLATES,
         kept_because="the only random order of calls, with engines of different settings in one process",
         features=(Feature.PARAM_GROUPS, Feature.SCHEDULE),
+        mesh_dtypes=("bf16",),
     ),
 )

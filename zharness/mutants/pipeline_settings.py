@@ -1,0 +1,266 @@
+"""Define mutants of a pipeline that are wrong under one setting of the optimizer, of clipping or of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zharness.engines import EngineConfig
+from zharness.mutants import seams_engines
+from zharness.mutants.mutant import FaultKind, Origin, mutant
+from zharness.mutants.pipeline import Loss, MicroBatches, OverPipeline, on_pipeline
+from zharness.mutants.pipeline_products import on_any_order
+from zharness.parity import Part
+
+
+class ClipsByItself(OverPipeline):
+    """The base class of mutants that clip in place of the engine: gradients are multiplied by ``find_factor``."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, replace(config, clip=None))
+        self.limit = config.clip
+        self.norm = float("nan")
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters of this rank's stages that have gradients."""
+        return [param for param in seams_engines.stage_params(self.right).values() if param.grad is not None]
+
+    def measure(self, grads: Sequence[Tensor]) -> float:
+        """Return the norm of gradients of all stages."""
+        total = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def step(self) -> None:
+        if self.limit is not None:
+            self.norm = self.measure([param.grad for param in self.params if param.grad is not None])
+            factor = self.find_factor(self.limit)
+            for param in self.params:
+                param.grad = None if param.grad is None else param.grad * factor
+        self.right.step()
+
+    def grad_norm(self) -> float | None:
+        return None if self.limit is None else self.norm
+
+    def find_factor(self, limit: float) -> float:
+        """Return the number by which gradients are multiplied."""
+        raise NotImplementedError
+
+
+@mutant(FaultKind.CLIPPING, on_any_order("clipped", "blocks.*"), origin=Origin.MESH)
+class RaisesSmallNormsToTheLimit(ClipsByItself):
+    """Gradients are multiplied by the limit over their norm, also where the norm is below the limit."""
+
+    def find_factor(self, limit: float) -> float:
+        return limit / self.norm
+
+
+@mutant(FaultKind.CLIPPING, on_any_order("accumulated_losses", "blocks.*"), origin=Origin.MESH)
+class ClipsByTheNormOfTheLastBatch(ClipsByItself):
+    """Of several batches before a step, the norm of the last one's own gradients clips them all."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.before: dict[nn.Parameter, Tensor] = {}
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        self.before = {param: param.grad.clone() for param in self.params if param.grad is not None}
+        return super().train_batch(micro_batches, loss)
+
+    def find_factor(self, limit: float) -> float:
+        own = [param.grad - self.before.get(param, 0) for param in self.params if param.grad is not None]
+        return min(1.0, limit / (self.measure(own) + 1e-6))
+
+
+@mutant(FaultKind.CLIPPING, on_any_order("interleaved", "norm", Part.REDUCTION), origin=Origin.MESH)
+class CountsOneOfTwoStagesOfARank(ClipsByItself):
+    """A rank with two stages counts the gradients of its last one alone."""
+
+    def measure(self, grads: Sequence[Tensor]) -> float:
+        return super().measure(grads[len(grads) // 2 :])
+
+    def find_factor(self, limit: float) -> float:
+        return min(1.0, limit / (self.norm + 1e-6))
+
+
+@mutant(FaultKind.CLIPPING, on_any_order("frozen_clipped", "blocks.*"), origin=Origin.MESH)
+class ClipsNoStageWithFrozenWeights(ClipsByItself):
+    """A rank of which a weight is frozen does not clip."""
+
+    def find_factor(self, limit: float) -> float:
+        is_frozen = any(not param.requires_grad for param in seams_engines.stage_params(self.right).values())
+        return 1.0 if is_frozen else min(1.0, limit / (self.norm + 1e-6))
+
+
+def drop_groups(config: EngineConfig) -> EngineConfig:
+    """Return the configuration whose parameter groups have no settings of their own, on ranks other than the first."""
+    groups = tuple(replace(group, overrides={}) for group in config.optimizer.groups)
+    return replace(config, optimizer=replace(config.optimizer, groups=groups)) if dist.get_rank() else config
+
+
+@mutant(FaultKind.OPTIMIZER, on_any_order("adamw", "*"), origin=Origin.MESH)
+class LastStageHasNoGroups(OverPipeline):
+    """The last rank's optimizer leaves out what parameter groups override: rate and decay of biases."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, drop_groups(config))
+
+
+@mutant(FaultKind.OPTIMIZER, on_any_order("single", "blocks.*"), origin=Origin.MESH)
+class LastStageHasPlainMomentum(OverPipeline):
+    """The last rank's SGD leaves out Nesterov's look ahead."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        args = {name: value for name, value in config.optimizer.args.items() if name != "nesterov"}
+        plain = replace(config, optimizer=replace(config.optimizer, args=args))
+        super().__init__(model, plain if dist.get_rank() else config)
+
+
+@mutant(FaultKind.STATE, on_any_order("adamw", "*/max_exp_avg_sq"), origin=Origin.MESH)
+class LoadsNoMaximumOfTheLastStage(OverPipeline):
+    """A load leaves the last rank's maxima of second moments (AMSGrad) as they were."""
+
+    def load(self, path: Path) -> None:
+        before = {param: state["max_exp_avg_sq"].clone() for param, state in self.maxima()}
+        self.right.load(path)
+        for param, state in self.maxima():
+            state["max_exp_avg_sq"].copy_(before[param])
+
+    def maxima(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Return the states of this rank that have a maximum, on the last rank."""
+        states = self.optimizer.state.items() if dist.get_rank() else ()
+        return [(param, state) for param, state in states if "max_exp_avg_sq" in state]
+
+
+@mutant(FaultKind.STATE, on_any_order("accumulated_singles", "blocks.*", Part.ACCUMULATION), origin=Origin.MESH)
+class SaveGivesUpGradients(OverPipeline):
+    """A save between two batches of a step gives up the gradients of the first one."""
+
+    def save(self, path: Path) -> None:
+        self.right.save(path)
+        self.right.zero_grad()
+
+
+@mutant(FaultKind.STALE, on_any_order("1f1b", "blocks.*"), origin=Origin.MESH)
+class StepsBiasesFromItsOwnCopies(OverPipeline):
+    """The ranks step copies of biases, which an edit of a bias does not reach."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        self.copy_biases()
+
+    def copy_biases(self) -> None:
+        """Copy the biases of this rank's stages."""
+        named = seams_engines.stage_params(self.right).items()
+        self.copies = {param: param.detach().clone() for name, param in named if fnmatchcase(name, "*.bias")}
+
+    def load(self, path: Path) -> None:
+        self.right.load(path)
+        self.copy_biases()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, copy in self.copies.items():
+            param.copy_(copy)
+        self.right.step()
+        self.copy_biases()
+
+
+class ChangesGradients(OverPipeline):
+    """The base class of mutants that change the gradients of this rank's stages after a batch into a new step."""
+
+    batches = 0
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        named = seams_engines.stage_params(self.right)
+        is_new = all(param.grad is None for param in named.values())
+        losses = super().train_batch(micro_batches, loss)
+        self.batches += 1
+        for name, param in named.items() if is_new else ():
+            if param.grad is not None:
+                param.grad = param.grad * self.find_factor(name, param, len(micro_batches))
+        return losses
+
+    def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
+        """Return the number by which the gradient of a parameter is multiplied."""
+        raise NotImplementedError
+
+
+@mutant(FaultKind.CONTRIBUTION, on_any_order("gpipe", "blocks.*", Part.REDUCTION), origin=Origin.MESH)
+class LosesOneOfMoreThanSixMicroBatches(ChangesGradients):
+    """The last rank has gradients of 6 micro-batches at most, and divides by the number of all."""
+
+    def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
+        return min(6, micro_batches) / micro_batches if dist.get_rank() else 1
+
+
+@mutant(
+    FaultKind.SHARDS,
+    on_pipeline(model="random_chain", parameter="blocks.*", variant="1f1b"),
+    on_pipeline(model="random_chain", parameter="blocks.*", law="pipeline.any_order", variant="interleaved"),
+    origin=Origin.MESH,
+)
+class DoesNotDivideOddWeights(ChangesGradients):
+    """The gradients of weights with an odd number of elements are sums over micro-batches, and not means."""
+
+    def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
+        return micro_batches if param.numel() % 2 else 1
+
+
+@mutant(
+    FaultKind.PARAMETERS,
+    on_pipeline(model="tied_chain", parameter="blocks.1.linear.bias", law="pipeline.any_order", variant="single"),
+    origin=Origin.MESH,
+)
+class AveragesTiedBiasesFromTheThirdBatch(ChangesGradients):
+    """From the third batch on, the gradients of a tied bias are averaged over the stages that have it."""
+
+    def find_factor(self, name: str, param: nn.Parameter, micro_batches: int) -> float:
+        return 0.5 if self.batches > 2 and name == "blocks.1.linear.bias" else 1
+
+
+@mutant(
+    FaultKind.STATE,
+    on_pipeline(Part.FORWARD, "random_chain", "loss*", "pipeline.resume", ""),
+    origin=Origin.MESH,
+)
+class LoadsNoBuffersOfTheLastStage(OverPipeline):
+    """A load leaves the buffers of the last rank's stages as they were."""
+
+    def load(self, path: Path) -> None:
+        before = [buffer.clone() for buffer in self.module.buffers()]
+        self.right.load(path)
+        for buffer, value in zip(self.module.buffers(), before, strict=True) if dist.get_rank() else ():
+            buffer.copy_(value)
+
+
+@mutant(
+    FaultKind.CONTRIBUTION,
+    on_pipeline(model="skips", parameter="blocks.*", law="pipeline.any_order", variant="single"),
+    origin=Origin.MESH,
+)
+class LosesTheSecondGradientFromTheThirdBatch(OverPipeline):
+    """From the third batch on, the first stage gets no gradient of the second tensor that it sends."""
+
+    batches = 0
+
+    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
+        super().__init__(model, config)
+        self.module.get_submodule("blocks.1").register_forward_hook(self.send)
+
+    def train_batch(self, micro_batches: MicroBatches, loss: Loss) -> Sequence[Tensor]:
+        self.batches += 1
+        return super().train_batch(micro_batches, loss)
+
+    def send(self, module: nn.Module, inputs: Sequence[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        """Let the gradient of the second output be zeros."""
+        if self.batches > 2 and output[1].requires_grad:
+            output[1].register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
