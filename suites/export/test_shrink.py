@@ -105,6 +105,7 @@ def test_a_failure_is_the_same_on_a_mesh_with_other_coordinates() -> None:
     text = "step 0, reduction: norm (seen on rank 0) expected 2, got 4 (1 of 1 elements wrong); rank 0 is "
     first = extract_failure_signature(Verdict.FAIL, f"{text}dp_replicate 0, tp 0")
     assert first.can_match(extract_failure_signature(Verdict.FAIL, f"{text}dp_shard 0, tp 0"))
+    assert first == extract_failure_signature(Verdict.FAIL, f"{text}dp_shard 1, tp 1; rank 1 is dp_shard 0, tp 1")
     assert first.detail == ""
 
 

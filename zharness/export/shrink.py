@@ -79,7 +79,7 @@ class FailureSignature:
 
 
 _PROGRAM_SUFFIX = re.compile(r"(; )?at the end of '([^']*)'$")  # the program that an any_order law appends
-_COORDINATES = re.compile(r"(; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*$")  # which a smaller mesh does not have
+_COORDINATES = re.compile(r"((; )?rank \d+ is [a-z_]+ \d+(, [a-z_]+ \d+)*)+$")  # which a smaller mesh does not have
 # Numbers, names with dots or digits, and quoted text, which differ between models.
 _LIST_OF_NAMES = re.compile(r"#(, #)+")  # after the substitution of names by #
 _MODEL_SPECIFIC = re.compile(r"'[^']*'|\"[^\"]*\"|[\w.]*\d[\w.+]*|\w+(?:\.\w+)+")
