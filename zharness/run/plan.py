@@ -140,8 +140,8 @@ def validate_request(request: Request) -> None:
         )
     if request.mesh.sizes and request.depth > 1:
         raise UsageError(
-            f"got the mesh {request.mesh.label} and depth {request.depth}; a covering array chooses world sizes itself, "
-            "and its cells have no mesh: use depth 1 on a mesh, where --variant A+B sets options of the engine"
+            f"got the mesh {request.mesh.label} and depth {request.depth}; a covering array chooses world sizes, and "
+            "its cells have no mesh: use depth 1 on a mesh, where --variant A+B sets options of the engine"
         )
     for engine in request.engines:
         engines.require(engine)
