@@ -17,7 +17,7 @@ from zharness.law_kit.law import Variant
 from zharness.law_kit.program_law import add_program_hint
 from zharness.law_kit.rank_actions import shared_folder
 from zharness.law_kit.rank_context import RankContext, flatten_optimizer_state, scalar
-from zharness.laws.pipeline import MODELS, RANDOM_MODEL, pipeline_law, select_schedule, train_batch
+from zharness.laws.pipeline import MODELS, RANDOM_MODEL, pipeline_law, require_schedule, select_schedule, train_batch
 from zharness.laws.pipeline_cuts import CALL_PROGRAMS, parse_calls
 from zharness.laws.pipeline_program_judge import EDIT_FACTOR, STRIDE, BatchProgramJudge, make_batch_shape
 from zharness.laws.pipeline_programs import (
@@ -134,7 +134,7 @@ _LAW = pipeline_law(
     observe_any_order,
     judge_any_order,
     tuple(
-        Variant(name, template.features, schedules=tuple(filter(None, (template.schedule,))))
+        Variant(name, template.features, schedules=require_schedule(template.schedule))
         for name, template in TEMPLATES.items()
     ),
     models=(*MODELS, RANDOM_MODEL),
