@@ -118,7 +118,7 @@ def test_only_gradients_that_tp_may_clip_as_sums_of_parts_have_room_for_it(
     grads = ctx.compute_expected_grads([ctx.compute_local_grads(step=0)], 1.0, {})
     for name, error in room.items():
         assert bool((error >= 2.0**-24 * grads[name].value.abs()).all())
-        assert float(error.max()) < 2.0**-16 * float(grads[name].value.abs().max()), "a wrong clip would pass"
+        assert float(error.max()) < 1e-3 * float(grads[name].value.abs().max()), "a norm wrong by 1/1000 would pass"
 
 
 def test_the_sums_of_a_micro_batch_are_bounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
